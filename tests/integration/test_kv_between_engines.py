@@ -20,7 +20,7 @@ from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.backends.launch.handle import Handle
 from libra.backends.machine import served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
-from libra.backends.transport.engine_messages import HandoverMeasured, LoadWeights, MeasureHandover
+from libra.backends.transport.engine_messages import Fetched, Generate, HandoverMeasured, LoadWeights, MeasureHandover
 from libra.backends.transport.trainer_messages import Publish, Published
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, KVHandover
@@ -263,7 +263,8 @@ async def test_an_engine_that_leaves_puts_down_what_its_turns_want(
 
 
 async def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
-    """A damaged block, weights that are newer, an engine that is killed after it was asked."""
+    """A damaged block, weights that are newer, a turn that ends before it began, an engine that is killed after it was
+    asked."""
     async with scene(fork_server, tmp_path) as two:
         whole = await told(two, "whole")
         frames = two.handover.memory
@@ -287,6 +288,18 @@ async def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedF
         turn = await told(two, "newer", updated)
         same(turn, whole)
         assert turn.change is not None and turn.change.handed_tokens == 0
+
+        transfer = two.handover.leases.lease(2)
+        os.kill(two.b.link.pid, signal.SIGSTOP)  # it hears at once of a turn and of its end
+        fetched = two.b.fetched(transfer.number)
+        early = Generate("early", PROMPT, MOST, 0.0, -1, 0, transfer=transfer)
+        generating = asyncio.create_task(two.b.generate(early, lambda piece: None))
+        await asyncio.sleep(0)
+        two.b.interrupt("early")
+        os.kill(two.b.link.pid, signal.SIGCONT)
+        assert await asyncio.wait_for(fetched, 10) == Fetched(transfer.number, 0)
+        await generating
+        two.handover.leases.release(transfer)
 
         def killed(order):  # type: ignore[no-untyped-def]
             os.kill(two.a.link.pid, signal.SIGSTOP)  # it has been asked and does not come to answer

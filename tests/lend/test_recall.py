@@ -55,10 +55,20 @@ def test_a_load_outside_its_envelope_says_how(load: Load, breach: str | None) ->
 )
 def test_the_rate_is_of_the_last_window(gaps: list[tuple[float, int]]) -> None:
     window, now, arrivals = RateWindow(10.0), 0.0, []
+    assert window.rate(now, 0) == 0.0
     for gap, new in gaps:
         now += gap
         arrivals += [now] * new
         assert window.rate(now, len(arrivals)) == sum(at > now - 10.0 for at in arrivals) / 10.0
+
+
+def test_a_count_that_others_began_or_that_begins_again_says_nothing_of_the_rate() -> None:
+    window = RateWindow(10.0)
+    assert window.rate(0.0, 5_000) == 0.0  # who came before anybody looked
+    assert window.rate(1.0, 5_001) == 0.1
+    assert window.rate(2.0, 3) == 0.3  # the engine was started again
+    assert window.rate(3.0, 4) == 0.4
+    assert window.rate(12.5, 4) == 0.1
 
 
 class Always:
@@ -75,6 +85,7 @@ def test_nothing_is_granted_outside_the_envelope() -> None:
     def granted(now: float, came: int, live: int = 1) -> bool:
         return isinstance(rule.decide(ServingView(live, 0, 0.0, came=came), now, None), Grant)  # type: ignore[arg-type]
 
+    assert granted(0.0, 0)
     assert granted(0.0, 1)
     assert granted(1_000.0, 2)
     assert not granted(2_000.0, 3)  # 3 requests in 10 s

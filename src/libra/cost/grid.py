@@ -18,6 +18,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from libra.cost.host import NO_HOST, HostCost
+from libra.cost.kernels import NO_TERMS, KernelTerms
+
 Array = NDArray[np.float64]
 Table = tuple[tuple[float, ...], ...]
 
@@ -35,6 +38,8 @@ class EngineGrid:
     chunks: tuple[int, ...]  # new prompt tokens
     prefixes: tuple[int, ...]  # tokens cached before them
     prefill: Table  # [chunk][prefix] seconds to prefill the chunk of one sequence
+    terms: KernelTerms = NO_TERMS  # what the two tables do not show of an iteration
+    host: HostCost = NO_HOST  # what comes to the kernels
 
     def __post_init__(self) -> None:
         if self.tp < 1:
@@ -55,7 +60,9 @@ class EngineGrid:
         decode, prefill = (
             tuple(tuple(factor * seconds for seconds in row) for row in table) for table in (self.decode, self.prefill)
         )
-        return replace(self, decode=decode, prefill=prefill)
+        return replace(
+            self, decode=decode, prefill=prefill, terms=self.terms.slowed(factor), host=self.host.slowed(factor)
+        )
 
     def decode_seconds(self, batch: float, context: float) -> float:
         """One iteration in which `batch` >= 1 sequences that hold `context` tokens each generate one token each."""
@@ -74,6 +81,32 @@ class EngineGrid:
         return _resample(self.chunks, self.prefixes, self.prefill, chunks, prefixes)
 
 
+def whole_iterations(grid: EngineGrid, sizes: tuple[int, ...]) -> EngineGrid:
+    """The grid of an engine with CUDA graphs of these sizes, as a planner looks at it: a decode takes what the host
+    adds to its kernels, a chunk what launching takes if that is longer, and neither has terms or a host any more.
+
+    A chunk rides with decodes, so what an iteration takes the host anyway is not in it; nor is admitting, which turns
+    pay (`EngineTiming`). How even contexts are, and what they share, is for the simulator alone.
+    """
+    host, terms = grid.host, grid.terms
+    if not host.priced and terms.linear is None and not terms.longest:
+        return replace(grid, terms=NO_TERMS, host=NO_HOST)
+    decode = tuple(
+        tuple(host.beside(max(one, host.least(batch, sizes, prefill=False)), host.seconds(batch)) for one in row)
+        for batch, row in zip(grid.batches, grid.decode, strict=True)
+    )
+    more = 0.0 if terms.linear is None else terms.linear - 1
+    linear = linear_layers(grid, grid.chunks[-1])
+    prefill = tuple(
+        tuple(
+            max(one + more * float(linear[chunk]) + terms.longest * prefix, host.least(chunk, sizes, prefill=True))
+            for prefix, one in zip(grid.prefixes, row, strict=True)
+        )
+        for chunk, row in zip(grid.chunks, grid.prefill, strict=True)
+    )
+    return replace(grid, decode=decode, prefill=prefill, terms=NO_TERMS, host=NO_HOST)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
     """All degrees of one model on one GPU."""
@@ -81,13 +114,15 @@ class EngineProfile:
     gpu: str
     model: str
     dtype: str
-    source: str  # "tables" | "calibration" | "roofline", with the version or file it came from
+    source: str  # of the kernels: "tables" | "calibration" | "roofline", with the version or file it came from
     engines: tuple[EngineGrid, ...]  # ordered by tp
 
     def __post_init__(self) -> None:
         degrees = [grid.tp for grid in self.engines]
         if not degrees or any(low >= high for low, high in pairwise(degrees)):
             raise ValueError(f"EngineProfile.engines has tp {degrees}; list each degree once, in rising order")
+        if any((grid.terms, grid.host) != (self.terms, self.host) for grid in self.engines):
+            raise ValueError("EngineProfile.engines differ in terms or host; give all degrees the same")
 
     def grid(self, tp: int) -> EngineGrid:
         """The grid of one degree. Raises ValueError where there is none."""
@@ -100,9 +135,27 @@ class EngineProfile:
         )
 
     @property
+    def host(self) -> HostCost:
+        """The host part, with its source: one for all degrees."""
+        return self.engines[0].host
+
+    @property
+    def terms(self) -> KernelTerms:
+        return self.engines[0].terms
+
+    def beside(self, host: HostCost, terms: KernelTerms) -> EngineProfile:
+        """The same kernels with these corrections, on this host."""
+        return replace(self, engines=tuple(replace(grid, host=host, terms=terms) for grid in self.engines))
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: equal exactly where every number and name is."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        values = asdict(self)
+        for grid in values["engines"]:  # profiles without these parts are as they were before there were any
+            for part, nothing in (("terms", NO_TERMS), ("host", NO_HOST)):
+                if grid[part] == asdict(nothing):
+                    del grid[part]
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -161,3 +214,13 @@ def _weights(axis: tuple[int, ...], at: ArrayLike) -> Array:
     weights[each, left] = 1 - part
     weights[each, left + 1] = part
     return weights
+
+
+def linear_layers(grid: EngineGrid, most: int) -> Array:
+    """[tokens] seconds of the linear layers, and of all else that looks at each token alone, for 0 to `most` tokens."""
+    chunk, far, near = grid.chunks[-1], grid.prefixes[-1], grid.prefixes[0]
+    pair = (grid.prefill_seconds(chunk, far) - grid.prefill_seconds(chunk, near)) / (chunk * (far - near))
+    tokens = np.arange(1, most + 1)
+    alone = grid.prefill_seconds_at(tokens, [0])[:, 0] - max(0.0, pair) * tokens * (tokens + 1) / 2
+    # More tokens never cost less: measured tables fall here and there.
+    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(alone, 0.0))])

@@ -47,17 +47,24 @@ class Envelope:
 
 
 class RateWindow:
-    """Requests a second over the last `window` seconds, from how many ever came. Times never fall."""
+    """Requests a second over the last `window` seconds, from how many ever came. Those that had come before the first
+    look do not count. Times never fall; the count does where the engine was started again, which begins a new window.
+    """
 
     def __init__(self, window: float) -> None:
         if not window > 0:
             raise ValueError(f"window is {window:g} s; it must be above 0")
         self.window = window
         self._seen: deque[tuple[float, int]] = deque()  # when so many had come
-        self._before = 0  # that had come before the window
+        self._before: int | None = None  # that had come before the window; None: nobody looked yet
 
     def rate(self, now: float, came: int) -> float:
         seen = self._seen
+        if self._before is None:
+            self._before = came
+        if seen and came < seen[-1][1]:
+            seen.clear()
+            self._before = 0
         if not seen or seen[-1][1] != came:
             seen.append((now, came))
         while seen[0][0] <= now - self.window and seen[0][1] != came:

@@ -1,19 +1,22 @@
 """Which of two processes has a device now, and what serving says of itself: a file that both map, and its lock.
 
 Invariant: serving waits for no borrower longer than the grant that is out. The lock alone could not promise that (the
-kernel frees it only after it has torn down a killed process), so a grant is a time, written before it begins; from then
-on serving goes ahead without the lock, and says so by a new epoch. Each field has one writer. Times are CLOCK_MONOTONIC
-seconds, which all processes of a machine share and nobody sets.
+kernel frees it only after it has torn down a killed process), so a grant is a time, written before it begins; from
+then on serving goes ahead without the lock, and says so by a new epoch. A loan ends with the lender's word: a time,
+which the agent beside the server puts off for as long as all is well. Each field has one writer. Times are
+CLOCK_MONOTONIC seconds, which all processes of a machine share and nobody sets.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -39,13 +42,18 @@ _EPOCH_AT = 208  # grants that serving did not wait out
 _EXPIRES_AT = 256
 _PACE_AT = 264
 _WISH_AT = 272
+_LEASE_AT = 280
 _KV_ASKED_AT = 288
 _KV_HELD_AT = 296
 _COUNT_AT = 320  # of steps
 _STEPS_AT = 384
+_TALLY_AT = 2432
+_ABOUT_AT = 2560  # its length, its checksum, JSON
 _SIZE = 4096
+_ABOUT = struct.Struct("<QQ")
+_TALLY = struct.Struct("<qqqdq56s")
 
-_POLL = 0.0002  # seconds between two looks at the lock
+POLL = 0.0002  # seconds between two looks at the lock
 _PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
 _PATIENCE = 2.0  # seconds in which a page that is being written must be whole: its writer may be put aside meanwhile
 
@@ -76,6 +84,26 @@ class ServingStep(NamedTuple):
     new_tokens: int  # beyond one a sequence
     context: int
     seconds: float
+
+
+class EngineFacts(NamedTuple):
+    """What the serving engine is."""
+
+    model: str  # as it was given to the server
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class BorrowerTally(NamedTuple):
+    """What came of a loan since its borrower began."""
+
+    grants: int = 0  # that were used
+    overstayed: int = 0  # of them, those that serving did not wait out
+    over_bound: int = 0  # steps that took longer than their bound
+    lent: float = 0.0  # seconds of steps
+    tokens: int = 0  # that they computed
+    why: str = ""  # nothing is lent now; empty where it is
 
 
 class _Page:
@@ -119,6 +147,43 @@ class _Page:
     def unlock(self) -> None:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
+    def describe(self, about: EngineFacts) -> None:
+        text = json.dumps(about._asdict()).encode()
+        if _ABOUT_AT + _ABOUT.size + len(text) > _SIZE:
+            raise LendingError(f"{self.path}: a model name of {len(about.model)} characters; serve it under a shorter")
+        self.bytes[_ABOUT_AT : _ABOUT_AT + _ABOUT.size + len(text)] = _ABOUT.pack(len(text), crc32(text)) + text
+
+    def about(self) -> EngineFacts:
+        size, checksum = _ABOUT.unpack_from(self.bytes, _ABOUT_AT)
+        text = self.bytes[_ABOUT_AT + _ABOUT.size : _ABOUT_AT + _ABOUT.size + size]
+        if not text or crc32(text) != checksum:
+            raise LendingError(f"{self.path}: it does not say which engine serves; start the serving engine again")
+        return EngineFacts(**json.loads(text))
+
+    def notice(self, clock: Callable[[], float]) -> ServingNotice:
+        until = clock() + _PATIENCE
+        while True:
+            read = self.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size]
+            said, checksum = read[: _SERVING.size], _COUNT.unpack(read[_SERVING.size :])[0]
+            if crc32(said) == checksum:
+                break
+            if clock() > until:
+                raise LendingError(f"{self.path}: the serving engine ended as it wrote; start it again")
+            time.sleep(POLL)
+        *views, wants, pace, at, pid = _SERVING.unpack(said)
+        view, kv = ServingView(*views[:_VIEW_FIELDS]), KVView(*views[_VIEW_FIELDS:])
+        return ServingNotice(view, kv, bool(wants), pace, at, pid)
+
+    def only(self, who: str, refusal: str) -> int:
+        """The descriptor of a lock that one process can have. Raises LendingError."""
+        only = os.open(self.path.with_name(f"{self.path.name}.{who}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(only, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(only)
+            raise LendingError(f"{self.path}: {refusal}") from None
+        return only
+
     def close(self) -> None:
         self.bytes.close()
         os.close(self.descriptor)
@@ -128,8 +193,12 @@ class ServingToken:
     """The serving engine's side. Makes the file if there is none; one that a server before this one left is taken over,
     and its borrower goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self._page = _Page(path, create=True)
+    def __init__(
+        self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._page, self._clock = _Page(path, create=True), clock
+        if about is not None:
+            self._page.describe(about)
         self._wants = self._held = False
         self.lent = False  # the device was, before the step that is under way
         self.fenced = 0
@@ -159,40 +228,45 @@ class ServingToken:
         view, _, pace = self._said
         self.publish(view, kv, pace)
 
-    def acquire(self) -> None:
-        """Have the device.
+    def acquire(self) -> bool:
+        """Have the device. False: it was lent meanwhile, and there is as much to spare again: say who has come
+        meanwhile, and ask anew.
 
         A borrower that wishes for what serving can spare is left a moment to take it: it cannot in the instant between
         two steps. What it then takes is waited for until its grant is over, and not longer.
         """
         if self._held:
-            return
-        page, began = self._page, time.monotonic()
+            return True
+        page, began = self._page, self._clock()
         self.lent = False
         free_until = began + _PICKUP if self._can_spare(began) else began
         while page.lock():
-            if time.monotonic() >= free_until:
+            if self._clock() >= free_until:
                 self._held = True
-                return
+                return True
             page.unlock()
-            time.sleep(_POLL)
+            time.sleep(POLL)
         self.lent = self._wants = True
         self._write()
         while not page.lock():
-            if time.monotonic() >= _SECONDS.unpack_from(page.bytes, _EXPIRES_AT)[0]:
+            if self._clock() >= _SECONDS.unpack_from(page.bytes, _EXPIRES_AT)[0]:
                 if page.lock():
                     break
                 self.fenced += 1
                 _COUNT.pack_into(page.bytes, _EPOCH_AT, _COUNT.unpack_from(page.bytes, _EPOCH_AT)[0] + 1)
                 self._wants = False
-                return
-            time.sleep(_POLL)
-        self._held, self._wants = True, False
+                return True
+            time.sleep(POLL)
+        self._wants = False
+        self._held = not self._can_spare(self._clock())
+        if not self._held:
+            page.unlock()
+        return self._held
 
     def _can_spare(self, now: float) -> bool:
         view = self._said[0]
-        wish = _SECONDS.unpack_from(self._page.bytes, _WISH_AT)[0]
-        return bool(wish > 0 and view.live and not view.waiting and view.due - now >= wish)
+        wish, lease = (_SECONDS.unpack_from(self._page.bytes, at)[0] for at in (_WISH_AT, _LEASE_AT))
+        return bool(lease > now and wish > 0 and view.live and not view.waiting and view.due - now >= wish)
 
     def note(self, step: ServingStep | None) -> None:
         """What a step was, for those who bound the next ones."""
@@ -214,45 +288,47 @@ class ServingToken:
 
     def _write(self) -> None:
         view, kv, pace = self._said
-        said = _SERVING.pack(*astuple(view), *astuple(kv), int(self._wants), pace, time.monotonic(), os.getpid())
+        said = _SERVING.pack(*astuple(view), *astuple(kv), int(self._wants), pace, self._clock(), os.getpid())
         self._page.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size] = said + _COUNT.pack(crc32(said))
 
 
 class BorrowerToken:
     """The borrower's side. Raises LendingError where there is no page, or somebody else borrows."""
 
-    def __init__(self, path: Path, pace: float) -> None:
+    def __init__(self, path: Path, pace: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`pace` is tau: seconds a token that serving may be slowed down to."""
         if not 0 < pace < math.inf:
             raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
-        self._page = _Page(path, create=False)
-        self._only = os.open(path.with_name(path.name + ".borrower"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._page, self._clock = _Page(path, create=False), clock
         try:
-            fcntl.flock(self._only, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._only)
+            self._only = self._page.only("borrower", "another borrower has this device; one at a time can")
+        except LendingError:
             self._page.close()
-            raise LendingError(f"{path}: another borrower has this device; one at a time can") from None
+            raise
         self._seen = _COUNT.unpack_from(self._page.bytes, _COUNT_AT)[0]
         self._epoch = 0
         _SECONDS.pack_into(self._page.bytes, _PACE_AT, pace)
         self.wish(0.0)
         self.say_kv(0, 0)  # memory of a borrower before this one went with it
+        self.tell(BorrowerTally())
+
+    @property
+    def lease(self) -> float:
+        """Until when the lender has given its word."""
+        return float(_SECONDS.unpack_from(self._page.bytes, _LEASE_AT)[0])
+
+    def about(self) -> EngineFacts:
+        """The engine that serves. Raises LendingError where it did not say."""
+        return self._page.about()
 
     def look(self) -> ServingNotice:
         """What serving said last. Raises LendingError where its writer ended in the middle of it."""
-        page, until = self._page.bytes, time.monotonic() + _PATIENCE
-        while True:
-            read = page[_SERVING_AT : _CHECKSUM_AT + _COUNT.size]
-            said, checksum = read[: _SERVING.size], _COUNT.unpack(read[_SERVING.size :])[0]
-            if crc32(said) == checksum:
-                break
-            if time.monotonic() > until:
-                raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; start it again")
-            time.sleep(_POLL)
-        *views, wants, pace, at, pid = _SERVING.unpack(said)
-        view, kv = ServingView(*views[:_VIEW_FIELDS]), KVView(*views[_VIEW_FIELDS:])
-        return ServingNotice(view, kv, bool(wants), pace, at, pid)
+        return self._page.notice(self._clock)
+
+    def tell(self, tally: BorrowerTally) -> None:
+        """What came of the loan so far."""
+        *numbers, why = tally
+        _TALLY.pack_into(self._page.bytes, _TALLY_AT, *numbers, why.encode(errors="replace")[:56])
 
     def wish(self, seconds: float) -> None:
         """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
@@ -301,5 +377,42 @@ class BorrowerToken:
     def close(self) -> None:
         self.wish(0.0)
         self.say_kv(0, 0)
+        os.close(self._only)
+        self._page.close()
+
+
+class LenderToken:
+    """The side of the agent beside the server, whose word the loan hangs on. Raises LendingError where there is no
+    page, or another agent lends."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._page, self._clock = _Page(path, create=False), clock
+        try:
+            self._only = self._page.only("lender", "another agent lends this device; one at a time can")
+        except LendingError:
+            self._page.close()
+            raise
+        self.extend(0.0)
+
+    def extend(self, until: float) -> None:
+        """The device may be borrowed until then; 0: not any more."""
+        _SECONDS.pack_into(self._page.bytes, _LEASE_AT, until)
+
+    def about(self) -> EngineFacts:
+        """The engine that serves. Raises LendingError where it did not say."""
+        return self._page.about()
+
+    def look(self) -> ServingNotice:
+        """What serving said last. Raises LendingError where its writer ended in the middle of it."""
+        return self._page.notice(self._clock)
+
+    @property
+    def tally(self) -> BorrowerTally:
+        """What came of the loan so far."""
+        grants, overstayed, over_bound, lent, tokens, why = _TALLY.unpack_from(self._page.bytes, _TALLY_AT)
+        return BorrowerTally(grants, overstayed, over_bound, lent, tokens, why.rstrip(b"\0").decode(errors="ignore"))
+
+    def close(self) -> None:
+        self.extend(0.0)
         os.close(self._only)
         self._page.close()

@@ -3,14 +3,16 @@
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.backends.lend.scheduler.LendingScheduler
 
 Invariant: what is scheduled, and in which order, is what vLLM's own scheduler says. Only when a step begins differs:
-with the token, or when the grant that is out is over. KV blocks that are ceded are free ones that no request needs.
+with the token, or when the grant that is out is over. A step that is put off is one of no tokens, so that the engine
+takes in who has come before it asks again. KV blocks that are ceded are free ones that no request needs.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import time
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from libra.backends.lend.device_token import LendingError, ServingStep, ServingToken
+from libra.backends.lend.device import Cores, LentDevice
+from libra.backends.lend.device_token import EngineFacts, LendingError, ServingStep, ServingToken
 from libra.backends.lend.kv_loan import CededKV
 from libra.lend.gate import ServingView, due
 from libra.lend.quota import KVView
+from libra.lend.step_cost import RolloutQueue, StepShape
 
 _log = init_logger(__name__)
 
@@ -38,26 +42,58 @@ def device_of_environment() -> Path:
     return Path(path)
 
 
-class _Lending(Scheduler):
+class _Shaped(Scheduler):
+    """Knows what it scheduled last."""
+
+    shape = StepShape(0, 0, 0)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        sequences = len(output.num_scheduled_tokens)
+        context = sum(request.num_computed_tokens for request in self.running)
+        self.shape = StepShape(sequences, output.total_num_scheduled_tokens - sequences, context)
+        return output
+
+
+class BorrowingScheduler(_Shaped):
+    """Of an engine that borrows: what a step may compute is set before it, as `max_num_scheduled_tokens`."""
+
+    @property
+    def queue(self) -> RolloutQueue:
+        """What the next step could compute."""
+        seats = self.max_num_running_reqs - len(self.running)
+        waiting = list(islice(self.waiting, seats))
+        computed = sum(it.num_computed_tokens for it in self.running) + sum(it.num_tokens for it in waiting)
+        prefilling = any(it.num_tokens - it.num_computed_tokens > 1 for it in self.running)
+        return RolloutQueue(len(self.running), len(waiting), prefilling, computed)
+
+
+class _Lending(_Shaped):
     """Both kinds of vLLM's scheduler have these methods; the class below it says which kind this is."""
+
+    # Whatever it runs on: the output of a step is here when it is told of, so the step is over.
+    device: LentDevice = Cores()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._token = ServingToken(device_of_environment())
+        model, limits = self.vllm_config.model_config, self.scheduler_config
+        facts = EngineFacts(model.model, model.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._token = ServingToken(device_of_environment(), facts, self.device.clock)
+        self._arrivals: dict[str, float] = {}
         self._kv: CededKV | None = None
         try:
             self._kv = CededKV(self)
         except LendingError as error:
             _log.warning("%s; the device is lent, its KV memory is not", error)
         self._first_tokens: dict[str, float] = {}
-        self._under_way = 0  # steps scheduled whose output has not come
+        self._under_way: deque[StepShape] = deque()  # steps scheduled whose output has not come
         self._began = 0.0
         self._steps_since_grant = 0
-        self._shape = (0, 0, 0)
         self._came = 0  # requests, ever
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
+        self._arrivals[request.request_id] = self.device.clock()
         self._came += 1
         self._publish()
 
@@ -67,11 +103,13 @@ class _Lending(Scheduler):
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._token.acquire()
+        if not self._token.acquire():
+            return self._nothing(*args, **kwargs)
         if self._token.lent:
             self._steps_since_grant = 0
         if not self._under_way:
-            self._began = time.monotonic()
+            self._began = self.device.clock()
+            self.device.begin()
         try:
             if self._kv is not None:
                 self._kv.settle(self._token)
@@ -79,19 +117,31 @@ class _Lending(Scheduler):
         except BaseException:
             self._token.release()
             raise
-        self._under_way += 1
-        sequences = len(output.num_scheduled_tokens)
-        self._shape = (sequences, output.total_num_scheduled_tokens - sequences, self._context())
+        if output.total_num_scheduled_tokens:
+            self._under_way.append(self.shape)
         return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(*args, **kwargs)
-        now = time.monotonic()
-        self._under_way -= 1
-        self._steps_since_grant += 1
-        self._publish(now)
-        step = ServingStep(*self._shape, now - self._began) if self._shape[0] else None
-        self._began = now
+    def _nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """A step that computes nothing."""
+        most: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
+        self.max_num_scheduled_tokens = 0
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = most
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        step = None
+        if scheduler_output.total_num_scheduled_tokens:
+            shape = self._under_way.popleft()
+            if not self._under_way:
+                self.device.end()
+            now = self.device.clock()
+            self._steps_since_grant += 1
+            step = ServingStep(shape.sequences, shape.new_tokens, shape.context, now - self._began)
+            self._began = now
+        self._publish()
         if self._under_way:
             self._token.note(step)
         else:
@@ -102,40 +152,36 @@ class _Lending(Scheduler):
         super().shutdown()
         self._token.close()
 
-    def _publish(self, now: float | None = None) -> None:
+    def _publish(self) -> None:
         """What serving owes, as of now. First tokens are seen at the end of the step that made them."""
-        now = time.monotonic() if now is None else now
-        pace, firsts = self._token.pace, self._first_tokens
-        first_due, oldest, waiting, queued, context, known = math.inf, math.inf, 0, 0, 0, {}
+        now, pace = self.device.clock(), self._token.pace
+        arrivals, firsts, self._arrivals, self._first_tokens = self._arrivals, self._first_tokens, {}, {}
+        first_due, oldest, waiting, queued, context = math.inf, math.inf, 0, 0, 0
         for name, request in self.requests.items():
             tokens = request.num_output_tokens
             if tokens:
-                known[name] = first = firsts.get(name, now)
+                self._first_tokens[name] = first = firsts.get(name, now)
                 first_due = min(first_due, due(first, tokens, pace))
             else:
                 waiting += 1
-                # `arrival_time` is of the wall clock; how long ago that was holds on any.
-                oldest = min(oldest, now - (time.time() - request.arrival_time))
+                self._arrivals[name] = arrival = arrivals.get(name, now)
+                oldest = min(oldest, arrival)
                 queued += request.num_tokens - request.num_computed_tokens
             context += request.num_computed_tokens
-        self._first_tokens = known
         live, steps = len(self.requests), self._steps_since_grant
         view = ServingView(live, waiting, first_due, oldest, queued, context, steps, self._came)
         self._token.publish(view, self._kv.view() if self._kv is not None else KVView(), pace)
 
-    def _context(self) -> int:
-        return sum(request.num_computed_tokens for request in self.running)
 
-
-class _Synchronous(_Lending):
+class SynchronousLending(_Lending):
     pass
 
 
-class _Asynchronous(_Lending, AsyncScheduler):
+class AsynchronousLending(_Lending, AsyncScheduler):
     pass
 
 
 def LendingScheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM asks for a class
     """The scheduler of the kind that this engine would have without lending."""
-    kind = _Asynchronous if vllm_config.scheduler_config.async_scheduling else _Synchronous
+    kind = AsynchronousLending if vllm_config.scheduler_config.async_scheduling else SynchronousLending
     return kind(vllm_config=vllm_config, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from libra.backends.transport.messages import Dtype, Message, Tensor
+from libra.records.lending import LendingTerms
 
 # --- from the controller ---------------------------------------------------------------------------------------------
 
@@ -19,6 +20,15 @@ class KVBufferPlace(msgspec.Struct, frozen=True):
     descriptor: int  # of that process
     frames: int
     frame_bytes: int
+
+
+class DeviceLoan(msgspec.Struct, frozen=True):
+    """A device that another engine serves users on, and the terms on which it is borrowed."""
+
+    device: str  # file of its token
+    terms: LendingTerms
+    record: str | None  # file of views and answers
+    share: float = 1.0  # of its cores that the device is; it is paced where that is below 1
 
 
 class StartEngine(Message, frozen=True):
@@ -36,6 +46,7 @@ class StartEngine(Message, frozen=True):
     cores: tuple[int, ...]
     refresh_kv: bool  # salt the prefix cache with the weight version
     kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
+    loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
 
 
 class KVTransfer(msgspec.Struct, frozen=True):

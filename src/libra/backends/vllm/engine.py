@@ -18,12 +18,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from libra.backends.lend.scheduler import BorrowingScheduler
 from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Save, Saved, StartEngine
 from libra.backends.transport.messages import Tensor
 from libra.backends.transport.shared_memory import WeightBuffer
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Sampled
 from libra.cost.engine_memory import BLOCK_TOKENS
+from libra.lend.step_cost import RolloutQueue, StepShape
 
 _BACKEND = "libra_shm"
 
@@ -52,10 +54,12 @@ class VllmEngine:
                 seed=start.seed,
                 weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
+                scheduler_cls=BorrowingScheduler if start.loan is not None else None,
             )
         )
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
         # Beside the scheduler of an engine that is stepped in this process. None: it hands no KV over.
-        self._kv: FrameConnector | None = self._engine.engine_core.engine_core.scheduler.get_kv_connector()
+        self._kv: FrameConnector | None = self._scheduler.get_kv_connector()
         self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},))
         self.version = 0
         self._turns: set[str] = set()  # that it has to make
@@ -118,6 +122,28 @@ class VllmEngine:
             logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
             sampled.append(Sampled(turn, tokens, logprobs, prefilled, output.finished))
         return sampled
+
+    # Of an engine that borrows its device (`lend.borrower.SteppedEngine`)
+
+    @property
+    def queue(self) -> RolloutQueue:
+        """What the next step could compute."""
+        return self._scheduler.queue
+
+    @property
+    def shape(self) -> StepShape:
+        """What the last step computed."""
+        return self._scheduler.shape
+
+    @property
+    def most_tokens(self) -> int:
+        """That a step computes, whoever sets it."""
+        return self._scheduler.scheduler_config.max_num_batched_tokens
+
+    def bounded_step(self, tokens: int) -> list[Sampled]:
+        """`step`, of at most so many tokens."""
+        self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step
+        return self.step()
 
     def give(self, order: Save) -> None:
         """Save KV of a context for another engine, a little in each of the next steps."""

@@ -15,15 +15,17 @@ from libra.sim.engine.request import Chain, Request, owner_of
 from libra.sim.engine.state import EngineState
 
 
-def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> None:
+def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> int:
     """Admit requests from the head of the queue; their first chunks go into `chunks`, and what the prefix cache had of
-    them into `cached`."""
+    them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
     size = config.block_size
+    contexts = 0
     state.blocked = False
     first: Request | None = None  # that holds blocks no more, but its place in the queue
     if state.ready:
         budget, first = admit_arrived(state, budget, chunks, cached)
+        contexts += sum(found + 1 for _, found in cached)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
         request = first or waiting.head
         if request.pull:
@@ -53,12 +55,16 @@ def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached
             request.cached_tokens = tokens
         state.start_running(request, tokens)
         request.written = found
+        contexts += request.target
         chunks.append((new, tokens))
         cached.append((request.number, tokens))
         budget -= new
         state.compute(request, new)
         if first is not None:
+            before = len(cached)
             budget, first = admit_arrived(state, budget, chunks, cached)
+            contexts += sum(found + 1 for _, found in cached[before:])
+    return contexts
 
 
 def may_admit(state: EngineState) -> bool:

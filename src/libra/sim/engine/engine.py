@@ -207,9 +207,13 @@ class SimEngine(EngineState):
         count = generation.count
         context = generation.context + count * ended_by(self, now)
         more = context + context // count if count else 1
-        batch = generation.batch(min(count + 1, self.config.max_num_seqs))
+        batch = self.batch(min(count + 1, self.config.max_num_seqs))
         base, slope, _ = self.cost.line(batch, more)
         return (base + slope * more) / TICKS
+
+    def recall_rate(self, now: int) -> float:
+        """How often a second its device is wanted back."""
+        return 0.0
 
     # What happens next
 
@@ -237,6 +241,10 @@ class SimEngine(EngineState):
         if not (self.running or self.waiting or self.ready) and self.under_way is None:
             self.busy = False
             return None
+        return self._iterate(now)
+
+    def _iterate(self, now: int) -> int | None:
+        """There is something to compute: plan it."""
         self.start = now
         self.busy = True
         self.events += 1

@@ -16,7 +16,7 @@ from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.flight import Flight, Flights, UnderWay
 from libra.sim.engine.generation import Generation
-from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.request import Owner, Path, Request, Status
 
 
@@ -73,6 +73,8 @@ class PriorityQueue:
         heapify(self._entries)
 
 
+_KEPT = 1024
+_BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
 Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
@@ -145,6 +147,7 @@ class EngineState:
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
+    uneven: bool = field(init=False)  # batches say how their contexts differ
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # who generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
@@ -175,12 +178,23 @@ class EngineState:
         self.flights = Flights([Generation(config.block_size) for _ in range(stages)])
         self.flight = self.flights.all[0]
         self.overlapping = stages > 1
+        self.uneven = self.cost.uneven
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def count_held(self, now: int) -> None:
         """Count the blocks held from the last count until `now`."""
         self.held_ticks += 2 * self.pool.held * (now - self.seen)
         self.seen = now
+
+    def batch(self, requests: int) -> DecodeBatch:
+        """What the next iteration decodes if so many requests of the batch that is looked at are in it."""
+        if not self.uneven:
+            return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
+        generation = self.flight.generation
+        shared = self.pool.shared * self.config.block_size
+        if self.overlapping:  # blocks do not say whose they are
+            shared = shared * generation.count // max(1, len(self.running))
+        return DecodeBatch(requests, 1, generation.spread, min(shared, generation.context))
 
     def members(self) -> list[Request]:
         """The running requests that the batch may schedule, in the order of their admission."""

@@ -1,0 +1,196 @@
+"""Steps of a rollout engine on a device that serves: one a grant, no longer than the grant.
+
+Invariant: a step begins only with the token, within the lender's word, and if the gate grants it from what serving says
+at that moment; it computes as many tokens as are over in time. Who overstayed a grant sees that before the next step,
+and the loan rests for a quiet time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeVar
+
+from libra.backends.lend.device import LentDevice
+from libra.backends.lend.device_token import POLL, BorrowerTally, BorrowerToken, FencedError, ServingNotice
+from libra.backends.lend.record import LendingRecord
+from libra.lend.gate import Grant, Reason, Refusal, SharingRule
+from libra.lend.recall import Recall
+from libra.lend.step_cost import LearntServingCost, RolloutQueue, StepCost, StepShape, TokenBudget
+from libra.records.lending import LendingAnswer, LentStep
+
+_REST = 0.001  # seconds between two looks at a device that is not to be had before its own engine has made a step
+_STUCK = 1.0  # seconds in which no step fits into any grant
+_RECALLED = 0.02  # likewise where time alone brings the loan back
+
+_WHY: dict[Reason, str] = {
+    "first token": "a request waits for its first token",
+    "due": "the next token is due",
+    "load": "the load is outside its envelope",
+    "owner": "nothing is lent",
+}
+
+Made_co = TypeVar("Made_co", covariant=True)
+Made = TypeVar("Made")
+
+
+class SteppedEngine(Protocol[Made_co]):
+    """The engine that borrows."""
+
+    @property
+    def queue(self) -> RolloutQueue:
+        """What the next step could compute."""
+        ...
+
+    @property
+    def shape(self) -> StepShape:
+        """What the last step computed."""
+        ...
+
+    def bounded_step(self, tokens: int) -> Made_co:
+        """One step of at most so many tokens."""
+        ...
+
+
+class GatedBorrower:
+    """One engine's part of a device."""
+
+    def __init__(
+        self,
+        token: BorrowerToken,
+        rule: SharingRule,
+        device: LentDevice,
+        *,
+        shortest: float,
+        most_tokens: int,
+        recall: Recall | None = None,
+        record: LendingRecord | None = None,
+        missed: float = 0.0025,
+    ) -> None:
+        """`shortest` is that of the gate, `most_tokens` the engine's own `max_num_batched_tokens`, `recall` that of the
+        rule where it has one, `missed` the share of steps that may exceed their bound."""
+        facts = token.about()
+        self._token, self._rule, self._recall, self._device = token, rule, recall, device
+        self._shortest, self._record = shortest, record
+        self.serving_steps, self.own_steps = StepCost(missed), StepCost(missed)
+        self._cost = LearntServingCost(self.serving_steps, facts.max_num_batched_tokens, facts.max_model_len)
+        self._budget = TokenBudget(self.own_steps, most_tokens)
+        self.tally = BorrowerTally()
+        self._breach: str | None = None  # of ours, that the rule was not told of yet
+        self._refused_at: float | None = None  # what serving had said at that time; None: it was granted
+        self._ask_again = math.inf
+        self._stuck_since = math.inf  # no step has fitted into a grant
+
+    def step(self, engine: SteppedEngine[Made]) -> Made | None:
+        """One step if there is a grant; else None, after a moment."""
+        clock, token, queue = self._device.clock, self._token, engine.queue
+        if not queue.turns:
+            self.rest()
+            return None
+        if token.lease <= clock():
+            self._wait("the lender has not given its word")
+            return None
+        for seen in token.steps():
+            self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
+        notice = token.look()
+        if notice.at == self._refused_at and clock() < self._ask_again:
+            self._wait(self.tally.why)
+            return None
+        grant = self._ask(notice)
+        if grant is None:
+            self._wait(self.tally.why)
+            return None
+        tokens = self._budget.within(grant.length, queue)
+        if not tokens:
+            token.wish(0.0)
+            self._nothing_fits()
+            return None
+        self._stuck_since = math.inf
+        if not token.try_take(grant.expires):
+            self._device.sleep(POLL)
+            return None
+        made, overstayed = None, False
+        try:
+            again = token.look()
+            if again.at != notice.at:  # somebody has come
+                grant = self._ask(again)
+                if grant is None:
+                    return None
+                token.shorten(grant.expires)
+            began = clock()
+            tokens = min(tokens, self._budget.within(grant.expires - began, queue))
+            if not tokens or token.lease <= began:
+                return None
+            self._device.begin()
+            made = engine.bounded_step(tokens)
+            self._device.end()
+            spent = clock() - began
+        finally:
+            try:
+                token.release()
+            except FencedError:
+                overstayed = True
+                self._breach = "a grant was overstayed"
+        self._account(LentStep(began, spent, self._budget.bound(tokens, queue), tokens, overstayed), engine.shape)
+        return made
+
+    def rest(self) -> None:
+        """There is nothing to compute: serving need not leave anything."""
+        self._token.wish(0.0)
+        self._say("")
+        if self._record is not None:
+            self._record.flush(all_of_it=True)
+
+    def _ask(self, notice: ServingNotice) -> Grant | None:
+        now, (breach, self._breach) = self._device.clock(), (self._breach, None)
+        if breach is not None and self._recall is not None:
+            self._recall.observe(breach, now)
+        answer = self._rule.decide(notice.view, now, self._cost)
+        longest = self._cost.longest_step(notice.view)
+        if self._record is not None:
+            self._record.append(LendingAnswer.of(notice.view, now, longest, answer, breach))
+        recalled = isinstance(answer, Refusal) and answer.reason in ("load", "owner")
+        # A refusal for what is due holds until serving says something new, one for the load until time has passed.
+        self._token.wish(0.0 if recalled or longest == math.inf else longest + self._shortest)
+        if isinstance(answer, Grant):
+            self._refused_at = None
+            self._say("")
+            return answer
+        self._refused_at, self._ask_again = notice.at, now + _RECALLED if recalled else math.inf
+        why = self._recall.recalled if recalled and self._recall is not None else None
+        self._say(why or _WHY[answer.reason])
+        return None
+
+    def _nothing_fits(self) -> None:
+        now = self._device.clock()
+        self._stuck_since = min(self._stuck_since, now)
+        if now - self._stuck_since > _STUCK:
+            self._budget.start_anew()
+            self._stuck_since = math.inf
+        self._wait("no step is short enough for a grant")
+
+    def _wait(self, why: str) -> None:
+        self._say(why)
+        if self._record is not None:
+            self._record.flush()
+        self._device.sleep(_REST)
+
+    def _say(self, why: str) -> None:
+        if why != self.tally.why:
+            self.tally = self.tally._replace(why=why)
+            self._token.tell(self.tally)
+
+    def _account(self, step: LentStep, shape: StepShape) -> None:
+        tally = self.tally
+        if shape.sequences:
+            self._budget.observe(shape, step.seconds)
+        self.tally = BorrowerTally(
+            tally.grants + 1,
+            tally.overstayed + step.overstayed,
+            tally.over_bound + (step.seconds > step.bound > 0),
+            tally.lent + step.seconds,
+            tally.tokens + shape.sequences + shape.new_tokens,
+            "",
+        )
+        self._token.tell(self.tally)
+        if self._record is not None:
+            self._record.append(step)

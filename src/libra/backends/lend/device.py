@@ -1,0 +1,78 @@
+"""The device that two engines share, as both of them see it.
+
+Invariant: a step that has ended has left nothing running on the device. Times are of one clock that never jumps and
+that all processes of the device share.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class LentDevice(Protocol):
+    """What a step begins and ends on."""
+
+    def clock(self) -> float:
+        """Seconds."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        ...
+
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
+    def end(self) -> None:
+        """Returns when all that the step launched is done."""
+        ...
+
+
+class Cores:
+    """CPU cores. Work on them is done when the call returns. With a `share` below 1 they are a slower device, and a
+    step takes as long as it would there: the one who has the token sleeps the rest."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share {share:g}: a device is more than 0 and at most 1 of its cores")
+        self._share, self._cpu = share, 0.0
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def begin(self) -> None:
+        self._cpu = time.process_time()
+
+    def end(self) -> None:
+        if self._share < 1:
+            time.sleep((time.process_time() - self._cpu) * (1 / self._share - 1))
+
+
+class Accelerator:
+    """The GPUs of this process. Kernels go on after the call that launched them, so a step's end waits for them."""
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        import torch
+
+        torch.accelerator.synchronize()
+
+
+def device_here(share: float = 1.0) -> LentDevice:
+    """What vLLM runs on in this process."""
+    from vllm.platforms import current_platform
+
+    return Cores(share) if current_platform.is_cpu() else Accelerator()

@@ -1,0 +1,305 @@
+"""A node that keeps weights: it follows a source or a relay, has its engines load what is whole, and is a relay itself.
+
+Invariant: what comes is passed on chunk by chunk before this node has used it, and once to each reader, so a link to a
+cluster is crossed once if one of its nodes follows what is beyond and the others follow that node. A version reaches
+`load` only from a mirror that has checked it; newer chunks wait until `load` returns, and nobody waits for this node.
+What is damaged, missing or of another base is asked for again, and not for ever: `UpstreamLostError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.shared_memory import Vector, WeightUpdateError
+from libra.backends.weights.feed import Feed, FeedReader
+from libra.backends.weights.grid import Grid, Mask
+from libra.backends.weights.mirror import Mirror
+from libra.backends.weights.wire import (
+    NOTHING,
+    Beat,
+    Chunk,
+    Complete,
+    DamagedError,
+    Hello,
+    NotServed,
+    Welcome,
+    pack,
+    receive,
+    runs,
+    unrolled,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPatience:
+    """How long one end waits for the other."""
+
+    beat: float = 2.0  # seconds of nothing new after which that is said
+    silence: float = 10.0  # seconds without a byte after which the other end is taken for gone
+    attempts: int = 8  # in a row that bring nothing
+    pause: float = 0.1  # seconds after the first of them, twice as many after each one more
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beat < self.silence or self.attempts < 1 or self.pause < 0:
+            raise ValueError(f"{self}: beat must be less than silence, and one attempt is the least")
+
+
+_FAILURES = 8  # of chunks that arrived as they were sent and do not lead where they should, before one is an error
+
+
+class UpstreamLostError(ConnectionError):
+    """Nothing more can be had from any of the places where a node asks for weights."""
+
+
+# --- who gives -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def served(feed: Feed, host: str, token: str, patience: LinkPatience | None = None) -> AsyncIterator[Address]:
+    """Gives what a feed has to all who show the token; yields where."""
+    patience = patience or LinkPatience()
+    readers: set[asyncio.Task[None]] = set()
+
+    async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        readers.add(task)
+        try:
+            await _serve(feed, token, patience, reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # it comes again, if it is there; asyncio would log that a handler of its was cancelled
+        finally:
+            readers.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(begin, host, 0)
+    address = server.sockets[0].getsockname()
+    try:
+        yield Address(address[0], address[1])
+    finally:
+        server.close()
+        for task in readers:
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _serve(
+    feed: Feed, token: str, patience: LinkPatience, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    hello, _ = await receive(reader, patience.silence)
+    if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
+        return
+    if hello.grid != feed.grid:
+        writer.write(pack(NotServed(f"these weights are {feed.grid}, and {hello.grid} were asked for")))
+        await writer.drain()
+        return
+    while not feed.lineage:  # there is nothing yet
+        await _news(feed, patience, writer, NOTHING)
+    lineage = feed.lineage
+    writer.write(pack(Welcome(lineage, runs(feed.own))))
+    have = unrolled(hello.have, len(feed.grid))
+    if hello.lineage != lineage:
+        have[:] = NOTHING
+    to = FeedReader(have, unrolled(hello.wanted, len(feed.grid)).astype(np.bool_))
+    while feed.lineage == lineage:
+        entry = feed.next(to)
+        if entry is None:
+            await _news(feed, patience, writer, feed.complete(to))
+        else:
+            writer.write(entry.frame)
+            await writer.drain()
+
+
+async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter, version: int) -> None:
+    """Wait for a change; where there is none the reader is to know that the sender is there, and what it was sent."""
+    try:
+        async with asyncio.timeout(patience.beat):
+            await feed.changed()
+    except TimeoutError:
+        writer.write(pack(Beat(version)))
+        await writer.drain()
+
+
+# --- who takes -------------------------------------------------------------------------------------------------------
+
+
+class WeightsNode:
+    """`halves` is the memory from which engines load, and `load` has them do it; `wanted` are the chunks that they read
+    (all, if it is not given)."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        halves: tuple[Vector, Vector],
+        load: Callable[[LoadWeights], Awaitable[None]],
+        wanted: Mask | None = None,
+        kept_bytes: int | None = None,
+    ) -> None:
+        everything = np.ones(len(grid), np.bool_)
+        self.mirror = Mirror(grid, halves, everything if wanted is None else wanted)
+        self.feed = Feed(grid, self.mirror.wanted, kept_bytes=kept_bytes)
+        self._load = load
+        self._using = asyncio.Lock()  # the mirror
+        self._upstream: set[asyncio.StreamWriter] = set()
+        self._fruitless: dict[tuple[Address, ...], int] = {}  # attempts in a row
+        self._failures = 0  # of chunks, since there was a version
+        self.version = NOTHING  # that was loaded last
+        self._begin("")
+
+    async def follow(
+        self, sources: Sequence[Sequence[Address]], token: str, patience: LinkPatience | None = None
+    ) -> None:
+        """Keep up with what is published. For each source of a part of the weights, one mostly, the places where it can
+        be had are tried in turn: a relay first, then what it follows. Raises `UpstreamLostError`, and what `load`
+        raises."""
+        patience = patience or LinkPatience()
+        tasks = [asyncio.create_task(self._follow(tuple(ways), token, patience)) for ways in sources]
+        tasks.append(asyncio.create_task(self._use()))
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, ways: tuple[Address, ...], token: str, patience: LinkPatience) -> None:
+        self._fruitless[ways] = 0
+        why = "nobody was asked"
+        turn = 0
+        while self._fruitless[ways] < patience.attempts:
+            if fruitless := self._fruitless[ways]:
+                await asyncio.sleep(patience.pause * 2 ** (fruitless - 1))
+            self._fruitless[ways] += 1
+            place = ways[turn % len(ways)]
+            turn += 1
+            try:
+                async with asyncio.timeout(patience.silence):
+                    reader, writer = await asyncio.open_connection(place.host, place.port)
+                with self._asking(writer):
+                    await self._receive(ways, token, patience, reader, writer)
+            except OSError as error:
+                why = f"{place.host}:{place.port}: {str(error) or type(error).__name__}"
+        raise UpstreamLostError(f"no weights after {patience.attempts} attempts, the last at {why}")
+
+    async def _receive(
+        self,
+        ways: tuple[Address, ...],
+        token: str,
+        patience: LinkPatience,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Take what comes until the connection ends, which raises `OSError`."""
+        feed, wanted = self.feed, self.mirror.wanted
+        writer.write(pack(Hello(token, feed.grid, feed.lineage, runs(feed.newest), runs(wanted))))
+        theirs: Mask | None = None
+        while True:
+            message, frame = await receive(reader, patience.silence)
+            match message:
+                case Beat():
+                    if theirs is not None and np.any(feed.completed[theirs] < message.version):
+                        raise DamagedError(f"not all came of v{message.version}")
+                case Welcome():
+                    if message.lineage != feed.lineage:
+                        async with self._using:
+                            self._begin(message.lineage)
+                    theirs = wanted & unrolled(message.own, len(feed.grid)).astype(np.bool_)
+                case NotServed():
+                    raise ConnectionRefusedError(message.why)
+                case Chunk() | Complete() if theirs is not None:
+                    self._require_sound(message, theirs)
+                    await feed.turn(message, wanted & ~theirs)
+                    await feed.room()
+                    if feed.add(message, frame):
+                        self._fruitless[ways] = 0
+                case _:
+                    raise DamagedError(f"{type(message).__name__} is not what a sender says")
+
+    def _require_sound(self, item: Chunk | Complete, theirs: Mask) -> None:
+        """Raises `DamagedError` for what is not of these weights, and where something before it did not come."""
+        newest = self.feed.newest
+        start, stop = (item.number, item.number + 1) if isinstance(item, Chunk) else (item.start, item.stop)
+        if not 0 <= start < stop <= len(newest) or item.version < 0:
+            raise DamagedError(f"chunks {start} to {stop} of v{item.version}, where there are {len(newest)} chunks")
+        if isinstance(item, Complete):
+            missing = theirs[start:stop] & (newest[start:stop] < item.version)
+        else:
+            missing = theirs & (newest < newest.max()) & self.feed.begins(item)
+        if missing.any():
+            raise DamagedError(f"{missing.sum()} chunks did not come before v{item.version}")
+
+    @contextlib.contextmanager
+    def _asking(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+        self._upstream.add(writer)
+        try:
+            yield
+        finally:
+            self._upstream.discard(writer)
+            writer.close()
+
+    def _ask_again(self, number: int) -> None:
+        """Have a chunk sent again that is of no use as it came, whole if need be."""
+        self.feed.lost(number, int(self.mirror.have[number]))
+        for writer in self._upstream:
+            writer.close()
+
+    def _begin(self, lineage: str) -> None:
+        """Nothing of what there was goes on."""
+        self.mirror.forget()
+        self.feed.first = FeedReader(self.mirror.have, self.mirror.wanted)
+        self.feed.begin(lineage, self.mirror.have)
+
+    async def _use(self) -> None:
+        """Put together what comes, and have engines load it."""
+        feed = self.feed
+        while True:
+            async with self._using:
+                assert feed.first is not None
+                entry = feed.next(feed.first)
+                order = await self._take(entry.item) if entry is not None else None
+            if order is not None:
+                await self._load(order)
+                self.version = order.version
+            elif entry is None:
+                await feed.changed()
+
+    async def _take(self, item: Chunk | Complete) -> LoadWeights | None:
+        """What engines are to load now that this has come."""
+        mirror = self.mirror
+        if isinstance(item, Complete):
+            mirror.confirm(item)
+        else:
+            try:
+                await asyncio.to_thread(mirror.take, item)
+            except WeightUpdateError:
+                self._failures += 1
+                if self._failures > _FAILURES:
+                    raise
+                self._ask_again(item.number)
+                return None
+            if not mirror.is_late(item):
+                return None
+        if not mirror.settle():
+            return None
+        self._failures = 0
+        self.feed.stock(mirror)
+        if self.feed.completed[mirror.wanted].min() > mirror.held:
+            return None  # a newer one is as good as here
+        checksum = mirror.checksum if mirror.wanted.all() else None
+        if checksum is None:
+            checksum = await asyncio.to_thread(zlib.crc32, mirror.content().data)
+        return LoadWeights(mirror.held, mirror.half, checksum)

@@ -1,0 +1,140 @@
+"""What weights travel as: messages in frames of length and checksum.
+
+Invariant: a frame is taken whole and undamaged, or its connection is of no more use; nothing is unpickled. The sender
+says of each chunk what it was made from and what it leads to, so the receiver need not trust the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from libra.backends.weights.grid import Grid, Mask, Versions
+
+NOTHING = -1  # the version of a chunk of which there is nothing
+LARGEST_FRAME = 64 << 20  # bytes; a longer one is a broken peer
+_HEAD = struct.Struct("!III")  # bytes that follow, their CRC-32, and that of these two: a wrong length is waited for
+_PIECE = 1 << 18
+
+
+class Chunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One chunk of version `version`: a delta from version `base`, or all its bytes where that is `NOTHING`."""
+
+    number: int
+    version: int
+    base: int
+    base_sum: int  # CRC-32 of the bytes before
+    sum: int  # and after
+    payload: bytes
+
+    @property
+    def whole(self) -> bool:
+        return self.base == NOTHING
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A version is as it was published, in the chunks from `start` on, before `stop`. `checksum` is the CRC-32 of all
+    weights; None where this sender has only some."""
+
+    version: int
+    start: int
+    stop: int
+    checksum: int | None
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nothing is new: all that there is has been sent, up to the end of this version."""
+
+    version: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a node asks for: `wanted` chunks, later than the versions that it has, both as (value, how many chunks)."""
+
+    token: str
+    grid: Grid
+    lineage: str  # of which the versions are; "": it has none
+    have: list[tuple[int, int]]
+    wanted: list[tuple[int, int]]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Of which lineage the versions are (those of another are not told apart by their numbers, and are of no use), and
+    which chunks can be had here, as (0 or 1, how many chunks)."""
+
+    lineage: str
+    own: list[tuple[int, int]]
+
+
+class NotServed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    why: str
+
+
+Sent = Chunk | Complete | Beat | Hello | Welcome | NotServed
+Kept = Chunk | Complete
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Sent)
+S = TypeVar("S")
+
+
+class DamagedError(ConnectionError):
+    """A frame arrived damaged, or is not understood."""
+
+
+def pack(message: Sent) -> bytes:
+    """A message as a frame."""
+    body = _encoder.encode(message)
+    return _head(len(body), zlib.crc32(body)) + body
+
+
+async def receive(reader: asyncio.StreamReader, silence: float) -> tuple[Sent, bytes]:
+    """A message, and the frame that it came in. Raises `TimeoutError` after so many seconds without a byte,
+    `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
+    head = await _read(reader, _HEAD.size, silence)
+    count, checksum, _ = _HEAD.unpack(head)
+    if head != _head(count, checksum):
+        raise DamagedError("the head of a frame arrived damaged")
+    if count > LARGEST_FRAME:
+        raise DamagedError(f"a frame of {count} bytes; the largest has {LARGEST_FRAME}")
+    body = await _read(reader, count, silence)
+    if zlib.crc32(body) != checksum:
+        raise DamagedError("a frame arrived damaged")
+    try:
+        return _decoder.decode(body), head + body
+    except msgspec.MsgspecError as error:
+        raise DamagedError(f"a frame is no message: {error}") from None
+
+
+def _head(count: int, checksum: int) -> bytes:
+    return _HEAD.pack(count, checksum, zlib.crc32(struct.pack("!II", count, checksum)))
+
+
+async def _read(reader: asyncio.StreamReader, count: int, silence: float) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        async with asyncio.timeout(silence):
+            part = await reader.read(min(_PIECE, count - len(parts)))
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        parts += part
+    return bytes(parts)
+
+
+def runs(values: Versions | Mask) -> list[tuple[int, int]]:
+    """Equal neighbours together: (value, how many)."""
+    starts = np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
+    counts = np.diff(np.r_[starts, len(values)])
+    return [(int(value), int(count)) for value, count in zip(values[starts], counts, strict=True)]
+
+
+def unrolled(counted: list[tuple[int, int]], length: int) -> Versions:
+    """The other way round. Raises `DamagedError` when they are not of this length."""
+    if any(count <= 0 for _, count in counted) or sum(count for _, count in counted) != length:
+        raise DamagedError(f"{sum(count for _, count in counted)} chunks are told of, there are {length}")
+    values = np.array([value for value, _ in counted], np.int64)
+    return np.repeat(values, [count for _, count in counted])

@@ -1,0 +1,187 @@
+"""What the steps of an engine take, learnt from the steps that it made.
+
+Invariant: a bound is the fitted cost of a step's shape times what recent steps took over theirs (`StepBound`). Nothing
+is bounded before enough steps were seen, and a borrower that is new feels its way: no step is more than twice as large
+as the largest that it has made.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.cost.lines import non_negative
+from libra.lend.gate import ServingView
+from libra.lend.step_bound import StepBound
+
+_SET_UP = 8  # steps in which an engine sets up what it needs for all
+_FIRST_FIT = 8  # steps
+_REFIT = 400  # steps, once the first so many were seen; until then as their number doubles
+_CARE = 2.0  # times the worst so far, while nothing is bounded
+_RIDGE = 1e-9  # seconds: a step of no cost at all would have no ratio
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one engine step computes. Counts."""
+
+    sequences: int
+    new_tokens: int  # beyond one a sequence
+    context: int  # tokens of the contexts of all its sequences
+
+
+class StepCost:
+    """Seconds of steps, by shape: `base + a * sequences + b * new_tokens + c * context`, fitted to the last `memory`
+    steps."""
+
+    def __init__(self, missed: float = 0.0025, memory: int = 1600) -> None:
+        self._missed, self._memory = missed, memory
+        self.bounded = self.over = 0  # steps that there was a bound for, and those that took longer
+        self.forget()
+
+    def forget(self) -> None:
+        """As if no step had been seen."""
+        self._steps: deque[tuple[StepShape, float]] = deque(maxlen=self._memory)
+        self._bound = StepBound(self._missed, self._memory)
+        self._fit: tuple[float, float, float, float] | None = None
+        self._since_fit = 0
+        self._worst = 0.0  # ratio, of the steps since the fit and of those it was made of
+
+    @property
+    def seen(self) -> int:
+        """Steps, of those that count."""
+        return len(self._steps)
+
+    @property
+    def needed(self) -> int:
+        """Steps before anything is bounded."""
+        return self._bound.needed
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """One step. Raises ValueError where it took no time."""
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"a step of {seconds:g} s; it takes more than 0, and finite")
+        bound = self.bound(shape)
+        if bound is not None:
+            self.bounded, self.over = self.bounded + 1, self.over + (seconds > bound)
+        self._steps.append((shape, seconds))
+        self._since_fit += 1
+        if self._fit is not None:
+            self._compare(shape, seconds)
+        if self.seen >= _FIRST_FIT and (self._fit is None or self._since_fit >= min(_REFIT, self.seen // 2)):
+            self._learn()
+
+    def predicted(self, shape: StepShape) -> float | None:
+        """Seconds of such a step; None until a few were seen."""
+        if self._fit is None:
+            return None
+        base, sequence, new_token, context = self._fit
+        return base + sequence * shape.sequences + new_token * shape.new_tokens + context * shape.context
+
+    def bound(self, shape: StepShape) -> float | None:
+        """Seconds that such a step takes at most; None until enough were seen."""
+        predicted = self.predicted(shape)
+        return None if predicted is None else self._bound.bound(predicted)
+
+    def careful(self, shape: StepShape) -> float | None:
+        """The bound, or twice what the worst step so far would make of this one; None until a few were seen."""
+        predicted = self.predicted(shape)
+        if predicted is None:
+            return None
+        bound = self._bound.bound(predicted)
+        return _CARE * self._worst * predicted if bound is None else bound
+
+    def _compare(self, shape: StepShape, seconds: float) -> None:
+        predicted = self.predicted(shape)
+        assert predicted is not None
+        self._bound.observe(predicted, seconds)
+        self._worst = max(self._worst, seconds / predicted)
+
+    def _learn(self) -> None:
+        rows = np.array([(1, it.sequences, it.new_tokens, it.context) for it, _ in self._steps], float)
+        base, *slopes = non_negative(rows, np.array([seconds for _, seconds in self._steps])).tolist()
+        self._fit = max(base, _RIDGE), slopes[0], slopes[1], slopes[2]
+        self._bound, self._worst, self._since_fit = StepBound(self._missed, self._memory), 0.0, 0
+        for shape, seconds in self._steps:
+            self._compare(shape, seconds)
+
+
+class LearntServingCost:
+    """A `ServingCost` from the steps that a serving engine made. Unbounded until enough were seen.
+
+    `batched_tokens` is `max_num_batched_tokens` of the engine, `context` its `max_model_len`.
+    """
+
+    def __init__(self, cost: StepCost, batched_tokens: int, context: int) -> None:
+        self._cost, self._budget, self._longest = cost, batched_tokens, context
+
+    def longest_step(self, view: ServingView) -> float:
+        """All live requests and one more, which brings a full prefill chunk."""
+        chunk = max(0, min(self._budget - view.live - 1, self._longest))
+        bound = self._cost.bound(StepShape(view.live + 1, chunk, view.context + view.live + chunk))
+        return math.inf if bound is None else bound
+
+    def catch_up(self, view: ServingView) -> float:
+        decoding = view.live - view.waiting
+        room = max(1, self._budget - decoding)
+        steps = max(1, -(-view.queued // room))
+        shape = StepShape(view.live, min(view.queued, room), view.context + view.queued)
+        bound = self._cost.bound(shape)
+        return math.inf if bound is None else steps * bound
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutQueue:
+    """What a rollout engine could compute in its next step."""
+
+    running: int  # turns that have a seat
+    waiting: int  # turns that could get one now
+    prefilling: bool  # some of the first have prompt tokens left
+    context: int  # tokens of the contexts of both
+
+    @property
+    def turns(self) -> int:
+        return self.running + self.waiting
+
+
+class TokenBudget:
+    """How many tokens a rollout step may compute (`max_num_scheduled_tokens`) so that it is over in time."""
+
+    def __init__(self, cost: StepCost, most: int) -> None:
+        self._cost, self._most, self._largest, self._made = cost, most, 0, 0
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step that was made. The first ones pay for what is set up once, and are not learnt from."""
+        self._largest = max(self._largest, shape.sequences + shape.new_tokens)
+        self._made += 1
+        if self._made > _SET_UP:
+            self._cost.observe(shape, seconds)
+
+    def start_anew(self) -> None:
+        """Forget what steps took: a bound that lets no step through would never be found wrong."""
+        self._cost.forget()
+        self._largest = 0
+
+    def within(self, seconds: float, queue: RolloutQueue) -> int:
+        """Tokens; 0: not even one. Until there is a bound one token is taken to fit, and no step is more than twice as
+        large as the largest so far."""
+        if not queue.turns:
+            return 0
+        most = min(self._most, 2 * self._largest or 1)
+        if not (queue.waiting or queue.prefilling):
+            most = min(most, queue.running)
+        fits = bisect_right(range(1, most + 1), seconds, key=lambda tokens: self.bound(tokens, queue))
+        return fits or int(self._cost.seen < self._cost.needed)
+
+    def bound(self, tokens: int, queue: RolloutQueue) -> float:
+        """Seconds of a step of so many tokens. How they spread over the turns is the engine's to choose: all decode, or
+        one prompt takes all that it can."""
+        most = min(tokens, queue.turns)
+        least = 1 if queue.prefilling else max(1, min(tokens, queue.running))
+        context = queue.context + tokens
+        shapes = (StepShape(each, tokens - each, context) for each in {least, most})
+        return max(self._cost.careful(shape) or 0.0 for shape in shapes)

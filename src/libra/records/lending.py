@@ -1,0 +1,161 @@
+"""What a borrower asked its gate, and what the gate said: the lines of `lending.jsonl`.
+
+Invariant: a file answers for itself. The rule that its first line describes, asked what the file asks, gives the
+answers of the file, all of them. Times are seconds of the machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, TypeAdapter, ValidationError
+
+from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView
+from libra.lend.recall import Recall, RecallPolicy, WatchedRule
+from libra.records.files import whole_lines
+from libra.records.schema import Record, RecordFormatError
+from libra.traffic.envelope import Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class LendingTerms(Record):
+    """The first line: who lends what to whom, and by which rule."""
+
+    model: str  # that serves
+    rollout: str  # model that borrows
+    pace: float  # tau
+    longest: float  # of a grant (B)
+    shortest: float
+    envelope: Envelope
+    recall: RecallPolicy
+    kind: Literal["terms"] = "terms"
+
+    def rule(self) -> WatchedRule:
+        return WatchedRule(Gate(self.longest, self.shortest), self.envelope, Recall(self.recall))
+
+
+@dataclass(frozen=True, slots=True)
+class LendingAnswer(Record):
+    """One question and its answer: `granted` seconds, or why it was `refused`."""
+
+    at: float
+    live: int
+    waiting: int
+    due: float | None  # None: no request has its first token
+    oldest: float | None  # None: no request waits
+    queued: int
+    context: int
+    steps: int
+    came: int
+    longest_step: float | None  # C, as it was then; None: not known yet
+    granted: float | None
+    refused: Reason | None
+    breach: str | None = None  # the borrower itself gave cause to end the loan, before it asked
+    kind: Literal["answer"] = "answer"
+
+    @classmethod
+    def of(
+        cls, view: ServingView, at: float, longest_step: float, answer: Grant | Refusal, breach: str | None
+    ) -> LendingAnswer:
+        return cls(
+            at=at,
+            live=view.live,
+            waiting=view.waiting,
+            due=None if view.due == math.inf else view.due,
+            oldest=None if view.oldest == math.inf else view.oldest,
+            queued=view.queued,
+            context=view.context,
+            steps=view.steps,
+            came=view.came,
+            longest_step=None if longest_step == math.inf else longest_step,
+            granted=answer.length if isinstance(answer, Grant) else None,
+            refused=answer.reason if isinstance(answer, Refusal) else None,
+            breach=breach,
+        )
+
+    @property
+    def view(self) -> ServingView:
+        due, oldest = (math.inf if it is None else it for it in (self.due, self.oldest))
+        return ServingView(self.live, self.waiting, due, oldest, self.queued, self.context, self.steps, self.came)
+
+    @property
+    def answer(self) -> Grant | Refusal:
+        """Raises ValueError where there is none."""
+        if self.granted is not None:
+            return Grant(self.at + self.granted, self.granted)
+        if self.refused is None:
+            raise ValueError("neither granted nor refused")
+        return Refusal(self.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class LentStep(Record):
+    """One step of the borrower."""
+
+    at: float  # its beginning
+    seconds: float
+    bound: float  # that it was taken to keep to
+    tokens: int  # that it computed
+    overstayed: bool  # serving did not wait for its end
+    kind: Literal["step"] = "step"
+
+
+class _Recorded:
+    """The `ServingCost` that the file says there was."""
+
+    def __init__(self, longest_step: float | None) -> None:
+        self._longest = math.inf if longest_step is None else longest_step
+
+    def longest_step(self, view: ServingView) -> float:
+        return self._longest
+
+    def catch_up(self, view: ServingView) -> float:
+        raise ValueError("a gate does not ask how long serving takes to catch up")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReplay:
+    """What became of the answers of a file when they were asked for again."""
+
+    answers: int
+    different: tuple[int, ...]  # lines
+
+
+LendingLine = LendingTerms | LendingAnswer | LentStep
+_LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discriminator("kind")])
+
+
+def read_lending(path: Path) -> Iterator[LendingLine]:
+    """Its lines; one that was cut off at the end is left out. Raises `RecordFormatError`."""
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            said = _LINES.validate_json(line, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RecordFormatError(f"{path}:{number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        if number == 1 and not isinstance(said, LendingTerms):
+            raise RecordFormatError(f"{path}:1: the first line of a lending record has its terms")
+        yield said
+
+
+def replay(path: Path) -> RecordReplay:
+    """Ask the same rule the same questions again. A borrower that began anew wrote its terms again, and is asked with
+    a new rule. Raises `RecordFormatError`."""
+    rule: WatchedRule | None = None
+    different, answers = [], 0
+    for number, said in enumerate(read_lending(path), start=1):
+        if isinstance(said, LendingTerms):
+            rule = said.rule()
+        if not isinstance(said, LendingAnswer):
+            continue
+        assert rule is not None
+        if said.breach is not None:
+            rule.recall.observe(said.breach, said.at)
+        answers += 1
+        if rule.decide(said.view, said.at, _Recorded(said.longest_step)) != said.answer:
+            different.append(number)
+    return RecordReplay(answers, tuple(different))

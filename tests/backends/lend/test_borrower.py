@@ -1,0 +1,256 @@
+"""A borrower and a serving engine on one device's page, step by step: on a clock that the test moves."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from libra.backends.lend.borrower import GatedBorrower
+from libra.backends.lend.device_token import BorrowerToken, EngineFacts, LenderToken, ServingStep, ServingToken
+from libra.backends.lend.record import LendingRecord
+from libra.lend.gate import IDLE, ServingView
+from libra.lend.quota import KVView
+from libra.lend.recall import RecallPolicy
+from libra.lend.step_cost import RolloutQueue, StepShape
+from libra.records.lending import LendingAnswer, LendingTerms, LentStep, read_lending, replay
+from libra.traffic.envelope import Envelope
+
+TERMS = LendingTerms(
+    "chat", "policy", 0.08, 0.025, 0.002, Envelope(50.0, 4000, 6, 9000, 2.0), RecallPolicy(quiet=1.0, most_quiet=8.0)
+)
+CHAT = EngineFacts("chat", max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=128)
+
+
+class Clock:
+    """A device whose time passes as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass
+class Engine:
+    """Steps take 4 ms and 50 us a token, times `noise`."""
+
+    clock: Clock
+    serving: ServingToken
+    noise: float = 1.0
+    queue: RolloutQueue = field(default_factory=lambda: RolloutQueue(8, 0, True, 800))
+    shape: StepShape = field(default_factory=lambda: StepShape(0, 0, 0))
+    began: list[float] = field(default_factory=list)
+    while_it_runs: list[ServingView] = field(default_factory=list)  # serving comes, says this, and wants the device
+
+    def bounded_step(self, tokens: int) -> int:
+        self.began.append(self.clock.now)
+        self.clock.now += self.noise * (0.004 + 5e-5 * tokens)
+        self.shape = StepShape(1, tokens - 1, 800)
+        for view in self.while_it_runs:
+            self.serving.publish(view, KVView(), TERMS.pace)
+            self.serving.acquire()
+            self.serving.release(ServingStep(4, 0, 400, 0.01))
+        return tokens
+
+
+@dataclass
+class Shared:
+    clock: Clock
+    serving: ServingToken
+    lender: LenderToken
+    borrower: GatedBorrower
+    engine: Engine
+    record: LendingRecord
+    path: Path
+    told: list[str]
+
+    def learn(self, steps: int = 450) -> None:
+        """Idle, until steps of both are bounded."""
+        rng = random.Random(0)
+        for _ in range(steps):
+            sequences = rng.randint(1, 6)
+            spent = rng.uniform(0.9, 1.1) * (0.002 + 1e-3 * sequences)
+            self.serving.acquire()
+            self.serving.publish(IDLE, KVView(), TERMS.pace)
+            self.serving.release(ServingStep(sequences, rng.choice([0, 100]), 100 * sequences, spent))
+            self.engine.noise = rng.uniform(0.9, 1.1)
+            self.borrower.step(self.engine)
+            self.clock.now += 0.05
+        self.engine.noise = 1.0
+        assert self.borrower.serving_steps.bound(StepShape(1, 0, 100)) is not None
+
+    def lines(self, kind: type) -> list:
+        self.record.flush(all_of_it=True)
+        return [line for line in read_lending(self.path) if isinstance(line, kind)]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Shared]:
+    clock, page, told = Clock(), tmp_path / "device", list[str]()
+    serving = ServingToken(page, CHAT, clock.clock)
+    lender = LenderToken(page, clock.clock)
+    lender.extend(math.inf)
+    token = BorrowerToken(page, TERMS.pace, clock.clock)
+    record = LendingRecord(tmp_path / "lending.jsonl", TERMS, told.append)
+    rule = TERMS.rule()
+    borrower = GatedBorrower(
+        token, rule, clock, shortest=TERMS.shortest, most_tokens=2048, recall=rule.recall, record=record
+    )
+    yield Shared(clock, serving, lender, borrower, Engine(clock, serving), record, tmp_path / "lending.jsonl", told)
+    record.close()
+    token.close()
+    lender.close()
+    serving.close()
+
+
+def test_a_step_begins_only_where_nobody_waits_and_the_next_token_stays_in_time(shared: Shared) -> None:
+    """Serving says whatever it likes, also while the borrower looks and between two steps."""
+    shared.learn()
+    rng, steps = random.Random(1), 0
+    for _ in range(1500):
+        live = 8 if rng.random() < 0.004 else rng.randint(0, 6)
+        waiting = min(live, rng.choice([0, 0, 0, 1]))
+        due = shared.clock.now + rng.choice([math.inf, 0.005, 0.02, 0.03, 0.05, 0.2])
+        view = ServingView(live, waiting, due if live > waiting else math.inf, context=100 * live)
+        shared.serving.publish(view, KVView(), TERMS.pace)
+        shared.engine.noise = rng.uniform(0.5, 1.05)
+        before = shared.clock.now
+        made = shared.borrower.step(shared.engine)
+        if made is not None:
+            steps += 1
+            assert not waiting and live <= TERMS.envelope.live
+            longest = shared.borrower._cost.longest_step(view)
+            assert shared.engine.began[-1] == before
+            assert shared.clock.now <= before + TERMS.longest
+            assert view.due == math.inf or shared.clock.now + longest <= view.due
+        shared.clock.now += rng.choice([0.0, 0.003, 0.1])
+    assert 100 < steps < 1400
+    assert replay(shared.path).different == ()
+    answers = shared.lines(LendingAnswer)
+    assert replay(shared.path).answers == len(answers) > 1000
+    assert {answer.refused for answer in answers} == {None, "due", "first token", "load"}
+
+
+def test_nothing_is_borrowed_while_serving_decodes_before_its_steps_are_known(shared: Shared) -> None:
+    for _ in range(300):
+        shared.serving.publish(ServingView(1, 0, shared.clock.now + 60), KVView(), TERMS.pace)
+        assert shared.borrower.step(shared.engine) is None
+        shared.serving.note(ServingStep(1, 0, 50, 0.003))
+    assert shared.borrower.tally.why == "the next token is due"
+
+
+def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
+    shared.learn()
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    shared.lender.extend(shared.clock.now + 0.1)
+    until = shared.clock.now + 0.1
+    for _ in range(200):
+        shared.borrower.step(shared.engine)
+    assert shared.engine.began[-1] < until < shared.clock.now
+    assert shared.lender.tally.why == "the lender has not given its word"
+    shared.lender.extend(shared.clock.now + 1)
+    assert shared.borrower.step(shared.engine) is not None
+    assert shared.lender.tally.why == ""
+
+
+def test_who_overstays_learns_it_and_the_loan_rests(shared: Shared) -> None:
+    shared.learn()
+    before = shared.borrower.tally
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    shared.engine.noise = 40.0
+    shared.engine.while_it_runs = [ServingView(3, 0, math.inf, context=300)]
+    assert shared.borrower.step(shared.engine) is not None
+    assert shared.serving.fenced == 1
+    tally = shared.borrower.tally
+    assert (tally.overstayed, tally.over_bound) == (before.overstayed + 1, before.over_bound + 1)
+    shared.engine.noise, shared.engine.while_it_runs = 1.0, []
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    back = shared.clock.now
+    assert shared.borrower.step(shared.engine) is None
+    assert shared.lender.tally.why == "a grant was overstayed"
+    while shared.borrower.step(shared.engine) is None:
+        pass
+    # That step is now among those that bound the next: it takes another second to find that nothing fits.
+    assert TERMS.recall.quiet <= shared.engine.began[-1] - back < TERMS.recall.quiet + 1.2
+    assert replay(shared.path).different == ()
+    assert [step.overstayed for step in shared.lines(LentStep)].count(True) == 1
+
+
+def test_an_engine_that_raises_gives_the_device_back(shared: Shared) -> None:
+    class Broken(Engine):
+        def bounded_step(self, tokens: int) -> int:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        shared.borrower.step(Broken(shared.clock, shared.serving))
+    shared.serving.publish(ServingView(1, 1, math.inf), KVView(), TERMS.pace)
+    assert shared.serving.acquire() and shared.serving.fenced == 0 and not shared.serving.lent
+
+
+def test_without_turns_serving_is_left_alone(shared: Shared) -> None:
+    shared.engine.queue = RolloutQueue(0, 0, False, 0)
+    assert shared.borrower.step(shared.engine) is None
+    shared.lender.extend(math.inf)
+    shared.serving.publish(ServingView(1, 0, shared.clock.now + 9), KVView(), TERMS.pace)
+    assert not shared.serving._can_spare(shared.clock.now)
+
+
+def test_bounds_that_let_nothing_through_are_learnt_again(shared: Shared) -> None:
+    shared.learn()
+    shared.engine.noise = 30.0
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    while shared.borrower.tally.why != "no step is short enough for a grant":
+        shared.borrower.step(shared.engine)
+    shared.engine.noise = 1.0
+    made = len(shared.engine.began)
+    for _ in range(1200):
+        shared.borrower.step(shared.engine)
+    assert len(shared.engine.began) > made + 20
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from libra.backends.lend.record import LendingRecord
+from libra.lend.quota import KVView
+from libra.lend.recall import RecallPolicy
+from libra.records.lending import LendingTerms, LentStep, read_lending
+from libra.traffic.envelope import Envelope
+
+path = Path(sys.argv[1])
+terms = LendingTerms("chat", "policy", 0.08, 0.025, 0.002, Envelope(1, 1, 1, 1, 1.0), RecallPolicy(1.0, 8.0))
+record = LendingRecord(path, terms, lambda line: print("told:", line))
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20_000, resource.RLIM_INFINITY))
+for number in range(1000):
+    record.append(LentStep(float(number), 0.01, 0.02, 3, False))
+    record.flush()
+record.close()
+print(len(list(read_lending(path))))
+"""
+
+
+def test_a_full_disk_ends_the_record_and_is_told_once(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "lending.jsonl")], capture_output=True, text=True, timeout=60
+    )
+    told, lines = made.stdout.splitlines()
+    assert told.endswith("lending goes on, unrecorded from here on")
+    assert f"told: {tmp_path / 'lending.jsonl'} cannot be written" in told
+    assert 64 < int(lines) < 400

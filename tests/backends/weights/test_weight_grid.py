@@ -1,0 +1,79 @@
+"""Chunks of weights, and which of them the ranks of an engine read."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.backends.transport.shared_memory import make_layout
+from libra.backends.weights.grid import Grid, rank_ranges
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.data())
+def test_chunks_cover_the_weights_and_ranges_touch_those_they_lie_in(
+    numbers: int, chunk: int, data: st.DataObject
+) -> None:
+    grid = Grid(2 * numbers, "bfloat16", 2 * chunk)
+    spans = [grid.span(number) for number in range(len(grid))]
+    assert [byte for span in spans for byte in range(span.start, span.stop)] == list(range(grid.size))
+    first = data.draw(st.integers(0, grid.size))
+    end = data.draw(st.integers(first, grid.size))
+    bytes_in = set(range(first, end))
+    expected = [bool(bytes_in & set(range(span.start, span.stop))) for span in spans]
+    assert grid.touched([(first, end)]).tolist() == expected
+
+
+@pytest.mark.parametrize(("size", "chunk"), [(0, 4), (8, 0), (7, 4), (8, 3)])
+def test_a_grid_has_whole_numbers(size: int, chunk: int) -> None:
+    with pytest.raises(ValueError, match="both must be > 0, and whole numbers"):
+        Grid(size, "bfloat16", chunk)
+
+
+def test_ranges_outside_are_refused() -> None:
+    with pytest.raises(ValueError, match="bytes 4 to 9 are not in weights of 8 bytes"):
+        Grid(8, "bfloat16", 4).touched([(4, 9)])
+
+
+LAYOUT, SIZE = make_layout(
+    [
+        ("model.embed_tokens.weight", (100, 8)),  # filled up to 128
+        ("model.layers.0.self_attn.q_proj.weight", (16, 8)),
+        ("model.layers.0.self_attn.k_proj.weight", (4, 8)),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 16)),
+        ("model.layers.0.mlp.up_proj.weight", (24, 8)),
+        ("model.layers.0.mlp.odd.gate_proj.weight", (7, 8)),
+        ("model.norm.weight", (8,)),
+    ],
+    "bfloat16",
+)
+
+
+def test_ranks_read_their_rows_and_all_of_what_is_no_range() -> None:
+    parts = [list(rank_ranges(LAYOUT, [rank], 4)) for rank in range(4)]
+    rows = {"embed_tokens": [32, 32, 32, 4], "q_proj": [4] * 4, "up_proj": [6] * 4}
+    for tensor, *ranges in zip(LAYOUT, *parts, strict=True):
+        own = next((rows[name] for name in rows if f".{name}." in tensor.name), None)
+        whole = (tensor.offset, tensor.offset + 2 * prod(tensor.shape))
+        if own is None:
+            assert ranges == [whole] * 4
+        else:
+            ends = tensor.offset + 16 * np.cumsum(own)
+            assert ranges == list(zip([tensor.offset, *ends[:-1].tolist()], ends.tolist(), strict=True))
+
+
+@given(st.sets(st.integers(0, 3)), st.sampled_from([2, 4, 8]))
+def test_all_ranks_together_read_everything(ranks: set[int], of: int) -> None:
+    read = np.zeros(SIZE, np.int64)
+    for first, end in rank_ranges(LAYOUT, range(of), of):
+        read[first:end] += 1
+    used = np.concatenate([np.arange(t.offset, t.offset + 2 * prod(t.shape)) for t in LAYOUT])
+    assert np.all(read[used] >= 1)
+
+
+def test_ranks_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[4\] of 4"):
+        list(rank_ranges(LAYOUT, [4], 4))
