@@ -121,7 +121,19 @@ class LearntServingCost:
 
     def longest_step(self, view: ServingView) -> float:
         """All live requests and one more, which brings a full prefill chunk."""
-        chunk = max(0, min(self._budget - view.live - 1, self._longest))
+        return self._with_budget(self._budget, view)
+
+    def budget_within(self, seconds: float, view: ServingView) -> int | None:
+        """The `max_num_batched_tokens`, a power of 2, with which the longest step would be over in time."""
+        budget = 1 << self._budget.bit_length() - 1
+        while budget > view.live + 1:
+            if self._with_budget(budget, view) <= seconds:
+                return budget
+            budget //= 2
+        return None
+
+    def _with_budget(self, budget: int, view: ServingView) -> float:
+        chunk = max(0, min(budget - view.live - 1, self._longest))
         bound = self._cost.bound(StepShape(view.live + 1, chunk, view.context + view.live + chunk))
         return math.inf if bound is None else bound
 
