@@ -6,9 +6,11 @@ page is one set of findings.
     python -m benchmarks.fidelity [--quick] [--schedule-cases N] [--models small,tiny] [--repeats N]
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
+    python -m benchmarks.fidelity --gpu-runs FOLDER [--json FILE]
 
-The second compares schedules of one kind, and no times. Leave the machine alone meanwhile. Exits with 1 if a schedule
-differs.
+The second compares schedules of one kind, and no times. The third predicts engines that were measured on GPUs, from the
+files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the third. Exits with 1 if a schedule
+differs, or a bar of an engine on a GPU is missed.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from rich.console import Console
+
 from benchmarks.fidelity.comparison import Comparison, compare
 from benchmarks.fidelity.comparison import rows as rows_of_times
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.config.yaml_file import ConfigError
 
 if TYPE_CHECKING:  # it imports vLLM
     from benchmarks.fidelity.schedule import Kind
@@ -57,6 +62,8 @@ QUICK = Effort(schedule_cases=60, models="tiny", repeats=2)
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(given)
+    if options.gpu_runs is not None:
+        return _gpu_runs(options.gpu_runs, options.json)
     environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
     from benchmarks.fidelity import page, schedule
 
@@ -92,6 +99,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(difference is not None for difference in differences))
 
 
+def _gpu_runs(folder: Path, json_path: Path | None) -> int:
+    """Predict engines that ran on GPUs. Returns 1 where a bar is missed, 2 where the folder cannot be read."""
+    from benchmarks.fidelity import gpu_runs
+
+    try:
+        predicted = gpu_runs.predict_all(folder)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    gpu_runs.show(predicted, Console(width=200))
+    found = gpu_runs.rows(predicted)
+    report(found, json_path)
+    return int(any(row.met is False for row in found))
+
+
 def _parse(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -104,6 +126,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is measured, a file for each model")
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
+    files.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)

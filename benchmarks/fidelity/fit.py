@@ -15,7 +15,7 @@ from benchmarks.fidelity.step import Step
 from libra.cost.grid import EngineGrid
 from libra.cost.lines import fit_linear
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch
 
 # A step's tokens, between which its linear layers are linear. Below 8, kernels differ from one number to the next.
 TOKEN_KNOTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -128,6 +128,10 @@ class FittedCost:
         self._change = ticks(prices.per_change)
         self._request = ticks(prices.per_admitted + prices.per_finished + prices.per_change + prices.per_added)
 
+    @property
+    def uneven(self) -> bool:
+        return False
+
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         """(base, slope, limit), as `IterationCost` says."""
         base, slope, limit = self._linear(batch.requests) + self._sequence * batch.requests, 0, UNLIMITED
@@ -139,7 +143,9 @@ class FittedCost:
             slope += price
         return base, slope, limit
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         """Ticks of an iteration with one prefill chunk or more, as `IterationCost` says."""
         decoding = batch.requests
         total = self._linear(decoding + sum(new for new, _ in chunks)) + self._sequence * (decoding + len(chunks))

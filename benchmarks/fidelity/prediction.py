@@ -18,7 +18,7 @@ from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch, IterationCost
 
 _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what they attend to, prefill chunks
 
@@ -54,10 +54,16 @@ class _Taken:
         self._asked = 0
         self._difference: str | None = None
 
+    @property
+    def uneven(self) -> bool:
+        return False
+
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         return self._take((batch.requests, context, ())), 0, UNLIMITED
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         return self._take((batch.requests, context, tuple(chunks)))
 
     def difference(self) -> str | None:

@@ -201,15 +201,17 @@ def test_the_rest_of_a_plan_can_be_dropped(world: World) -> None:
     assert world.executor.allocation() == LONGER
 
 
-def test_a_single_move_fails_with_its_own_error(world: World) -> None:
+@pytest.mark.parametrize(("error", "why"), [(OUT_OF_MEMORY, str(OUT_OF_MEMORY)), (TimeoutError(), "TimeoutError")])
+def test_a_single_move_fails_with_its_own_error(world: World, error: Exception, why: str) -> None:
     moving = world.loop.create_task(world.executor.move(Move("rollout-0", SHORT, SHORT)))
     world.applying = moving  # type: ignore[assignment]
-    with pytest.raises(WorkerFailedError, match="out of memory"):
+    with pytest.raises(type(error)):
         world.settle()
         go_on(world, "drain", "stop")
-        world.fail(0, OUT_OF_MEMORY)
+        world.fail(0, error)
     world.applying = None
     assert duties(world) == BEGUN | {"rollout-0": IDLE}
+    assert journalled(world, MoveFailed) == [MoveFailed("rollout-0", 0.0, why, retired=False)]
 
 
 def test_what_nobody_expected_is_not_caught(world: World) -> None:

@@ -7,6 +7,8 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +19,7 @@ import msgspec
 import pytest
 from fakes.scripted import AskTool, echo
 from fakes.small_run import PROFILE, rows
-from fakes.workers import MadeLauncher, MadeWorker
+from fakes.workers import NO_PROCESS, MadeLauncher, MadeWorker
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.machine import Bf16Speed
@@ -45,7 +47,7 @@ from libra.loop import run as run_module
 from libra.loop.checkpoint import Interrupted, latest_checkpoint
 from libra.loop.episode_file import read_history
 from libra.loop.rollout import Rollout
-from libra.loop.run import run
+from libra.loop.run import MemoryWatch, run
 from libra.plan.problem import InfeasiblePlanError
 from libra.records.run_log import prediction_error
 from libra.records.schema import PeriodRecord, RunSummary, read_records
@@ -253,6 +255,21 @@ async def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs:
         await task
     summary = await runs.start(config, resume=True)
     require_whole(config.run_directory, summary, steps=60)
+
+
+HOLDER = "held = bytes(range(256)) * (1 << 18); print(len(held), flush=True); input()"
+
+
+async def test_the_memory_of_a_run_is_also_that_of_its_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        held = int(process.stdout.readline())
+        roots = [process.pid, NO_PROCESS]
+        async with MemoryWatch(lambda: roots) as both, MemoryWatch(lambda: []) as own:
+            assert await both.peak() > await own.peak() + held / 2
+            process.stdin.close()
+            process.wait()
+            assert await both.peak() > await own.peak() + held / 2  # it is gone, and was there
 
 
 async def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(runs: Runs) -> None:

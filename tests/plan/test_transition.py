@@ -221,6 +221,17 @@ def test_nothing_changes_twice(situation: tuple[list[Device], Allocation]) -> No
             ],
         ),
         (
+            "but one that stays an engine stands in before one that is to train",
+            [
+                device(0, CORE, TRAIN),
+                device(1, ROLLOUT, engine("middle")),
+                device(2, HYBRID, engine("short")),
+                device(3, ROLLOUT, engine("short")),
+            ],
+            allocation(2, short=1, long=1),
+            ["w3 rollout:short -> rollout:long", "w1 rollout:middle -> rollout:short", "w2 rollout:short -> train"],
+        ),
+        (
             "the only engine has nobody to stand in for it",
             [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("middle"))],
             allocation(1, long=1),

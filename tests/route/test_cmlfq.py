@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -123,10 +124,13 @@ def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
     assert (placement.instance, placement.reason) == ("a", STAYS)
 
 
-def test_an_idle_instance_is_worth_a_cheap_move() -> None:
+@pytest.mark.parametrize(("busy", "idle"), [(short, short), (long, long), (short, long), (long, short)])
+def test_an_idle_instance_is_worth_a_cheap_move(
+    busy: Callable[..., InstanceView], idle: Callable[..., InstanceView]
+) -> None:
     policy = taught(done(300), migration=MigrationCost(0, 1e-6))
-    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 100_000)))
-    placement = then(policy, view(short("a", 100_000), short("b", 0)))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(busy("a", 100_000)))
+    placement = then(policy, view(busy("a", 100_000), idle("b", 0)))
     assert (placement.instance, placement.reason, placement.migrated) == ("b", MOVES, True)
 
 

@@ -19,9 +19,18 @@ from simulated import Make, Run, naive, simulate
 
 from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.grid import EngineGrid
+from libra.cost.host import HostCost
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
+from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.iteration_cost import (
+    NONE_ADMITTED,
+    UNLIMITED,
+    Admitted,
+    AffineCost,
+    Chunk,
+    DecodeBatch,
+    IterationCost,
+)
 from libra.sim.engine.request import Request
 
 VLLM_CASES = 60
@@ -41,13 +50,19 @@ class KneeCost:
     slopes: tuple[int, ...]  # ticks per token
     graph: int
 
+    @property
+    def uneven(self) -> bool:
+        return False
+
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         piece = bisect_right(self.knees, context)
         padded = -(-batch.requests // self.graph) * self.graph
         limit = self.knees[piece] if piece < len(self.knees) else UNLIMITED
         return self.bases[piece] + 7 * padded, self.slopes[piece], limit
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         new = sum(chunk for chunk, _ in chunks)
         return 11 + 5 * batch.requests + context // 3 + 13 * new + sum(chunk * before for chunk, before in chunks) // 4
 
@@ -89,7 +104,7 @@ GRID = EngineGrid(
 
 @st.composite
 def grid_costs(draw: st.DrawFn, config: EngineConfig) -> GridCost:
-    overhead = Overhead(
+    overhead = HostCost(
         draw(st.sampled_from([0.0, 0.4e-6, 1.6e-6])), draw(st.sampled_from([0.0, 5e-8])), draw(st.booleans())
     )
     sizes = draw(st.sets(st.sampled_from([1, 2, 4, 8, 12, 16])))

@@ -18,7 +18,15 @@ from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
+from libra.sim.engine.iteration_cost import (
+    NONE_ADMITTED,
+    UNLIMITED,
+    Admitted,
+    AffineCost,
+    Chunk,
+    DecodeBatch,
+    IterationCost,
+)
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.state import Iteration
 from libra.sim.workload.replay import Replay
@@ -36,12 +44,18 @@ class TwoPieces:
 
     knee: int
 
+    @property
+    def uneven(self) -> bool:
+        return False
+
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         if context < self.knee:
             return 2 * STEP + batch.requests, 1, self.knee
         return STEP, 7, UNLIMITED
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         return 3 * STEP + batch.requests + context + sum(9 * new + before for new, before in chunks)
 
 

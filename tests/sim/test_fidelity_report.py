@@ -23,7 +23,7 @@ from libra.route.baselines import RoundRobin
 from libra.sim.clock import ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.iteration_cost import Chunk, DecodeBatch, IterationCost
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk, DecodeBatch, IterationCost
 
 PRICES = Prices(
     tokens=(0.006, 0.0068, 0.007, 0.0075, 0.009, 0.0135, 0.02, 0.028, 0.034, 0.048, 0.061, 0.091, 0.125),
@@ -48,11 +48,17 @@ class Recording:
         self.steps: list[Step] = []
         self._number, self._cost, self._pace = number, cost, pace
 
+    @property
+    def uneven(self) -> bool:
+        return False
+
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         base, slope, limit = self._cost.line(batch, context)
         return self._keep(base + slope * context, batch.requests, context, ()), 0, limit
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         return self._keep(self._cost.mixed(batch, context, chunks), batch.requests, context, tuple(chunks))
 
     def _keep(self, length: int, decoding: int, context: int, chunks: tuple[Chunk, ...]) -> int:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.cost.grid import EngineGrid
+from libra.cost.host import HostCost
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.grid_cost import GridCost, Overhead
+from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, DecodeBatch
 
 GRID = EngineGrid(
@@ -29,8 +30,8 @@ PER_TOKEN = (0.0110 - 0.0102) / (4096 - 1024)  # seconds, of one sequence near t
 MOST = 1.0001  # what rounding slopes to ticks may add, and more
 
 
-def cost_of(overhead: Overhead = Overhead(), **changes: Any) -> GridCost:  # noqa: B008
-    return GridCost(GRID, replace(CONFIG, **changes), overhead)
+def cost_of(host: HostCost = HostCost(), **changes: Any) -> GridCost:  # noqa: B008
+    return GridCost(GRID, replace(CONFIG, **changes), host)
 
 
 COST = cost_of()
@@ -147,7 +148,7 @@ def test_the_order_of_chunks_does_not_matter() -> None:
 
 
 def test_overhead_is_added_for_the_iteration_and_each_request() -> None:
-    with_cpu = cost_of(Overhead(iteration=0.003, request=0.0002))
+    with_cpu = cost_of(HostCost(iteration=0.003, request=0.0002))
     assert decode_ticks(with_cpu, 8, 8 * 1024) == rounded(0.0125 + 0.003 + 8 * 0.0002, 8 * 1024)
     assert with_cpu.mixed(DecodeBatch(0), 0, [(512, 1024)]) == rounded(0.0540 + 0.003 + 0.0002)
     assert with_cpu.mixed(DecodeBatch(8), 8 * 1024, [(512, 1024), (64, 0)]) - COST.mixed(
@@ -164,14 +165,14 @@ def test_overhead_is_added_for_the_iteration_and_each_request() -> None:
     ],
 )
 def test_of_overlapped_overhead_only_the_longer_counts(cpu: float, wanted: float) -> None:
-    cost = cost_of(Overhead(iteration=cpu, overlapped=True))
+    cost = cost_of(HostCost(iteration=cpu, overlapped=True))
     assert decode_ticks(cost, 8, 8 * 1024) == rounded(wanted, 8 * 1024)
     assert cost.mixed(DecodeBatch(0), 0, [(64, 0)]) == rounded(max(cpu, 0.0120))
 
 
 @given(st.integers(1, 64), st.integers(1, 8192))
 def test_where_the_gpu_becomes_the_longer_one_a_line_ends(batch: int, context: int) -> None:
-    cpu = Overhead(iteration=0.012, request=0.0001, overlapped=True)
+    cpu = HostCost(iteration=0.012, request=0.0001, overlapped=True)
     wanted = max(GRID.decode_seconds(batch, context), cpu.seconds(batch))
     # The knee is at a whole token, which moves the line after it a little.
     assert decode_ticks(cost_of(cpu), batch, batch * context) == pytest.approx(wanted * TICKS, rel=1e-4)
@@ -187,7 +188,7 @@ def test_where_the_gpu_becomes_the_longer_one_a_line_ends(batch: int, context: i
 )
 @pytest.mark.parametrize("context", [1, 128, 256, 1000, 4095, 4096, 5000, 8192])
 def test_the_longer_one_counts_outside_the_points_too(cpu: float, context: int) -> None:
-    cost = cost_of(Overhead(iteration=cpu, overlapped=True))
+    cost = cost_of(HostCost(iteration=cpu, overlapped=True))
     wanted = max(cpu, GRID.decode_seconds(1, context))
     assert decode_ticks(cost, 1, context) == pytest.approx(wanted * TICKS, rel=1e-4)
 
@@ -217,8 +218,8 @@ def test_the_grid_reaches_four_times_its_last_points() -> None:
 
 @pytest.mark.parametrize("field", ["iteration", "request"])
 def test_no_overhead_is_negative(field: str) -> None:
-    with pytest.raises(ValueError, match="neither may be negative"):
-        Overhead(**{field: -0.001})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none may be negative"):
+        HostCost(**{field: -0.001})  # type: ignore[arg-type]
 
 
 def test_drafts_cost_their_linear_layers() -> None:

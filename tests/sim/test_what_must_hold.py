@@ -16,6 +16,7 @@ from oracles.small_cluster import QWEN_06B, QWEN_14B
 from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
+from libra.cost.host import HostCost
 from libra.cost.transfer import (
     Fabric,
     Group,
@@ -30,7 +31,7 @@ from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.grid_cost import GridCost, Overhead
+from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.iteration_cost import AffineCost, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.metrics import metrics_of
@@ -292,7 +293,7 @@ def test_a_misconfigured_engine_is_refused_with_the_reason(changes: dict[str, An
         (lambda spec, none: SimCluster([replace(spec, bucket=1)], none), "bucket 1"),
         (lambda spec, none: AffineCost(0), "takes 1 or more"),
         (lambda spec, none: GridCost(GRID, config_of(max_model_len=20_000, kv_blocks=2000)), "max_model_len 20000"),
-        (lambda spec, none: Overhead(-1.0), "neither may be negative"),
+        (lambda spec, none: HostCost(-1.0), "none may be negative"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_with_the_reason(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libra.traffic.forecast import LEAST_ERRORS, TrafficForecast
+from libra.traffic.forecast import LEAST_ERRORS, TrafficForecast, forecast_from
 
 
 def daily(bins: int, period: int, seed: int, noise: float) -> np.ndarray:
@@ -74,3 +74,13 @@ def test_a_silence_is_no_error_and_ends() -> None:
 def test_what_is_refused(make, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_a_log_is_counted_in_whole_bins() -> None:
+    steady = [0.5 * number for number in range(2 * 30)]  # two a second for just under 30 s
+    made = forecast_from(steady, 1.0, 4)
+    assert made.rate == pytest.approx(2.0) and made.cases == pytest.approx([2.0] * 9)
+    with pytest.raises(ValueError, match="the log has 14 whole bins of 2 s; a forecast needs 21: give a longer log"):
+        forecast_from(steady, 2.0, 4)
+    with pytest.raises(ValueError, match="the log has 0 whole bins"):
+        forecast_from([], 2.0, 4)

@@ -41,7 +41,13 @@ def explain(
     from libra.plan.explain.explained import explain_plan
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.explain_table import alternation, explain_tables, headline, routing_sentence
+    from libra.report.explain_table import (
+        alternation,
+        explain_tables,
+        headline,
+        lender_sentences,
+        routing_sentence,
+    )
 
     change = ""
     if html is not None:
@@ -66,7 +72,8 @@ def explain(
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
-    for line in (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation)):
+    lines = (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
+    for line in (*lines, *lender_sentences(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
     for table in explain_tables(explanation):

@@ -187,7 +187,9 @@ def _plan_cluster(
     solver: Solver,
     notes: list[str],
 ) -> tuple[Plan, LogEvidence]:
+    from libra.cli.lenders import load_lenders
     from libra.cost.sources.profiles import engine_profiles
+    from libra.hardware.cluster import Cluster
     from libra.hardware.cluster_file import load_cluster
     from libra.hardware.model_file import load_model
     from libra.plan.explain.what_if import assume
@@ -197,6 +199,8 @@ def _plan_cluster(
 
     cluster, shape = load_cluster(where), load_model(model)
     recipe = _recipe(request, shape.max_context, notes)
+    lenders = load_lenders(where, cluster)
+    notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
     evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
     if truncate:
@@ -205,7 +209,12 @@ def _plan_cluster(
             f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
         )
     profiles = engine_profiles(cluster, shape, recipe, profile, notes.append)
-    return Planner(cluster, shape, recipe, profiles).plan(evidence.tracker, solver=solver), evidence
+    left = {pool.name: pool.nodes for pool in cluster.serving}
+    lenders = tuple(lender for lender in lenders if lender.pool in left)
+    lending = Cluster(tuple(left[lender.pool] for lender in lenders)) if lenders else None
+    lent = () if lending is None else engine_profiles(lending, shape, recipe, profile, notes.append)
+    planner = Planner(cluster, shape, recipe, profiles, lenders, lent)
+    return planner.plan(evidence.tracker, solver=solver), evidence
 
 
 def _read(log: Path, trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:

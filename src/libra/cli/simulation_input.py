@@ -78,6 +78,8 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     notes = [_drawing(source["drawn"], source["log"], source["steps"], samples, seed)]
     if source["log"] < len(log):
         notes.append(f"{len(log) - source['log']:,} of {len(log):,} trajectories in the log left out: unfinished")
+    if plan.loans:
+        notes.append("lent engines have their share of the device at any moment: serving and recalls are not simulated")
     return Asked(deployment, workload, tuple(notes), forecast_of(plan, source["steps"]))
 
 

@@ -18,6 +18,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from libra.cost.host import NO_HOST, HostCost
+from libra.cost.kernels import NO_TERMS, KernelTerms
+
 Array = NDArray[np.float64]
 Table = tuple[tuple[float, ...], ...]
 
@@ -35,6 +38,8 @@ class EngineGrid:
     chunks: tuple[int, ...]  # new prompt tokens
     prefixes: tuple[int, ...]  # tokens cached before them
     prefill: Table  # [chunk][prefix] seconds to prefill the chunk of one sequence
+    terms: KernelTerms = NO_TERMS  # what the two tables do not show of an iteration
+    host: HostCost = NO_HOST  # what comes to the kernels
 
     def __post_init__(self) -> None:
         if self.tp < 1:
@@ -81,13 +86,15 @@ class EngineProfile:
     gpu: str
     model: str
     dtype: str
-    source: str  # "tables" | "calibration" | "roofline", with the version or file it came from
+    source: str  # of the kernels: "tables" | "calibration" | "roofline", with the version or file it came from
     engines: tuple[EngineGrid, ...]  # ordered by tp
 
     def __post_init__(self) -> None:
         degrees = [grid.tp for grid in self.engines]
         if not degrees or any(low >= high for low, high in pairwise(degrees)):
             raise ValueError(f"EngineProfile.engines has tp {degrees}; list each degree once, in rising order")
+        if any((grid.terms, grid.host) != (self.terms, self.host) for grid in self.engines):
+            raise ValueError("EngineProfile.engines differ in terms or host; give all degrees the same")
 
     def grid(self, tp: int) -> EngineGrid:
         """The grid of one degree. Raises ValueError where there is none."""
@@ -100,9 +107,27 @@ class EngineProfile:
         )
 
     @property
+    def host(self) -> HostCost:
+        """The host part, with its source: one for all degrees."""
+        return self.engines[0].host
+
+    @property
+    def terms(self) -> KernelTerms:
+        return self.engines[0].terms
+
+    def beside(self, host: HostCost, terms: KernelTerms) -> EngineProfile:
+        """The same kernels with these corrections, on this host."""
+        return replace(self, engines=tuple(replace(grid, host=host, terms=terms) for grid in self.engines))
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: equal exactly where every number and name is."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        values = asdict(self)
+        for grid in values["engines"]:  # profiles without these parts are as they were before there were any
+            for part, nothing in (("terms", NO_TERMS), ("host", NO_HOST)):
+                if grid[part] == asdict(nothing):
+                    del grid[part]
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -161,3 +186,13 @@ def _weights(axis: tuple[int, ...], at: ArrayLike) -> Array:
     weights[each, left] = 1 - part
     weights[each, left + 1] = part
     return weights
+
+
+def linear_layers(grid: EngineGrid, most: int) -> Array:
+    """[tokens] seconds of the linear layers, and of all else that looks at each token alone, for 0 to `most` tokens."""
+    chunk, far, near = grid.chunks[-1], grid.prefixes[-1], grid.prefixes[0]
+    pair = (grid.prefill_seconds(chunk, far) - grid.prefill_seconds(chunk, near)) / (chunk * (far - near))
+    tokens = np.arange(1, most + 1)
+    alone = grid.prefill_seconds_at(tokens, [0])[:, 0] - max(0.0, pair) * tokens * (tokens + 1) / 2
+    # More tokens never cost less: measured tables fall here and there.
+    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(alone, 0.0))])

@@ -41,25 +41,29 @@ def fit_linear(features: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 
 
 def non_negative(rows: Array, times: Array) -> Array:
-    """The coefficients (k) that make rows [samples, k] the times (samples, above 0) with least relative error: Lawson
-    and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23) on rows scaled by 1 / time."""
-    scaled, ones = rows / times[:, None], np.ones(len(times))
+    """The coefficients (k) that make rows [samples, k] the times (samples, above 0) with least relative error."""
+    return least_squares(rows / times[:, None], np.ones(len(times)))
+
+
+def least_squares(scaled: Array, wanted: Array) -> Array:
+    """The coefficients (k), none of them negative, that bring rows [samples, k] nearest to what is wanted of them:
+    Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23)."""
     lengths = np.linalg.norm(scaled, axis=0)
     lengths[lengths == 0] = 1.0
     scaled = scaled / lengths  # columns of unit length: the tolerances below mean the same for every feature
-    width = rows.shape[1]
+    width = scaled.shape[1]
     solution, free = np.zeros(width), np.zeros(width, dtype=bool)
     while True:
-        gradient = scaled.T @ (ones - scaled @ solution)
+        gradient = scaled.T @ (wanted - scaled @ solution)
         gradient[free] = -np.inf
         entering = int(np.argmax(gradient))
-        if free.all() or gradient[entering] <= 1e-10 * len(times):
+        if free.all() or gradient[entering] <= 1e-10 * len(wanted):
             fitted: Array = solution / lengths
             return fitted
         free[entering] = True
         while True:
             trial = np.zeros(width)
-            trial[free] = np.linalg.lstsq(scaled[:, free], ones, rcond=None)[0]
+            trial[free] = np.linalg.lstsq(scaled[:, free], wanted, rcond=None)[0]
             if (trial[free] > 0).all():
                 solution = trial
                 break

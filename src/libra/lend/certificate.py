@@ -60,7 +60,9 @@ class Certificate:
 
     def share_at(self, rate: float) -> float:
         """Share of the device that is lent at a rate: between two certified rates that of the higher one, as load takes
-        harvest; nothing beyond the certified load."""
+        harvest; nothing beyond the certified load, nor beyond its envelope, whose rate is that of a busy minute."""
+        if rate > self.envelope.rate:
+            return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 
     def mismatch(self, model: str, hardware: str, slo: Slo) -> str | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from libra.hardware.cluster import ServingPool
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Slo
+from libra.traffic.forecast import RateForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ class Lender:
         uses = [it.use for it in self.certificates]
         if not uses or any(low >= high for low, high in pairwise(uses)):
             raise ValueError(f"certificates of {self.pool} are of use {uses}; give one of each, by rising use")
+
+    def expecting(self, forecast: RateForecast) -> Lender:
+        """The same engines, given a forecast of what one of them is asked for in the coming period."""
+        return replace(self, rates=forecast.cases)
 
     def share(self, certificate: Certificate) -> float:
         """Of an engine's time that is lent while anything is: the harmonic mean over the expected rates, since rollout

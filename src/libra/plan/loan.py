@@ -56,7 +56,7 @@ def solve_loans(menu: Menu, solved: Callable[[Problem], Solution]) -> Solution:
     best = solved(problem)
     if all(not it.away for it in menu.availability):
         return best
-    away = {it.away for it in menu.availability} | {frozenset(it.shape for it in menu.lent)}
+    away = {it.away for it in menu.availability} | {problem.lent}
     fewer = (solved(without(problem, shapes)).allocation for shapes in sorted(away, key=sorted) if shapes)
     cases = loan_cases(menu)
     chosen = min(dict.fromkeys([best.allocation, *fewer]), key=lambda it: expected(cases, it).step)

@@ -10,6 +10,8 @@ Data        eta  staleness    L, F, S  of t: training, its part `after_rollout`,
             work, refresh, refill, kv_occupancy, residence  of o for each class    stall, holds  of o
             generates, waits  of o for each line l and class: of the longest trajectory up to the class
             recall  of k for each class
+            Engines on a pool that serves are lent: their prices are those of the share of a device that they get,
+            their longest context is below that of all trajectories, and no t is there
 Decide      x[t]        which option trains
             z[s, i, j]  that a bucket of engines of shape s serves the range
             n[s, i, j]  how many engines it has
@@ -113,6 +115,7 @@ class Pool:
     name: str
     nodes: int
     devices_per_node: int
+    serves: bool = False  # users, meanwhile: engines there are lent, and nothing trains
 
     def __post_init__(self) -> None:
         require_at_least(0, nodes=self.nodes)
@@ -247,6 +250,10 @@ class Problem:
         for pool in (*(option.pool for option in self.engines), *(option.pool for option in self.training)):
             if pool not in pools:
                 raise ValueError(f"an option is on pool {pool!r}; the pools are {', '.join(sorted(pools))}")
+        serving = {pool.name for pool in self.pools if pool.serves}
+        for option in self.training:
+            if option.pool in serving:
+                raise ValueError(f"{option.layout} trains on pool {option.pool}, which serves; train on another")
         named = [(option.layout, option.replicas) for option in self.training]
         if len(set(named)) < len(named):
             raise ValueError("two training options have the same layout and replicas; list each once")
@@ -286,6 +293,12 @@ class Problem:
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)
+
+    @property
+    def lent(self) -> frozenset[str]:
+        """Shapes of engines on devices that serve."""
+        serving = {pool.name for pool in self.pools if pool.serves}
+        return frozenset(option.shape for option in self.engines if option.pool in serving)
 
     @property
     def shapes(self) -> tuple[str, ...]:

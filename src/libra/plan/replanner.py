@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.cost.device import SwitchCost
+from libra.lend.lender import Lender
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import scaled
-from libra.plan.decision import Case, Decision, decide, expected
+from libra.plan.decision import Decision, decide, expected
+from libra.plan.loan import loan_cases, solve_loans
 from libra.plan.model.solve import solve
-from libra.plan.options.price import infeasibility, solution
+from libra.plan.options.price import solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.site import ClusterSite, Scenario, Site
@@ -64,15 +66,17 @@ class Outlook:
         as the solver does, and reads nothing that may change meanwhile. Raises `InfeasiblePlanError`."""
         site = self.site
         questions = site.questions(self.scenarios)
-        cases = [Case(question.problem, weight) for question, (_, weight) in zip(questions, _NODES, strict=True)]
-        solutions = [solve(case.problem, seed=seed) for case in cases]
+        cases = [
+            case
+            for question, (_, weight) in zip(questions, _NODES, strict=True)
+            for case in loan_cases(question.menu, weight)
+        ]
+        solutions = [solve_loans(question.menu, lambda problem: solve(problem, seed=seed)) for question in questions]
         usable = [
-            each.allocation
-            for each in solutions
-            if all(infeasibility(c.problem, each.allocation) is None for c in cases)
+            each.allocation for each in solutions if all(case.infeasibility(each.allocation) is None for case in cases)
         ]
         if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
-            cases, usable = [replace(cases[0], weight=1.0)], [solutions[0].allocation]
+            cases, usable = list(loan_cases(questions[0].menu)), [solutions[0].allocation]
         transitions = [site.transition(questions[0], wanted) for wanted in dict.fromkeys(usable)]
         costs = [0.0 if site.current is None else site.seconds(questions[0], each) for each in transitions]
         transition, cost = min(
@@ -164,6 +168,19 @@ class Replanner:
         """Trajectories that have ended since the last call."""
         for trajectory in finished:
             self._tracker.observe(trajectory)
+
+    def lend(self, lenders: Sequence[Lender]) -> None:
+        """What serving pools may be asked for in the coming period, by the latest forecast of their traffic. Decisions
+        from here on count on no more than it leaves. Raises ValueError where the pools are not the planner's."""
+        if self._planner is None:
+            raise ValueError("there is no planner; a site that is asked for outlook() has its own lenders")
+        pools = [lender.pool for lender in lenders]
+        if pools != [lender.pool for lender in self._planner.lenders]:
+            known = ", ".join(lender.pool for lender in self._planner.lenders)
+            raise ValueError(
+                f"lenders are of {', '.join(pools) or 'no pool'}; give one for each of the planner's, in order: {known}"
+            )
+        self._planner = replace(self._planner, lenders=tuple(lenders))
 
     def realised(self, seconds_per_step: float) -> None:
         """The mean seconds of a step as measured since the last decision, whatever happened in them."""

@@ -13,6 +13,7 @@ from libra.report.explain_table import (
     crossing,
     fewer_nodes_rows,
     headline,
+    lender_sentences,
     loss,
     roles,
     routing_sentence,
@@ -53,6 +54,7 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         runners_up=[_plan(name, plan, widest) for name, plan in plans],
         otherwise=[_plan(name, plan, widest) for name, plan in otherwise],
         routing=routing_sentence(explanation),
+        lenders=lender_sentences(explanation),
         reliefs=reliefs,
         fewer_nodes=fewer_nodes_rows(explanation) if explanation.fewer_nodes else (),
         rejected=explanation.rejected,
@@ -77,11 +79,16 @@ def _tiles(explanation: Explanation) -> Iterator[Tile]:
     yield Tile(
         "Generation", plural(generating, "device"), f"{plural(engines, 'engine')}, {plural(plan.buckets, 'bucket')}"
     )
+    own = [pool for pool in explanation.pools if not pool.serves]
     idle = ", ".join(
         f"{pool.idle:,} of {pool.devices:,} {pool.name}" + (f" ({pool.why_idle})" if pool.why_idle else "")
-        for pool in explanation.pools
+        for pool in own
     )
-    yield Tile("Idle", plural(sum(pool.idle for pool in explanation.pools), "device"), idle)
+    yield Tile("Idle", plural(sum(pool.idle for pool in own), "device"), idle)
+    if len(own) < len(explanation.pools):
+        lent = sum(view.engines for view in explanation.lenders)
+        pools = ", ".join(f"{view.engines:,} of {view.pool}" for view in explanation.lenders)
+        yield Tile("Borrowed", plural(lent, "engine"), pools)
 
 
 def split_figures(explanation: Explanation) -> tuple[Figure, ...]:

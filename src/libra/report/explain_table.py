@@ -11,11 +11,11 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from libra.plan.explain.explanation import Bound, Explanation, PlanView, Split
+from libra.plan.explain.explanation import Bound, Explanation, LenderView, PlanView, Split
 from libra.plan.explain.what_if import SAME_STEP
 from libra.plan.problem import Prediction, Proof
 from libra.report.tables import number, whole
-from libra.report.words import BOTTLENECK_WORDS, PART_WORDS, cell, duration, percent, signed_percent
+from libra.report.words import BOTTLENECK_WORDS, PART_WORDS, cell, duration, percent, plural, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
 MOST_SPLITS = 8  # rows of the table of splits
@@ -63,6 +63,31 @@ def routing_sentence(explanation: Explanation) -> str:
     change = "save" if saved > 0 else "cost"
     share = percent(abs(saved) / routing.step)
     return f"A router that knew all lengths beforehand would {change} {duration(abs(saved))} a step ({share})."
+
+
+def lender_sentences(explanation: Explanation) -> tuple[str, ...]:
+    """What the loan of each pool that serves is worth, or why there is none."""
+    return tuple(map(_lender_sentence, explanation.lenders))
+
+
+def _lender_sentence(view: LenderView) -> str:
+    if view.why_not:
+        return f"{view.pool} lends nothing: {view.why_not}."
+    use = " and ".join(f"{use:g}" for use in view.use)
+    gain = percent(1 - view.step / view.without) if view.without > 0 else "nothing"
+    kept = view.without - view.kept
+    alone = f"{duration(kept)}" if kept > SAME_STEP * view.without else "nothing"
+    worth = (
+        f"{view.pool} lends {plural(view.engines, 'engine')} for {percent(view.share)} of their devices' time (use"
+        f" {use}): a step of {duration(view.step)} instead of {duration(view.without)}, {gain} shorter; with training"
+        f" as it would be without, the loan would save {alone}"
+    )
+    if not view.away:
+        return f"{worth}."
+    return (
+        f"{worth}. In {percent(view.away)} of cases traffic takes it all away, and a step then takes"
+        f" {duration(view.recalled)}: {duration(view.average)} on average."
+    )
 
 
 def roles(plan: PlanView) -> str:
@@ -131,6 +156,10 @@ def _pools(explanation: Explanation) -> Table:
     if reasons:
         table.add_column("why idle")
     for pool in explanation.pools:
+        if pool.serves:
+            reason = (cell(pool.why_idle),) if reasons else ()
+            table.add_row(f"{cell(pool.name)}, serves", f"{pool.devices:,}", "-", f"{pool.generating:,}", "-", *reason)
+            continue
         counts = (pool.devices, pool.training, pool.generating, pool.idle)
         table.add_row(cell(pool.name), *(f"{count:,}" for count in counts), *([cell(pool.why_idle)] if reasons else ()))
     return table

@@ -24,8 +24,9 @@ _PAUSE = 600.0  # seconds; tools that work take less, and people who are asked t
 
 def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Table, ...]:
     """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
-    idle = [pool for pool in pools if pool.idle]
-    tables = (_allocation(plan), *([_idle(idle)] if idle else []))
+    idle = [pool for pool in pools if pool.idle and not pool.serves]
+    lenders = [pool for pool in pools if pool.serves]
+    tables = (_allocation(plan), *([_idle(idle)] if idle else []), *([_lenders(plan, lenders)] if lenders else []))
     return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
 
 
@@ -86,7 +87,8 @@ def _allocation(plan: Plan) -> Table:
     add(None, "training replicas", plan.allocation.replicas, replica, "-", "-")
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
-        add(index, "engines", bucket.engines, bucket.shape, str(max_num_seqs), span)
+        lent = any(loan.shape == bucket.shape for loan in plan.loans)
+        add(index, "lent engines" if lent else "engines", bucket.engines, bucket.shape, str(max_num_seqs), span)
     return table
 
 
@@ -129,6 +131,22 @@ def _idle(pools: Sequence[PoolView]) -> Table:
     return table
 
 
+def _lenders(plan: Plan, pools: Sequence[PoolView]) -> Table:
+    """What is borrowed of each pool that serves, and of the others why not."""
+    table = Table("pool", *map(number, ("engines", "use", "lent", "away")), title="Loans")
+    if any(all(loan.pool != pool.name for loan in plan.loans) for pool in pools):
+        table.add_column("why none")
+    for pool in pools:
+        loans = [loan for loan in plan.loans if loan.pool == pool.name]
+        for loan in loans:
+            of_time = (percent(loan.share), percent(loan.away))
+            table.add_row(cell(pool.name), f"{loan.engines:,}", f"{loan.use:g}", *of_time)
+        if not loans:
+            table.add_row(cell(pool.name), "0", "-", "-", "-", cell(pool.why_idle))
+    table.caption = "lent: of the devices' time; away: probability that nothing is, in the coming period"
+    return table
+
+
 def _proof(plan: Plan) -> Table:
     table = Table("", number(""), title="Proof", show_header=False)
     table.add_row("solver status", plan.proof.status)
@@ -137,6 +155,8 @@ def _proof(plan: Plan) -> Table:
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
             table.add_row(f"engine times of {cell(nodes.name)}", cell(profile.source))
+        for lender, profile in zip(plan.request.lenders, plan.request.lent_profiles, strict=True):
+            table.add_row(f"engine times of {cell(lender.pool)}", cell(profile.source))
     return table
 
 

@@ -17,13 +17,14 @@ from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, Section, read_section, refusal, unknown
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
+from libra.cost.host import HostCost
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec, SchedulingPolicy
-from libra.sim.engine.grid_cost import GridCost, Overhead
+from libra.sim.engine.grid_cost import GridCost
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
@@ -148,7 +149,8 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         raise ValueError(f"{key}.{error}") from None
     overhead = section.overhead
     try:
-        cost = GridCost(grid, config, Overhead(overhead.iteration, overhead.request, overhead.overlapped))
+        host = HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
+        cost = GridCost(grid, config, host)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
     numbers = range(section.count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,3 +99,20 @@ class TrafficForecast:
         rate = self._rate(horizon)
         middles = (np.arange(cases) + 0.5) / cases
         return RateForecast(rate, tuple(float(rate * math.exp(e)) for e in np.quantile(errors, middles)))
+
+
+def forecast_from(arrivals: Sequence[float], bin_seconds: float, period_bins: int, cases: int = 9) -> RateForecast:
+    """The bin after the last whole one of a log, whose first bin begins at 0. `arrivals` are seconds, rising. Raises
+    ValueError where the log is too short for the errors of a forecast to be known."""
+    made = TrafficForecast(bin_seconds, period_bins)
+    bins = int(arrivals[-1] / bin_seconds) if len(arrivals) else 0
+    ends = np.searchsorted(arrivals, np.arange(bins + 1) * bin_seconds)
+    for count in np.diff(ends):
+        made.observe(float(count) / bin_seconds)
+    found = made.forecast(cases=cases)
+    if found is None:
+        raise ValueError(
+            f"the log has {bins} whole bins of {bin_seconds:g} s; a forecast needs {LEAST_ERRORS + 1}: give a longer"
+            " log, or a shorter bin"
+        )
+    return found

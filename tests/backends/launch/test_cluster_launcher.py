@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from fakes.far_end import PATIENCE
 from fakes.fork_servers import BARE
+from fakes.workers import NO_PROCESS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -221,6 +222,17 @@ async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_pla
     again = await launcher.spawn("w0", 0)
     assert again.node not in {link.node for link in links}
     assert await answers(again)
+
+
+async def test_a_worker_that_is_killed_is_gone_and_its_node_stays(two_nodes: TwoNodes) -> None:
+    launcher, nodes = two_nodes
+    killed, beside = await launcher.spawn("w0", 0), await launcher.spawn("w2", 2)
+    launcher.kill(killed)
+    await launcher.gone(killed)
+    assert not launcher.exists(killed) and not Path(f"/proc/{killed.pid}").exists()
+    assert await answers(beside)
+    assert await answers(await launcher.spawn("w0", 0))
+    assert len(nodes.opened) == 2
 
 
 async def test_a_fork_server_that_ends_takes_its_node_with_it(two_nodes: TwoNodes) -> None:
@@ -445,6 +457,36 @@ class Halfway(LossyNode):
         self.worker.sendall(token)
         await asyncio.sleep(0.05)
         raise NodeLostError("unplugged")
+
+
+class Unplugged(LossyNode):
+    """It is lost when its worker has reached the controller and has not begun."""
+
+    heard: asyncio.Event
+
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        self.worker = await asyncio.to_thread(socket.create_connection, controller)
+        self.worker.sendall(token)
+        self._lost.set_exception(NodeLostError("unplugged"))
+        await self.heard.wait()
+        return NO_PROCESS
+
+
+async def test_a_worker_whose_node_is_lost_as_it_starts_is_none(tmp_path: Path) -> None:
+    nodes = LossyNodes(tmp_path)
+    nodes.instead = Unplugged
+    async with launched(nodes) as launcher:
+        await launcher.ready()
+        nodes.instead, Unplugged.heard = LossyNode, asyncio.Event()
+        launcher.slots_changed = Unplugged.heard.set
+        with pytest.raises(ForkError, match=r"w0 cannot start: node 127\.0\.0\.1 is lost \(unplugged\)$"):
+            await launcher.spawn("w0", 0)
+        with nodes.opened[0].worker as worker:  # type: ignore[attr-defined]
+            worker.settimeout(PATIENCE)
+            assert await asyncio.to_thread(worker.recv, 1) == b""
+        while not launcher.offers(0):
+            await asyncio.sleep(0.01)
+        assert await answers(await launcher.spawn("w0", 0))
 
 
 async def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:

@@ -185,11 +185,18 @@ async def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled(engin
     assert lost == ["engine"]
 
 
-async def test_last_words_that_are_no_answer_are_the_reason_for_the_loss() -> None:
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (Failure("KeyError: 7"), "it failed: KeyError: 7"),
+        (Acknowledged(), "it sent Acknowledged, which nobody had asked for"),
+    ],
+)
+async def test_words_that_are_no_answer_are_the_reason_for_the_loss(words: Message, reason: str) -> None:
     reasons: asyncio.Queue[str] = asyncio.Queue()
     handle, far = await connect(Handle, lambda name, why: reasons.put_nowait(why))
-    far.send(Failure("KeyError: 7"))
-    assert await asyncio.wait_for(reasons.get(), PATIENCE) == "it failed: KeyError: 7"
+    far.send(words)
+    assert await asyncio.wait_for(reasons.get(), PATIENCE) == reason
     handle.close()
     far.close()
 
@@ -316,6 +323,7 @@ async def test_a_lost_worker_fails_everyone_who_waits_for_it(engine: Engine, las
     for late in (made(handle, request("c")), handle.ask(Publish(3, 1), Published)):
         with pytest.raises(WorkerLostError, match="engine is gone"):
             await late
+    assert await handle.fetched(1) is None
     await handle.stop()
     await rounds()
     assert lost == ["engine"]

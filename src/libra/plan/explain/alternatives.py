@@ -39,6 +39,8 @@ def relaxations(
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
         each = f"one more node of {pool.name} ({pool.devices_per_node:,} devices)"
+        if pool.serves:
+            each = f"one more node of {pool.name}, as busy as the others ({pool.devices_per_node:,} devices)"
         more = f"one more device of {pool.name}" if pool.devices_per_node == 1 else each
         yield Alternative(more, larger.get(pool.name, replace(problem, pools=pools)), "devices", pool.name)
     if not problem.colocated:
@@ -57,10 +59,11 @@ def relaxations(
     longest = problem.longest_context
     shorter = max((peak for peak in problem.peaks if peak < longest), default=longest)
     # The work stays, and so do the classes: what it would be were trajectories cut is another problem.
-    if any(shorter <= option.holds < longest for option in problem.engines):
+    own = [option for option in problem.engines if option.shape not in problem.lent]
+    if any(shorter <= option.holds < longest for option in own):
         what = f"longest context {shorter:,} instead of {longest:,} tokens, for the same work"
         yield Alternative(what, _holding(problem, shorter), "longest_context")
-    if any(option.holds < longest for option in problem.engines):
+    if any(option.holds < longest for option in own):
         yield Alternative("memory for the longest context on every engine", _holding(problem, 0), "longest_context")
     yield Alternative("no waiting for a step's longest trajectories", _without_longest(problem), "latency")
 
@@ -70,6 +73,9 @@ def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternati
     option = own_training(problem, allocation)
     others = tuple(other for other in problem.training if other != option)
     yield Alternative("train on other devices or in another layout", replace(problem, training=others))
+    if problem.lent & {bucket.shape for bucket in allocation.buckets}:
+        engines = tuple(engine for engine in problem.engines if engine.shape not in problem.lent)
+        yield Alternative("no loan", replace(problem, engines=engines))
     for shape in dict.fromkeys(bucket.shape for bucket in allocation.buckets):
         engines = tuple(engine for engine in problem.engines if engine.shape != shape)
         yield Alternative(f"no {shape}", replace(problem, engines=engines))
@@ -92,10 +98,10 @@ def _without_longest(problem: Problem) -> Problem:
 
 
 def _holding(problem: Problem, at_least: int) -> Problem:
-    """The problem in which every engine that holds so many tokens holds the longest context, too."""
-    longest = problem.longest_context
-    engines = tuple(replace(o, holds=max(o.holds, longest if o.holds >= at_least else 0)) for o in problem.engines)
-    return replace(problem, engines=engines)
+    """The problem in which every engine of one's own that holds so many tokens holds the longest context, too."""
+    longest, lent = problem.longest_context, problem.lent
+    engines = (replace(o, holds=longest) if o.shape not in lent and o.holds >= at_least else o for o in problem.engines)
+    return replace(problem, engines=tuple(engines))
 
 
 def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:

@@ -10,6 +10,7 @@ from libra.plan.explain.alternatives import Alternative, relaxations, restrictio
 from libra.plan.explain.explanation import (
     Bound,
     Explanation,
+    LenderView,
     Otherwise,
     PlanView,
     PoolView,
@@ -18,6 +19,7 @@ from libra.plan.explain.explanation import (
     Routing,
     SmallerCluster,
 )
+from libra.plan.explain.lenders import lender_views
 from libra.plan.explain.views import bound_of, bucket_views, plan_view, pool_views
 from libra.plan.explain.what_if import one_node_fewer, one_node_more, one_version_more, smallest_cluster
 from libra.plan.model.solve import solve
@@ -50,6 +52,7 @@ def explain_plan(plan: Plan) -> Explanation:
         rejected=menu.rejected,
         fewer_nodes=one_node_fewer(request, plan.predicted.step),
         smallest=smallest_cluster(request, plan.predicted.step),
+        lenders=lender_views(menu, plan.allocation),
     )
 
 
@@ -68,13 +71,14 @@ def explain(
     rejected: Sequence[Rejected] = (),
     fewer_nodes: Iterable[SmallerCluster] = (),
     smallest: SmallerCluster | None = None,
+    lenders: Iterable[LenderView] = (),
 ) -> Explanation:
     """Explain a solution of the problem by solving it again, with one thing changed at a time.
 
     `larger[pool]` is the problem priced anew with one more node in that pool; without it the node is added to the menu
     as it is, on which larger training layouts are missing. `staler` is the problem priced anew with one more version of
     staleness; without it prices stay as they are. `fewer_nodes` and `smallest` are known to who can price other
-    clusters. Raises ValueError if the solution's allocation does not fit the problem.
+    clusters, `lenders` to who has the menu. Raises ValueError if the solution's allocation does not fit the problem.
     """
     allocation, step = solution.allocation, price(problem, solution.allocation).step
 
@@ -123,6 +127,7 @@ def explain(
         splits=splits(problem, own_training(problem, allocation)),
         rejected=by_kind(rejected),
         synchronous=problem.synchronous,
+        lenders=tuple(lenders),
     )
 
 

@@ -49,6 +49,7 @@ class PoolView:
     generating: int
     idle: int
     why_idle: str  # empty where none is
+    serves: bool = False  # users: idle is what is not borrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,23 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class LenderView:
+    """A pool that serves, and what its loan is worth. Seconds are of a step."""
+
+    pool: str
+    engines: int  # that the plan borrows
+    use: tuple[float, ...]  # certified shares of the SLO's tpot, one for each shape of them
+    share: float  # of their devices' time that is counted on, while it is lent
+    away: float  # probability that nothing is lent in the coming period
+    step: float  # with the loan
+    average: float  # over all that traffic may take away, of all lenders
+    recalled: float  # of the same plan while this pool lends nothing
+    without: float  # of the best plan without this pool
+    kept: float  # with it, training as it would be without
+    why_not: str  # empty where engines are borrowed
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     plan: PlanView
     proof: Proof
@@ -146,3 +164,4 @@ class Explanation:
     splits: tuple[Split, ...]  # by pool and devices that train
     rejected: tuple[RejectedKind, ...]  # the commonest kind first
     synchronous: bool
+    lenders: tuple[LenderView, ...] = ()

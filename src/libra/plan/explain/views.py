@@ -83,7 +83,7 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
         training, generating = used[pool.name]
         idle = pool.devices - (max(training, generating) if problem.colocated else training + generating)
         why = _why_idle(problem, allocation, pool.name, rejected) if idle else ""
-        views.append(PoolView(pool.name, pool.devices, training, generating, idle, why))
+        views.append(PoolView(pool.name, pool.devices, training, generating, idle, why, pool.serves))
     return tuple(views)
 
 

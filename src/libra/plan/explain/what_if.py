@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, unknown
+from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster, override, with_gpus
 from libra.plan.explain.explanation import SmallerCluster
 from libra.plan.model.solve import solve
@@ -27,13 +28,14 @@ SAME_STEP = 1e-3  # relative: steps that a smaller cluster and the plan's have i
 
 
 def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tuple[Cluster, Recipe]:
-    """`gpus=N` (of the whole cluster), `CLASS=N` (nodes of a class) or `KEY=VALUE` of the recipe, one after another.
+    """`gpus=N` (of the whole cluster), `CLASS=N` (nodes of a class, or of a pool that serves) or `KEY=VALUE` of the
+    recipe, one after another.
 
     Raises `ConfigError` that names the assumption.
     """
     changes: dict[str, Any] = {}
     of_recipe = []
-    classes = {nodes.name for nodes in cluster.nodes}
+    classes = {nodes.name for nodes in cluster.nodes} | {pool.name for pool in cluster.serving}
     for text in assumptions:
         key, found, value = text.partition("=")
         if not found:
@@ -94,6 +96,11 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
         if getattr(recipe, field) != getattr(request.recipe, field):
             raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
     # Profiles are of one width of the weights; other widths have a roofline.
+    lenders = tuple(
+        (lender, profile)
+        for lender, profile in zip(request.lenders, request.lent_profiles, strict=True)
+        if lender.pool in {pool.name for pool in cluster.serving}
+    )
     same_width = recipe.rollout_weight_bytes == request.recipe.rollout_weight_bytes
     known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
     changed = replace(
@@ -103,6 +110,12 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
         profiles=known if same_width else rooflines(cluster, request.model, recipe),
         current=None,
         held=(),
+        lenders=tuple(lender for lender, _ in lenders),
+        lent_profiles=tuple(profile for _, profile in lenders)
+        if same_width
+        else tuple(
+            node_roofline(cluster.serving_pool(lender.pool).nodes, request.model, recipe) for lender, _ in lenders
+        ),
     )
     return make_plan(changed, placed=plan.placement)
 

@@ -109,14 +109,17 @@ class ClusterRequest:
             engines += options
             lent += beside
             rejected_engines += rejected
-        every_pool = (*self.cluster.nodes, *map(self.lending_nodes, self.lenders))
+        lending = [self.lending_nodes(lender) for lender in self.lenders]
         # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
         # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
         foreseeing = (1.0,) * len(classes)
         routers = reach(classes, recipe.router_hit)
         colocated = recipe.mode == "colocated"
         problem = Problem(
-            pools=tuple(Pool(nodes.name, nodes.count, nodes.gpus) for nodes in every_pool),
+            pools=(
+                *(Pool(nodes.name, nodes.count, nodes.gpus) for nodes in self.cluster.nodes),
+                *(Pool(nodes.name, nodes.count, nodes.gpus, serves=True) for nodes in lending),
+            ),
             engines=tuple(engines),
             training=tuple(training),
             peaks=tuple(cls.peak_context for cls in classes),

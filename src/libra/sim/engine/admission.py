@@ -14,11 +14,12 @@ from libra.sim.engine.request import Chain, Request, owner_of
 from libra.sim.engine.state import EngineState
 
 
-def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> None:
+def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> int:
     """Admit requests from the head of the queue; their first chunks go into `chunks`, and what the prefix cache had of
-    them into `cached`."""
+    them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
     size = config.block_size
+    contexts = 0
     state.blocked = False
     while waiting and budget > 0 and len(running) < config.max_num_seqs:
         request = waiting.head
@@ -43,11 +44,13 @@ def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached
         request.written = found
         request.computed = tokens
         request.target = request.prompt_tokens + request.generated
+        contexts += request.target
         running[request] = None
         chunks.append((new, tokens))
         cached.append((request.number, tokens))
         budget -= new
         state.compute(request, new)
+    return contexts
 
 
 def may_admit(state: EngineState) -> bool:

@@ -34,7 +34,18 @@ class BlockPool:
     A context's blocks are let go from the last to the first, so a prefix outlives what follows it.
     """
 
-    __slots__ = ("_copies", "_free", "_own_copies", "_runs", "blank", "block_size", "blocks", "caching", "findable")
+    __slots__ = (
+        "_copies",
+        "_free",
+        "_own_copies",
+        "_runs",
+        "blank",
+        "block_size",
+        "blocks",
+        "caching",
+        "findable",
+        "shared",
+    )
 
     def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
         self.blocks = blocks
@@ -42,6 +53,7 @@ class BlockPool:
         self.caching = caching
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
+        self.shared = 0  # that holders have beyond the first of each block
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
@@ -104,12 +116,16 @@ class BlockPool:
                 if run.low >= end:
                     break
                 if run.high > end:  # the rest stays as it is
-                    if not run.holders:
+                    if run.holders:
+                        self.shared += end - run.low
+                    else:
                         self.findable -= end - run.low
                     runs.insert(index, Run(owner, run.low, end, run.holders + 1))
                     run.low = end
                     break
-                if not run.holders:
+                if run.holders:
+                    self.shared += run.high - run.low
+                else:
                     del self._free[run]
                     self.findable -= run.high - run.low
                 run.holders += 1
@@ -218,12 +234,15 @@ class BlockPool:
                 run = runs[index]
                 if copy is not None and copy.owner is owner and copy.low == run.low and copy is not run:
                     copy.holders -= 1  # the other copy has other holders
-                    if not copy.holders:
+                    if copy.holders:
+                        self.shared -= 1
+                    else:
                         self.findable += 1
                         free[copy] = None
                     continue
                 run.holders -= 1
                 if run.holders:
+                    self.shared -= run.high - run.low
                     continue
                 self.findable += run.high - run.low
                 if index + 1 < len(runs) and free and runs[index + 1] is next(reversed(free)):

@@ -191,7 +191,7 @@ class SimEngine(EngineState):
         count = generation.count
         context = generation.context + count * ended_by(self, now)
         more = context + context // count if count else 1
-        batch = generation.batch(min(count + 1, self.config.max_num_seqs))
+        batch = self.batch(min(count + 1, self.config.max_num_seqs))
         base, slope, _ = self.cost.line(batch, more)
         return (base + slope * more) / TICKS
 

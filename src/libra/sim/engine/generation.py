@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from math import isqrt
 
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
@@ -23,7 +24,10 @@ class Generation:
     of iterations. `asks` has whoever is to be asked about, at least; it is empty where nobody is.
     """
 
-    __slots__ = ("_ends", "_phases", "_size", "asks", "context", "count", "iteration", "stalled")
+    __slots__ = (
+        *("_ends", "_offsets", "_phases", "_size", "_squares"),
+        *("asks", "context", "count", "iteration", "stalled"),
+    )
 
     def __init__(self, block_size: int) -> None:
         self.iteration = 0  # the next one
@@ -32,12 +36,19 @@ class Generation:
         self._size = block_size
         self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
+        self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
         self.stalled: set[Request] = set()  # in the next iteration they generate nothing
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
 
     def batch(self, requests: int) -> DecodeBatch:
         """What the next iteration decodes if so many requests are in it."""
         return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
+
+    @property
+    def spread(self) -> int:
+        """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until
+        one comes or goes."""
+        return isqrt(self.count * self._squares - self._offsets * self._offsets)
 
     def add(self, request: Request) -> None:
         """Let a request generate from the next iteration on: its prompt is computed, and its first token (or the next
@@ -47,6 +58,8 @@ class Generation:
         request.last = last = iteration + request.output_tokens - request.generated - 1
         heappush(self._ends, (last, request.admission, request))
         self._phases[-offset % self._size] += 1
+        self._offsets += offset
+        self._squares += offset * offset
         self.count += 1
         self.context += tokens + 1
         if request.ask_at is not None:
@@ -59,6 +72,8 @@ class Generation:
         self.context -= tokens + 1
         self.count -= 1
         self._phases[-offset % self._size] -= 1
+        self._offsets -= offset
+        self._squares -= offset * offset
         if request in self.stalled:
             self.stalled.remove(request)
             self.context -= 1  # it was put off by one already
@@ -81,6 +96,8 @@ class Generation:
         self.stalled = requests
         for request in requests:
             self._phases[-request.offset % self._size] -= 1
+            self._offsets -= 1
+            self._squares -= 2 * request.offset - 1
             request.offset -= 1
             request.last += 1
             self._phases[-request.offset % self._size] += 1

@@ -6,48 +6,19 @@ parts of a mixed iteration come together, and what the CPU adds.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
-from libra.cost.grid import EngineGrid
+from libra.cost.grid import EngineGrid, linear_layers
+from libra.cost.host import HostCost, padded
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch
 
 _MEMORY = 1 << 16  # distinct chunks remembered
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """What the CPU does for an iteration, in seconds: scheduling, preparing inputs, handling outputs.
-
-    Grids that were measured on a whole engine contain it already; tables of GPU kernels do not.
-    """
-
-    iteration: float = 0.0
-    request: float = 0.0  # for each request in the iteration
-    overlapped: bool = False  # prepared while the GPU is busy (asynchronous scheduling): only the longer one counts
-
-    def __post_init__(self) -> None:
-        if self.iteration < 0 or self.request < 0:
-            raise ValueError(f"Overhead({self.iteration}, {self.request}): neither may be negative")
-
-    def seconds(self, requests: int) -> float:
-        return self.iteration + self.request * requests
-
-    def beside(self, device: float, requests: int) -> float:
-        """Seconds of an iteration of `requests` requests that takes the device so many."""
-        cpu = self.seconds(requests)
-        return max(device, cpu) if self.overlapped else device + cpu
-
-
-NO_OVERHEAD = Overhead()
+_SCALE = 1 << 16  # of shares of tokens
 
 
 class GridCost:
@@ -60,15 +31,34 @@ class GridCost:
     - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
       the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
       cost, at the rate by which the grid's largest chunk grows with what is before it.
+    - The grid's terms and its host come to that; `libra.cost.kernels` and `libra.cost.host` say what they are.
 
     Raises ValueError where the grid does not reach: to `max_num_seqs`, to `max_num_batched_tokens`, or to
     `max_model_len`.
     """
 
-    __slots__ = ("_attention", "_captures", "_grid", "_linear", "_lines", "_overhead", "_request", "_unpadded")
+    __slots__ = (
+        "_alone",
+        "_attention",
+        "_captures",
+        "_grid",
+        "_host",
+        "_least",
+        "_linear",
+        "_lines",
+        "_longest",
+        "_request",
+        "_saved",
+        "_spread",
+        "_together",
+        "_unpadded",
+        "uneven",
+    )
 
-    def __init__(self, grid: EngineGrid, config: EngineConfig, overhead: Overhead = NO_OVERHEAD) -> None:
-        largest = _padded(config.max_num_seqs, config.capture_sizes)
+    def __init__(self, grid: EngineGrid, config: EngineConfig, host: HostCost | None = None) -> None:
+        """`host` takes the place of the grid's."""
+        sizes = config.capture_sizes
+        largest = padded(config.max_num_seqs, sizes)
         longest = config.max_model_len
         try:
             grid.decode_seconds(largest, longest)
@@ -78,58 +68,100 @@ class GridCost:
                 f"the engine's times are not known up to max_num_seqs {config.max_num_seqs},"
                 f" max_num_batched_tokens {config.max_num_batched_tokens} and max_model_len {longest}: {error}"
             ) from None
-        self._grid = grid
-        self._overhead = overhead
-        self._captures = config.capture_sizes
-        self._lines: dict[DecodeBatch, tuple[list[int], list[tuple[int, int, int]]]] = {}
+        self._grid, terms = grid, grid.terms
+        self._host = host = grid.host if host is None else host
+        self._captures = sizes
+        self._lines: dict[tuple[int, int], tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
-        padded = [_padded(tokens, config.capture_sizes) for tokens in range(most + 1)]
-        linear = _linear_layers(grid, padded[-1])
+        run = [padded(tokens, sizes) for tokens in range(most + 1)]
+        linear = linear_layers(grid, run[-1])
         self._unpadded: list[float] = linear.tolist()
-        self._linear = [round(self._unpadded[tokens] * TICKS) for tokens in (0, *padded[1:])]  # ticks
+        self._linear = [round(self._unpadded[tokens] * TICKS) for tokens in (0, *run[1:])]  # ticks
+        self._together: list[int] | None = None  # of an iteration with prefill, where that is not decode's and more
+        if terms.linear is not None:
+            self._together = [round(terms.linear * ticks) for ticks in self._linear]
         self._attention: Callable[[Chunk], int] = lru_cache(_MEMORY)(self._attention_ticks)
-        self._request = round(overhead.request * TICKS)
+        self._alone: Callable[[tuple[int, int]], int] = lru_cache(_MEMORY)(self._alone_ticks)
+        self._request = round(host.request * TICKS)
+        self._least: list[int] = []  # by tokens; empty where there is none
+        if host.piecewise or host.eager:
+            self._least = [round(host.least(tokens, sizes, prefill=True) * TICKS) for tokens in range(most + 1)]
+        self.uneven = terms.uneven
+        self._spread, self._saved = round(terms.spread * _SCALE), round(terms.shared * _SCALE)
+        self._longest = round(terms.longest * TICKS)  # ticks per token
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        lines = self._lines.get(batch)
+        lines = self._lines.get(batch[:2])
         if lines is None:
-            lines = self._lines[batch] = self._make_lines(batch)
+            lines = self._lines[batch[:2]] = self._make_lines(batch)
         limits, pieces = lines
-        return pieces[bisect_right(limits, context)]
+        if not self.uneven:
+            return pieces[bisect_right(limits, context)]
+        counted = self._counted(batch)
+        base, slope, limit = pieces[bisect_right(limits, context + counted)]
+        return base + slope * counted, slope, limit - counted
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         requests = batch.requests
         decoded = tokens = requests * batch.tokens_each
-        ticks: int = 0
+        ticks = longest = 0
         for chunk in chunks:
             tokens += chunk[0]
             ticks += self._attention(chunk)
-        ticks += self._linear[tokens] - self._linear[decoded]
-        overhead = self._overhead
-        if requests and not overhead.overlapped:
+            longest = max(longest, chunk[1])
+        if self._together is None:
+            ticks += self._linear[tokens] - self._linear[decoded]
+        else:
+            ticks += self._together[tokens]
+            if requests:
+                ticks -= self._alone((requests, batch.tokens_each))
+                longest = max(longest, (context + batch.spread) // requests)
+        ticks += self._longest * longest
+        host = self._host
+        least = self._least[tokens] if self._least else 0
+        if requests and not host.overlapped:
             base, slope, _ = self.line(batch, context)
-            return max(1, ticks + self._request * len(chunks) + base + slope * context)
+            ticks += base + slope * context
+            if least:
+                ticks = max(ticks, least + round(host.seconds(requests) * TICKS))
+            if admitted.requests:
+                ticks += round(host.admitting(*admitted) * TICKS)
+            return max(1, ticks + self._request * len(chunks))
         seconds = ticks / TICKS
         if requests:
-            padded = _padded(requests, self._captures)
-            seconds += self._grid.decode_seconds(padded, context / padded) + self._draft_seconds(batch)
-        return max(1, round(overhead.beside(seconds, requests + len(chunks)) * TICKS))
+            at = context + self._counted(batch)
+            size = padded(requests, self._captures)
+            seconds += self._grid.decode_seconds(size, at / size) + self._draft_seconds(batch)
+        seconds = max(seconds, least / TICKS)
+        return max(
+            1, round(host.beside(seconds, host.seconds(requests + len(chunks)) + host.admitting(*admitted)) * TICKS)
+        )
+
+    def _counted(self, batch: DecodeBatch) -> int:
+        """Tokens that a batch's context counts more than it has: for what contexts differ by, less what they share. It
+        is the same in all iterations of a stretch."""
+        return (self._spread * batch.spread - self._saved * batch.shared) // _SCALE
 
     def _make_lines(self, batch: DecodeBatch) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
-        requests = batch.requests
-        padded = _padded(requests, self._captures)
+        requests, host = batch.requests, self._host
+        size = padded(requests, self._captures)
+        cpu, least = host.seconds(requests), host.least(requests * batch.tokens_each, self._captures, prefill=False)
+        if host.overlapped:
+            least = max(least, cpu)
         contexts: Sequence[int] = self._grid.contexts
-        if self._overhead.overlapped:  # the CPU may be the longer one up to anywhere that the grid reaches
+        if least:  # it may be the longer one up to anywhere that the grid reaches
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
         drafts = self._draft_seconds(batch)
-        knots = [(length * padded, self._grid.decode_seconds(padded, length) + drafts) for length in contexts]
-        if self._overhead.overlapped:
-            knots = _at_least(knots, self._overhead.seconds(requests))
+        knots = [(length * size, self._grid.decode_seconds(size, length) + drafts) for length in contexts]
+        if least:
+            knots = _at_least(knots, least)
         limits, pieces = [], []
         for (left, before), (right, after) in pairwise(knots):
-            start = round(self._overhead.beside(before, requests) * TICKS)
-            end = round(self._overhead.beside(after, requests) * TICKS)
+            start = round(host.beside(before, cpu) * TICKS)
+            end = round(host.beside(after, cpu) * TICKS)
             slope = round((end - start) / (right - left))
             limits.append(right)
             pieces.append((start - slope * left, slope, right))
@@ -144,6 +176,11 @@ class GridCost:
                 )
         return limits, pieces
 
+    def _alone_ticks(self, batch: tuple[int, int]) -> int:
+        """What a batch takes without any context, of which an iteration with prefill has its linear layers."""
+        size = padded(batch[0], self._captures)
+        return round((self._grid.decode_seconds(size, 0) + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
+
     def _draft_seconds(self, batch: DecodeBatch) -> float:
         """What the linear layers take longer for the drafts that are verified."""
         linear = self._linear
@@ -153,22 +190,6 @@ class GridCost:
         """What a chunk costs beyond its linear layers."""
         new, before = chunk
         return round((self._grid.prefill_seconds(new, before) - self._unpadded[new]) * TICKS)
-
-
-def _linear_layers(grid: EngineGrid, most: int) -> NDArray[np.float64]:
-    """[tokens] seconds of the linear layers, and of all else that looks at each token alone, for 0 to `most` tokens."""
-    chunk, far, near = grid.chunks[-1], grid.prefixes[-1], grid.prefixes[0]
-    pair = (grid.prefill_seconds(chunk, far) - grid.prefill_seconds(chunk, near)) / (chunk * (far - near))
-    tokens = np.arange(1, most + 1)
-    alone = grid.prefill_seconds_at(tokens, [0])[:, 0] - max(0.0, pair) * tokens * (tokens + 1) / 2
-    # More tokens never cost less: measured tables fall here and there.
-    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(alone, 0.0))])
-
-
-def _padded(requests: int, captures: tuple[int, ...]) -> int:
-    """The size of the CUDA graph that runs so many tokens; without one that large they run as they are."""
-    place = bisect_left(captures, requests)
-    return captures[place] if place < len(captures) else requests
 
 
 def _at_least(knots: list[tuple[int, float]], least: float) -> list[tuple[int, float]]:

@@ -20,14 +20,32 @@ UNLIMITED = 1 << 62
 
 class DecodeBatch(NamedTuple):
     """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, or with it the drafts that
-    are verified."""
+    are verified. The last two are told to those costs that ask for them (`IterationCost.uneven`)."""
 
     requests: int
     tokens_each: int = 1
+    spread: int = 0  # tokens: requests x standard deviation of their contexts
+    shared: int = 0  # tokens of their contexts that another of them has in the same blocks
+
+
+class Admitted(NamedTuple):
+    """The requests that are admitted with an iteration."""
+
+    requests: int = 0
+    tokens: int = 0  # of their contexts
+    cached: int = 0  # of these, found in the prefix cache
+
+
+NONE_ADMITTED = Admitted()
 
 
 class IterationCost(Protocol):
     """`context` is the sum of the tokens that the requests of the batch attend to, the new ones too."""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether times depend on how even contexts are and on what they share: batches say so then."""
+        ...
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         """(base, slope, limit): an iteration that only decodes takes `base + slope * context` ticks, > 0.
@@ -36,7 +54,9 @@ class IterationCost(Protocol):
         """
         ...
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         """Ticks > 0 of an iteration with one prefill chunk or more. The batch may be empty."""
         ...
 
@@ -57,12 +77,18 @@ class AffineCost:
         if self.step < 1:
             raise ValueError(f"AffineCost.step is {self.step} ticks; an iteration takes 1 or more")
 
+    @property
+    def uneven(self) -> bool:
+        return False
+
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        requests, tokens_each = batch
+        requests, tokens_each = batch.requests, batch.tokens_each
         base = self.step + (self.per_sequence + self.per_new_token * (tokens_each - 1)) * requests
         return base, self.per_context_token, UNLIMITED
 
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
         base, slope, _ = self.line(batch, context)
         ticks = base + slope * context + self.per_chunk * len(chunks)
         for new, before in chunks:

@@ -54,7 +54,7 @@ def count_stretch(state: EngineState) -> list[Request]:
     if demand:
         pool.take(demand)
     if state.under_way is not None:
-        batch, context = generation.batch(generation.count), generation.context + (steps - 1) * generation.count
+        batch, context = state.batch(generation.count), generation.context + (steps - 1) * generation.count
         base, slope, _ = state.cost.line(batch, context)
         state.under_way = UnderWay(base + slope * context)
     return generation.advance(steps)
@@ -102,7 +102,7 @@ def ended_by(state: EngineState, now: int) -> int:
 
 def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], int]:
     generation = state.flight.generation
-    return stretch(state.cost, start, generation.batch(generation.count), generation.context, steps)
+    return stretch(state.cost, start, state.batch(generation.count), generation.context, steps)
 
 
 def _plan_after(state: EngineState, start: int, ticks: int) -> None:
@@ -120,7 +120,7 @@ def _tell(state: EngineState) -> None:
     ending = state.ending
     scheduled = tuple((request.number, 1) for request in state.running if request not in ending)
     if state.under_way is not None:
-        batch, context = generation.batch(generation.count), generation.context
+        batch, context = state.batch(generation.count), generation.context
         for step in range(1, state.steps + 1):
             start = end_of(state.pieces, step)
             base, slope, _ = state.cost.line(batch, context)

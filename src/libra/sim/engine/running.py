@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from libra.sim.engine.admission import admit, may_admit
-from libra.sim.engine.iteration_cost import Chunk
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk
 from libra.sim.engine.jump import count_stretch, plan_stretch
 from libra.sim.engine.preemption import make_room, stop_generating
 from libra.sim.engine.request import Request
@@ -31,7 +31,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         plan_stretch(state, now, most)
         return True
     order = state.members() if state.trace is not None else ()
-    batch, context = generation.batch(generation.count), generation.context
+    batch, context = state.batch(generation.count), generation.context
     chunk = blocks = 0
     if partial is not None:
         chunk = min(partial.target - partial.computed, config.max_num_batched_tokens - batch.requests)
@@ -43,7 +43,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     else:
         preempted, skipped, chunk = make_room(state)
         partial = state.partial
-        batch = generation.batch(generation.count - len(skipped))
+        batch = state.batch(generation.count - len(skipped))
         context = generation.context - generation.attended(skipped)
         if batch.requests or chunk:
             generation.stall(skipped)
@@ -53,10 +53,11 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         chunks.append((chunk, partial.computed))
         state.compute(partial, chunk)
     cached: list[tuple[int, int]] = []
+    contexts = 0
     if not preempted:
-        admit(state, config.max_num_batched_tokens - generating - chunk, now, chunks, cached)
+        contexts = admit(state, config.max_num_batched_tokens - generating - chunk, now, chunks, cached)
     if chunks:
-        ticks = state.cost.mixed(batch, context, chunks)
+        ticks = state.cost.mixed(batch, context, chunks, _admitted(contexts, cached))
     elif not generating:
         ticks = 0
     elif not preempted and most:
@@ -99,6 +100,10 @@ def fill(state: EngineState, now: int) -> int:
     elif state.waiting:
         raise nothing_fits(state)
     return len(flights.under_way)
+
+
+def _admitted(contexts: int, cached: Sequence[tuple[int, int]]) -> Admitted:
+    return Admitted(len(cached), contexts, sum(found for _, found in cached)) if cached else NONE_ADMITTED
 
 
 def nothing_fits(state: EngineState) -> AssertionError:

@@ -15,7 +15,7 @@ from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.flight import Flight, Flights, UnderWay
 from libra.sim.engine.generation import Generation
-from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.request import Owner, Path, Request, Status
 
 
@@ -120,6 +120,7 @@ class EngineState:
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
+    uneven: bool = field(init=False)  # batches say how their contexts differ
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # who generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
@@ -148,12 +149,23 @@ class EngineState:
         self.flights = Flights([Generation(config.block_size) for _ in range(stages)])
         self.flight = self.flights.all[0]
         self.overlapping = stages > 1
+        self.uneven = self.cost.uneven
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def count_held(self, now: int) -> None:
         """Count the blocks held from the last count until `now`."""
         self.held_ticks += 2 * self.pool.held * (now - self.seen)
         self.seen = now
+
+    def batch(self, requests: int) -> DecodeBatch:
+        """What the next iteration decodes if so many requests of the batch that is looked at are in it."""
+        generation = self.flight.generation
+        if not self.uneven:
+            return generation.batch(requests)
+        shared = self.pool.shared * self.config.block_size
+        if self.overlapping:  # blocks do not say whose they are
+            shared = shared * generation.count // max(1, len(self.running))
+        return DecodeBatch(requests, 1, generation.spread, min(shared, generation.context))
 
     def members(self) -> list[Request]:
         """The running requests that the batch may schedule, in the order of their admission."""

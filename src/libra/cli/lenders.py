@@ -1,0 +1,55 @@
+"""What a cluster file says of pools that lend, with the files that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from libra.config.yaml_file import ConfigError, refusal
+from libra.hardware.cluster import Cluster, ServingPool
+from libra.hardware.loan_terms import LoanTerms, TrafficLog
+from libra.hardware.model_file import load_model
+from libra.lend.certificate import load_certificate
+from libra.lend.lender import Lender, make_lender
+from libra.sim.clock import seconds
+from libra.sim.workload.request_file import read_requests
+from libra.traffic.forecast import forecast_from
+
+
+def load_lenders(path: Path, cluster: Cluster) -> tuple[Lender, ...]:
+    """The lenders of the cluster that was read from `path`. Raises `ConfigError` naming the key under `serving`."""
+    return tuple(
+        _lender(path, f"serving.{index}.lends", pool, pool.lends)
+        for index, pool in enumerate(cluster.serving)
+        if pool.lends is not None
+    )
+
+
+def _lender(path: Path, key: str, pool: ServingPool, terms: LoanTerms) -> Lender:
+    try:
+        model = load_model(terms.model)
+    except ConfigError as error:
+        raise refusal(path, f"{key}.model: {error}") from None
+    try:
+        certificates = [(name, load_certificate(path.parent / name)) for name in terms.certificates]
+    except ConfigError as error:
+        raise refusal(path, f"{key}.certificates: {error}") from None
+    rates, period = _rates(path, key, terms)
+    try:
+        return make_lender(pool, model, certificates, rates, period)
+    except ValueError as error:
+        raise refusal(path, f"{key}.{error}") from None
+
+
+def _rates(path: Path, key: str, terms: LoanTerms) -> tuple[tuple[float, ...], float]:
+    """Requests/s of the whole pool that the coming period may bring, and its seconds."""
+    ahead = terms.traffic
+    if not isinstance(ahead, TrafficLog):
+        return ahead.rates, ahead.seconds
+    try:
+        arrivals = [seconds(request.arrival) for request in read_requests(path.parent / ahead.requests)]
+    except (OSError, ValueError) as error:
+        raise refusal(path, f"{key}.traffic.requests: {error}") from None
+    try:
+        return forecast_from(arrivals, ahead.bin, ahead.season_bins).cases, ahead.bin
+    except ValueError as error:
+        raise refusal(path, f"{key}.traffic: {error}") from None

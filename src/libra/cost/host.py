@@ -1,0 +1,102 @@
+"""What the CPU adds to an engine's iterations, beside the kernels that tables and rooflines know.
+
+Invariant: a host belongs to a machine and a version of the engine, not to a GPU, and its source says which. A part that
+is 0 leaves every price as it is, to the bit.
+
+An engine takes, for an iteration, what the host does before and after it, and in between the longer of two: the
+kernels, and their launching. CUDA graphs make launching short: a batch that only decodes is one graph; a batch with
+prefill is a graph between every two attentions ("piecewise") up to the largest size that was captured; beyond that
+every kernel is launched by itself ("eager"). A batch with a graph is padded to its size. These are vLLM's rules for
+`cudagraph_mode` FULL_AND_PIECEWISE, its default.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+
+# A host that serves takes longer than one that measures the same batch again and again: requests come and go, the
+# garbage collector has more to look at. Read off four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
+SERVING = 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """Seconds of the host."""
+
+    iteration: float = 0.0  # scheduling, preparing inputs, handling outputs
+    request: float = 0.0  # for each request in the iteration
+    overlapped: bool = False  # prepared while the GPU is busy (asynchronous scheduling): only the longer one counts
+    admission: float = 0.0  # for each request that is admitted with it
+    context_token: float = 0.0  # for each token of the admitted contexts: taken in, hashed
+    cached_token: float = 0.0  # for each of them that the prefix cache had: blocks found, held, put in block tables
+    piecewise: float = 0.0  # least that an iteration with prefill takes the device, as far as there are graphs
+    eager: float = 0.0  # least that an iteration takes the device beyond the largest graph
+    source: str = "not priced"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name} is {value} of the host; seconds are finite, and none may be negative")
+
+    @property
+    def priced(self) -> bool:
+        return any(getattr(self, field.name) for field in fields(self) if field.name not in ("source", "overlapped"))
+
+    def seconds(self, requests: int) -> float:
+        """Of an iteration of so many requests."""
+        return self.iteration + self.request * requests
+
+    def admitting(self, requests: int, tokens: int, cached: int) -> float:
+        """What comes to that if requests are admitted, with so many tokens of context and so many of them cached."""
+        return self.admission * requests + self.context_token * tokens + self.cached_token * cached
+
+    def beside(self, device: float, cpu: float) -> float:
+        """Seconds of an iteration of which the device takes so many, and the host so many."""
+        return max(device, cpu) if self.overlapped else device + cpu
+
+    def least(self, tokens: int, sizes: tuple[int, ...], *, prefill: bool) -> float:
+        """Seconds that an iteration of so many tokens takes the device at least, with graphs of these sizes."""
+        if not sizes or tokens > sizes[-1]:
+            return self.eager
+        return self.piecewise if prefill else 0.0
+
+
+NO_HOST = HostCost()
+
+_PIECEWISE_LAYER, _EAGER_LAYER = 0.27e-3, 0.91e-3  # of 36 layers
+
+
+def default_host(layers: int) -> HostCost:
+    """The host of a model of so many layers where none was measured: vLLM 0.26 beside an H100, synchronous scheduling,
+    as the grid of Qwen3-8B has it; to launch kernels takes as long as there are layers."""
+    return HostCost(
+        iteration=SERVING * 2.0e-3,
+        request=20e-6,
+        admission=0.25e-3,
+        context_token=0.28e-6,
+        cached_token=0.20e-6,
+        piecewise=SERVING * _PIECEWISE_LAYER * layers,
+        eager=SERVING * _EAGER_LAYER * layers,
+        source="default: vLLM 0.26 beside an H100, by layers",
+    )
+
+
+def capture_sizes(max_num_seqs: int, max_num_batched_tokens: int, *, most: int = 512) -> tuple[int, ...]:
+    """The sizes for which vLLM captures CUDA graphs unless told: 1, 2, 4, 8 to 248 by 8, then by 16, up to twice
+    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself."""
+    largest = min(2 * max_num_seqs, most, max_num_batched_tokens)
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
+    if max_num_batched_tokens <= largest:
+        sizes.add(max_num_batched_tokens)
+    if max_num_seqs <= min(most, max_num_batched_tokens):
+        sizes.add(max_num_seqs)
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def padded(tokens: int, sizes: tuple[int, ...]) -> int:
+    """The size of the CUDA graph that runs so many tokens; without one that large they run as they are."""
+    place = bisect_left(sizes, tokens)
+    return sizes[place] if place < len(sizes) else tokens

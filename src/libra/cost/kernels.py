@@ -1,0 +1,55 @@
+"""What tables of kernels do not show, for they time one kind of work at a time, on even batches that share nothing.
+
+Invariant: terms correct the kernels of one source; terms that correct nothing leave every price as it is, to the bit.
+
+- Contexts of a batch that differ: decode attention waits for its longest ones. They count as if the batch had more
+  context, in proportion to the number of requests times the standard deviation of their contexts.
+- Contexts that share blocks: what one request reads the others find in the L2 cache.
+- Prefill and decode together: all tokens of an iteration pass through its linear layers as one prefill does.
+- Beside prefill, attention is not divided along a context: the longest context of an iteration is read by one
+  multiprocessor from end to end, however few tokens attend to it. Work that is shared out like this takes at most its
+  even share and the longest piece of it (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTerms:
+    """Corrections of a grid of kernel times."""
+
+    spread: float = 0.0  # tokens of context that a token of `DecodeBatch.spread` counts as
+    shared: float = 0.0  # part of its price that a token saves which another request of the batch has in the same block
+    linear: float | None = None  # linear layers of an iteration with prefill, over the grid's; None: decode's, and more
+    longest: float = 0.0  # seconds for each token of the longest context, in an iteration with prefill
+    source: str = "none"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"KernelTerms.{field.name} is {value}; it is finite, and not negative")
+        if self.shared >= 1:
+            raise ValueError(f"KernelTerms.shared is {self.shared}; a token that is read costs something: less than 1")
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it matters how even the contexts of a batch are, or what they share."""
+        return bool(self.spread or self.shared or self.longest)
+
+
+NO_TERMS = KernelTerms()
+
+
+def default_terms(layers: int) -> KernelTerms:
+    """What vLLM 0.26 with FlashAttention 3 showed on an H100, of tables of the same kernels one by one."""
+    return KernelTerms(
+        spread=0.75,
+        shared=0.5,
+        linear=1.15,
+        longest=3e-9 * layers,
+        source="default: vLLM 0.26 and FlashAttention 3 on an H100",
+    )

@@ -1,0 +1,195 @@
+"""The host of an engine, and the corrections of its kernels' times, from iterations that were measured.
+
+Invariant: the iterations are those of single batches on a grid, and no workload is among them; every constant is one
+of `HostCost` or `KernelTerms`, none is negative, and what the iterations say little about stays near what it was
+before. The error that is told belongs to iterations that the fit did not see.
+
+Least squares of relative errors with a Gaussian prior: nine constants, each as likely to be `_TRUSTED` off as its
+default says, and iterations of which a measurement is `_NOISE` off and the form of the price `_FORM`. Which of two
+parallel things an iteration waits for, kernels or launching, is found by turns with the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.cost.grid import Array, EngineGrid, linear_layers
+from libra.cost.host import SERVING, HostCost, padded
+from libra.cost.kernels import KernelTerms
+from libra.cost.lines import least_squares
+
+_TRUSTED = 0.2  # relative standard deviation of a constant before anything is measured
+_NOISE, _FORM = 0.15, 0.05  # relative: of one measured iteration, of the form of the price
+_OUTLIER = 3.0  # standard deviations beyond which an iteration counts less: a warm-up is no price
+_TURNS = 40
+_BEGINNINGS = (1.0, 0.6, 1.6)  # of what launching takes, over what it is taken for
+_FOLDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredIteration:
+    """One iteration, or the mean of several alike. Lengths are tokens."""
+
+    decodes: int
+    context: int  # sum over those that decode
+    chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens before them) of each request in prefill
+    admitted: tuple[int, int, int]  # requests, tokens of their contexts, cached ones among these
+    shared: int  # tokens of the decoding contexts that another of them has in the same blocks
+    seconds: float
+    times: int = 1  # that it was measured
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + sum(new for new, _ in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFit:
+    host: HostCost
+    terms: KernelTerms
+    error: float  # mean of the absolute relative errors
+    heldout_error: float  # of iterations left out, a tenth at a time
+
+
+def fit_engine(
+    grid: EngineGrid,
+    sizes: tuple[int, ...],
+    iterations: Sequence[MeasuredIteration],
+    host: HostCost,
+    terms: KernelTerms,
+    source: str,
+) -> EngineFit:
+    """Constants near `host` and `terms`, of an engine with CUDA graphs of these sizes whose kernels take what `grid`
+    says. `source` says what was measured. Raises ValueError where too little was."""
+    if len(iterations) < 2 * _FOLDS:
+        raise ValueError(f"{len(iterations)} iterations are too few to fit an engine: measure {2 * _FOLDS} or more")
+    if terms.linear is None:
+        raise ValueError("KernelTerms.linear is None; give a first guess, such as 1")
+    parts = _Parts(grid, sizes, iterations)
+    before = np.array(
+        [
+            *(host.iteration / SERVING, host.request, host.admission, host.cached_token),
+            *(host.piecewise / SERVING, host.eager / SERVING),
+            *(terms.linear, terms.longest, 1 - terms.shared),
+        ]
+    )
+    every = np.ones(len(iterations), dtype=bool)
+    constants = _solve(parts, before, every)
+    error = np.abs(parts.seconds_at(constants) / parts.measured - 1)
+    heldout = np.empty(len(iterations))
+    for fold in range(_FOLDS):
+        out = np.arange(len(iterations)) % _FOLDS == fold
+        heldout[out] = np.abs(parts.seconds_at(_solve(parts, before, ~out))[out] / parts.measured[out] - 1)
+    iteration, request, admission, cached, piecewise, eager, linear, longest, unshared = (
+        float(value) for value in constants
+    )
+    return EngineFit(
+        replace(
+            host,
+            iteration=SERVING * iteration,
+            request=request,
+            admission=admission,
+            cached_token=cached,
+            piecewise=SERVING * piecewise,
+            eager=SERVING * eager,
+            source=source,
+        ),
+        replace(terms, linear=linear, longest=longest, shared=min(0.95, max(0.0, 1 - unshared)), source=source),
+        float(error.mean()),
+        float(heldout.mean()),
+    )
+
+
+class _Parts:
+    """What of each iteration is multiplied by which constant."""
+
+    def __init__(self, grid: EngineGrid, sizes: tuple[int, ...], iterations: Sequence[MeasuredIteration]) -> None:
+        most = padded(max(it.tokens for it in iterations), sizes)
+        linear = linear_layers(grid, max(most, *(new for it in iterations for new, _ in it.chunks), 1))
+        rows = len(iterations)
+        self.measured = np.array([it.seconds for it in iterations])
+        self.deviation = np.hypot(_FORM, _NOISE / np.sqrt([it.times for it in iterations]))
+        self.host = np.zeros((rows, 4))
+        self.linear, self.longest, self.fixed = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+        self.shared = np.zeros(rows)  # seconds that the shared tokens would take if they were not
+        self.graph = np.array([bool(sizes) and it.tokens <= sizes[-1] for it in iterations])
+        self.prefill = np.array([bool(it.chunks) for it in iterations])
+        for row, it in enumerate(iterations):
+            self.host[row] = 1, it.decodes + len(it.chunks), it.admitted[0], it.admitted[2]
+            alone = reads = 0.0
+            if it.decodes:
+                size = padded(it.decodes, sizes)
+                alone = grid.decode_seconds(size, 0)
+                reads = grid.decode_seconds(size, it.context / size) - alone
+                self.shared[row] = reads * it.shared / it.context
+            if it.chunks:
+                attention = sum(grid.prefill_seconds(*chunk) - float(linear[chunk[0]]) for chunk in it.chunks)
+                self.linear[row] = linear[padded(it.tokens, sizes)]
+                decoding = it.context // it.decodes if it.decodes else 0
+                self.longest[row] = max(decoding, *(before for _, before in it.chunks))
+                self.fixed[row] = attention + reads - self.shared[row]
+            else:
+                self.fixed[row] = alone + reads - self.shared[row]
+
+    def launched_later(self, constants: Array) -> NDArray[np.bool_]:
+        """Whether launching takes each iteration longer than its kernels do."""
+        later: NDArray[np.bool_] = self._launching(constants) > self._kernels(constants)
+        return later
+
+    def seconds_at(self, constants: Array) -> Array:
+        device = np.maximum(self._kernels(constants), self._launching(constants))
+        seconds: Array = self.host @ constants[:4] + device
+        return seconds
+
+    def _launching(self, constants: Array) -> Array:
+        launching: Array = np.where(self.graph, np.where(self.prefill, constants[4], 0.0), constants[5])
+        return launching
+
+    def _kernels(self, constants: Array) -> Array:
+        kernels: Array = self.fixed + np.column_stack([self.linear, self.longest, self.shared]) @ constants[6:]
+        return kernels
+
+    def off(self, constants: Array) -> Array:
+        """Distances from what was measured, in standard deviations."""
+        distances: Array = np.abs(self.seconds_at(constants) / self.measured - 1) / self.deviation
+        return distances
+
+    def rows(self, launching: NDArray[np.bool_]) -> tuple[Array, Array]:
+        """[iterations, constants], and the seconds that no constant multiplies."""
+        device = np.column_stack([self.linear, self.longest, self.shared])
+        device[launching] = 0.0
+        piecewise, eager = launching * self.graph, launching * ~self.graph
+        return np.column_stack([self.host, piecewise, eager, device]), np.where(launching, 0.0, self.fixed)
+
+
+def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
+    """The constants by the iterations that are `used`. Launching is also begun from above and from below what it is
+    taken for, since one that is shorter than all kernels would never be looked at."""
+    found = [_by_turns(parts, before, used, begun) for begun in _BEGINNINGS]
+    return min(found, key=lambda constants: _misfit(parts, before, used, constants))
+
+
+def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: float) -> Array:
+    """Constants by turns with what each iteration waits for."""
+    constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1])
+    trust = np.ones(len(parts.measured))
+    for _ in range(_TURNS):
+        rows, fixed = parts.rows(parts.launched_later(constants))
+        weights = np.sqrt(trust) / parts.deviation / parts.measured
+        scaled = np.vstack([(rows * weights[:, None] * before)[used], np.eye(len(before)) / _TRUSTED])
+        wanted = np.concatenate([((parts.measured - fixed) * weights)[used], np.full(len(before), 1 / _TRUSTED)])
+        constants += (before * least_squares(scaled, wanted) - constants) / 2
+        trust = np.minimum(1.0, _OUTLIER / np.maximum(parts.off(constants), 1e-9))
+    return constants
+
+
+def _misfit(parts: _Parts, before: Array, used: NDArray[np.bool_], constants: Array) -> float:
+    """Sum of squares, and beyond an outlier's distance linear (Huber 1964), with that of the prior."""
+    off = parts.off(constants)[used]
+    near = np.minimum(off, _OUTLIER)
+    moved = (constants / before - 1) / _TRUSTED
+    return float(np.sum(near * (2 * off - near)) + np.sum(moved**2))

@@ -1,0 +1,63 @@
+"""What each pool that serves is worth to a plan: the problem solved again without it.
+
+Invariant: a pool that lends nothing has a reason: nothing there can be counted on, it would not help, or it is away too
+often. Without lenders there is always a plan, as some engine of one's own holds every context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from libra.plan.allocation import Allocation
+from libra.plan.decision import expected
+from libra.plan.explain.explanation import LenderView
+from libra.plan.loan import loan_cases, loans_of, without
+from libra.plan.model.solve import solve
+from libra.plan.options.menu import Menu
+from libra.plan.options.price import own_training, price
+from libra.plan.problem import Pool
+
+
+def lender_views(menu: Menu, allocation: Allocation) -> Iterator[LenderView]:
+    """One for each pool of the menu that serves; `allocation` fits the menu's problem."""
+    for pool in menu.problem.pools:
+        if pool.serves:
+            yield _view(menu, allocation, pool)
+
+
+def _view(menu: Menu, allocation: Allocation, pool: Pool) -> LenderView:
+    problem = menu.problem
+    shapes = {option.shape for option in problem.engines if option.pool == pool.name}
+    loans = [loan for loan in loans_of(menu.lent, allocation) if loan.pool == pool.name]
+    engines = sum(loan.engines for loan in loans)
+    alone = solve(without(problem, shapes)).allocation
+    kept = solve(replace(problem, training=(own_training(problem, alone),)), tie_break=False)
+    return LenderView(
+        pool=pool.name,
+        engines=engines,
+        use=tuple(loan.use for loan in loans),
+        share=sum(loan.engines * loan.share for loan in loans) / engines if engines else 0.0,
+        away=max((loan.away for loan in loans), default=0.0),
+        step=price(problem, allocation).step,
+        average=expected(loan_cases(menu), allocation).step,
+        recalled=price(problem, allocation.without(shapes)).step,
+        without=price(problem, alone).step,
+        kept=kept.predicted.step,
+        why_not="" if engines else _why_not(menu, allocation, pool, bool(shapes)),
+    )
+
+
+def _why_not(menu: Menu, allocation: Allocation, pool: Pool, lends: bool) -> str:
+    """Why a plan borrows nothing of a pool."""
+    if not lends:
+        return "; ".join(f"{it.name}: {it.reason}" for it in menu.rejected if it.name.startswith(f"{pool.name}/"))
+    cases, mine = loan_cases(menu), price(menu.problem, allocation)
+    best = solve(menu.problem).allocation
+    if not any(loan.pool == pool.name for loan in loans_of(menu.lent, best)):
+        return f"no step would be shorter: it is bound by {mine.bottleneck}"
+    return (
+        f"a step would take {price(menu.problem, best).step:,.2f} s while engines are lent, but"
+        f" {expected(cases, best).step:,.2f} s on average, as traffic may take them all away; without them it takes"
+        f" {expected(cases, allocation).step:,.2f} s"
+    )

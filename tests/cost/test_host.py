@@ -1,0 +1,85 @@
+"""The host's part of a price, and the graphs that it launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from libra.cost.grid import EngineGrid, EngineProfile
+from libra.cost.host import NO_HOST, HostCost, capture_sizes, default_host, padded
+from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
+
+GRID = EngineGrid(1, (1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)), (1, 2), (0, 1), ((1.0, 1.0), (2.0, 2.0)))
+PROFILE = EngineProfile("H100", "model", "bf16", "roofline", (GRID,))
+
+
+@pytest.mark.parametrize(
+    ("seats", "budget", "most", "wanted"),
+    [
+        (1, 2048, 512, (1, 2)),
+        (3, 2048, 512, (1, 2, 3, 4)),
+        (20, 2048, 512, (1, 2, 4, 8, 16, 20, 24, 32, 40)),
+        (20, 30, 512, (1, 2, 4, 8, 16, 20, 24, 30)),
+        (256, 2048, 512, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        (1024, 8192, 512, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        (1024, 8192, 1024, (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16))),
+    ],
+)
+def test_graphs_are_captured_for_vllms_sizes(seats: int, budget: int, most: int, wanted: tuple[int, ...]) -> None:
+    assert capture_sizes(seats, budget, most=most) == wanted
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(1, 1), (3, 4), (4, 4), (5, 8), (9, 9)])
+def test_a_batch_runs_at_the_next_size(tokens: int, wanted: int) -> None:
+    assert padded(tokens, (1, 2, 4, 8)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefill", "sizes", "wanted"),
+    [
+        *((4, False, (4, 8), 0.0), (4, True, (4, 8), 1.0), (8, True, (4, 8), 1.0), (9, True, (4, 8), 3.0)),
+        *((9, False, (4, 8), 3.0), (1, False, (), 3.0)),
+    ],
+)
+def test_what_is_launched_takes_at_least_that(
+    tokens: int, prefill: bool, sizes: tuple[int, ...], wanted: float
+) -> None:
+    assert HostCost(piecewise=1.0, eager=3.0).least(tokens, sizes, prefill=prefill) == wanted
+
+
+def test_launching_grows_with_the_layers_and_nothing_else_does() -> None:
+    small, large = default_host(10), default_host(20)
+    assert large.piecewise == pytest.approx(2 * small.piecewise)
+    assert large.eager == pytest.approx(2 * small.eager)
+    assert replace(large, piecewise=small.piecewise, eager=small.eager) == small
+    assert default_terms(20).longest == pytest.approx(2 * default_terms(10).longest)
+
+
+@pytest.mark.parametrize("field", ["iteration", "request", "admission", "cached_token", "piecewise", "eager"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_seconds_of_a_host_are_finite_and_not_negative(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        HostCost(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("spread", -0.5), ("linear", -1.0), ("longest", float("nan")), ("shared", 1.0)]
+)
+def test_terms_that_no_kernel_has_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"KernelTerms.{field} is {value}"):
+        KernelTerms(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_profile_says_where_both_of_its_parts_are_from() -> None:
+    priced = PROFILE.beside(default_host(2), default_terms(2))
+    assert (PROFILE.host, PROFILE.terms) == (NO_HOST, NO_TERMS)
+    assert (priced.source, priced.host.source, priced.terms.source) == (
+        "roofline",
+        default_host(2).source,
+        default_terms(2).source,
+    )
+    assert priced.digest != PROFILE.digest
+    assert priced.beside(NO_HOST, NO_TERMS).digest == PROFILE.digest
+    with pytest.raises(ValueError, match="differ in terms or host"):
+        replace(PROFILE, engines=(GRID, replace(GRID, tp=2, host=default_host(2))))

@@ -1,0 +1,167 @@
+"""Files of engines that ran on GPUs, and their workloads in the simulator. The files here are made by it."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fidelity.__main__ import main
+from benchmarks.fidelity.gpu_cases import Sessions, measured_outcomes, predicted_outcomes, requests
+from benchmarks.fidelity.gpu_data import CaseRequest, read_runs
+from libra.config.yaml_file import ConfigError
+from libra.cost.host import capture_sizes
+from libra.sim.clock import ticks
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import AffineCost
+
+CONFIG = EngineConfig(max_model_len=4096, kv_blocks=4096, max_num_seqs=64, max_num_batched_tokens=512)
+COST = AffineCost(ticks(0.01), per_new_token=ticks(1e-5), per_context_token=10)
+
+
+def session(name: str, *turns: tuple[int, int], start: float = 0.0) -> list[CaseRequest]:
+    return [
+        CaseRequest(start + turn, start + turn + 0.5, start + turn + 0.9, prompt, output, 32, None, name, turn)
+        for turn, (prompt, output) in enumerate(turns)
+    ]
+
+
+def test_prompts_share_what_the_workload_says() -> None:
+    group = [CaseRequest(0, 1, 2, 100, 5, 0, group=group) for group in (0, 0, 1)]
+    first, second, other = requests(group)
+    assert first.chain is not None and second.chain is not None and other.chain is not None
+    assert first.chain.parent is second.chain.parent is not other.chain.parent
+    assert (first.chain.fork, second.chain.fork) == (100, 100)
+    turns = requests([*session("a", (100, 5), (150, 5)), *session("b", (80, 5))])
+    chains = [request.chain for request in turns]
+    assert all(chain is not None for chain in chains)
+    assert chains[1].parent is chains[0]  # type: ignore[union-attr]
+    assert chains[0].parent is chains[2].parent  # type: ignore[union-attr]
+    assert [chain.fork for chain in chains] == [32, 100, 32]  # type: ignore[union-attr]
+    assert requests([CaseRequest(0, 1, 2, 100, 5, 0)])[0].chain is None
+
+
+def test_a_turn_comes_when_the_last_one_has_ended_and_a_session_when_another_has() -> None:
+    case = [
+        *session("a", (100, 5), (150, 5)),
+        *session("b", (80, 9)),
+        *session("c", (90, 3), start=5.0),  # after the first session had ended
+    ]
+    served = {it.number: it for it in predicted_outcomes(case, CONFIG, COST)}
+    assert served[0].arrival == served[2].arrival == 0
+    assert served[1].arrival == served[0].finish
+    assert served[3].arrival == min(served[1].finish, served[2].finish)
+    assert served[1].cached_tokens == 96  # of the prompt before, in whole blocks
+    assert Sessions(case).describe() == {"name": "sessions", "sessions": 3, "together": 2}
+
+
+def test_an_open_loop_keeps_its_arrivals() -> None:
+    case = [CaseRequest(0.5, 1, 2, 100, 5, 0), CaseRequest(0.1, 1, 2, 50, 2, 0)]
+    assert [it.arrival for it in predicted_outcomes(case, CONFIG, COST)] == [ticks(0.5), ticks(0.1)]
+    assert [it.finish for it in measured_outcomes(case)] == [ticks(2), ticks(2)]
+
+
+def document() -> dict[str, Any]:
+    """An engine whose decodes take 8 ms and 10 us a request, and chunks 12 ms, or 30 beyond the graphs."""
+    facts = {"model": "qwen3-8b", "gpu": "NVIDIA H100 80GB HBM3", "torch": "2", "vllm": "0", "async_scheduling": False}
+    facts |= {"cudagraph_mode": "FULL_AND_PIECEWISE", "capture_sizes": list(capture_sizes(256, 2048))}
+    facts |= {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "chunked_prefill": True}
+    facts |= {"num_gpu_blocks": 20_000, "block_size": 16}
+    grid: list[dict[str, Any]] = [
+        {"kind": "decode", "batch": batch, "ctx": 256, "us": 8000 + 10 * batch, "n": 33} for batch in range(1, 40, 2)
+    ]
+    grid += [{"kind": "prefill", "tokens": n, "ctx": 0, "us": 12e3, "n": 4} for n in (16, 64, 256)]
+    grid += [{"kind": "prefills", "parts": 4, "tokens": 256, "us": 30e3, "n": 4}]
+    grid += [{"kind": "mixed", "batch": 8, "ctx": 256, "tokens": 2048, "samples": [[1920, 50e3], [128, 15e3]]}]
+    rows = [
+        {"arrival": i / 9, "first": i / 9 + 0.02, "end": i / 9 + 1, "prompt": 64, "out": 90, "cached": 0}
+        for i in range(20)
+    ]
+    return {"facts": facts, "grid": grid, "cases": {"open": {"requests": rows}}}
+
+
+def test_a_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps(document()))
+    (tmp_path / "training.json").write_text("[]")
+    (run,) = read_runs(tmp_path)
+    assert (run.name, run.gpu.name, run.model.name) == ("engine", "H100", "Qwen/Qwen3-8B")
+    assert (run.config.kv_blocks, run.config.max_num_seqs) == (19_999, 256)
+    assert run.intake is None
+    decode, rest, chunk = run.grid[1], run.grid[-1], run.grid[-2]
+    assert (decode.decodes, decode.context, decode.shared) == (3, 768, 512)
+    assert (chunk.chunks, chunk.admitted) == (((1920, 0),), (1, 1920, 0))
+    assert (rest.chunks, rest.admitted) == (((128, 1920),), (0, 0, 0))
+
+
+def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps(document()))
+    names = "case start_s us decodes decode_ctx prefills prefill_tokens prefill_ctx preempted waiting running sched_us"
+    rows, at = [], 1.0
+
+    def step(us: int, decodes: int, context: int, prefills: int, tokens: int, before: int) -> None:
+        nonlocal at
+        pairs = int(tokens * (before + tokens / max(1, prefills) / 2))
+        rows.append(["grid", at, us, decodes, context, prefills, tokens, pairs, 0, 0, prefills, 9])
+        at += us / 1e6
+
+    for held in (512, 4096):
+        for batch in (1, 2, 4, 8):
+            at += 0.1 * held / 512 + batch * (2e-4 + 3e-7 * (held + 16))  # a prompt is made; requests are taken in
+            step(12_000 + 400 * batch, 0, 0, batch, 16 * batch, held)
+            for turn in range(3):
+                step(9_000, batch, batch * (held + 17 + turn), 0, 0, 0)
+    step(50_000, 1, 600, 1, 2047, 0)
+    step(14_000, 1, 601, 1, 100, 2047)
+    rows.append(["other", at, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0])
+    with gzip.open(tmp_path / "engine_steps.csv.gz", "wt") as file:
+        csv.writer(file).writerows([names.split(), *rows])
+    (run,) = read_runs(tmp_path)
+    assert run.intake is not None
+    assert (run.intake.request, run.intake.token) == pytest.approx((2e-4, 3e-7), rel=0.05)
+    admitted = [it for it in run.grid if it.chunks]
+    assert admitted[0].chunks == ((16, 512),) and admitted[0].admitted == (1, 528, 512)
+    assert admitted[-1].chunks == ((100, 2047),) and admitted[-1].admitted == (0, 0, 0)
+    assert sum(it.times for it in run.grid) == len(rows) - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"facts": {"gpu": "TPU"}}, "facts.gpu is TPU"),
+        ({"facts": {"max_num_seqs": None}}, "max_num_seqs"),
+        ({"grid": [{"kind": "odd"}]}, "kind odd"),
+    ],
+)
+def test_files_of_another_format_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    made = document()
+    for key, value in change.items():
+        made[key] = {**made[key], **value} if isinstance(value, dict) else value
+    if made["facts"]["max_num_seqs"] is None:
+        del made["facts"]["max_num_seqs"]
+    (tmp_path / "engine.json").write_text(json.dumps(made))
+    with pytest.raises(ConfigError, match=rf"engine.json.*{message}.*measure again"):
+        read_runs(tmp_path)
+
+
+def test_a_folder_without_engines_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpu-runs", str(tmp_path)]) == 2
+    assert "no file in it has facts, grid and cases" in capsys.readouterr().err
+
+
+def test_the_command_prints_every_price_and_says_which_bars_are_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps(document()))
+    rows = tmp_path / "rows.json"
+    status = main(["--gpu-runs", str(tmp_path), "--json", str(rows)])
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert status == int(any(row["met"] is False for row in found))
+    assert {row["case"] for row in found} == {
+        *("engine, fit", "engine, fitted", "engine, open, fitted", "engine, open, default"),
+    }
+    shown = capsys.readouterr().out
+    assert all(price in shown for price in ("measured", "kernels alone", "default", "fitted", "held out"))
