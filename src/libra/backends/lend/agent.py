@@ -171,12 +171,13 @@ class LendingAgent:
     async def _give_word(self) -> None:
         while True:
             if self._token.replaced:
-                raise LoanEndedError(
-                    f"{self._lender.device} is another file than it was; start `libra lend serve` again"
-                )
-            self.why = self._server.objection() or ("the borrower starts" if self._ready is None else None)
-            self._token.extend(0.0 if self.why else time.monotonic() + self._lender.lease)
+                raise LoanEndedError(f"{self._lender.device} is another file by now; start `libra lend serve` again")
+            self._word()
             await asyncio.sleep(self._lender.lease / _WORDS)
+
+    def _word(self) -> None:
+        self.why = self._server.objection() or ("the borrower starts" if self._ready is None else None)
+        self._token.extend(0.0 if self.why else time.monotonic() + self._lender.lease)
 
     # The engine
 
@@ -213,6 +214,7 @@ class LendingAgent:
                 match message:
                     case Ready():
                         self._ready = message
+                        self._word()
                         self._told(f"the borrower is ready after {message.seconds:.1f} s")
                     case Generated():
                         self._pass_on(message)
@@ -259,7 +261,8 @@ class LendingAgent:
         message, engine = await channel.receive(), self._engine
         match message:
             case StartEngine():
-                channel.send(self._welcome(message))
+                channel.send(welcome := self._welcome(message))
+                return isinstance(welcome, Ready)
             case Generate() if engine is not None and self._ready is not None:
                 self._turns.add(message.id)
                 engine.channel.send(msgspec.structs.replace(message, id=f"{self._visits}.{message.id}"))
