@@ -25,6 +25,7 @@ MODULES = (  # of this package; each has an `EXPERIMENT`
     "sensitivity",
     "scaling",
     "routing_real",
+    "lending",
 )
 
 

@@ -101,15 +101,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _gpu_runs(folder: Path, json_path: Path | None) -> int:
     """Predict engines that ran on GPUs. Returns 1 where a bar is missed, 2 where the folder cannot be read."""
-    from benchmarks.fidelity import gpu_runs
+    from benchmarks.fidelity import gpu_runs, gpu_training
 
     try:
         predicted = gpu_runs.predict_all(folder)
+        steps = gpu_training.price_steps(folder, predicted[0].run.gpu)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     gpu_runs.show(predicted, Console(width=200))
-    found = gpu_runs.rows(predicted)
+    gpu_training.show(steps, Console(width=200))
+    found = [*gpu_runs.rows(predicted), *gpu_training.rows(steps)]
     report(found, json_path)
     return int(any(row.met is False for row in found))
 

@@ -31,11 +31,12 @@ from libra.sim.clock import TICKS, seconds, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.shared_device import DeviceOutcome, RolloutBorrower, SharedDevice, misses
+from libra.sim.shared_device import DeviceOutcome, RolloutBorrower, SharedDevice
+from libra.sim.tenant import misses
 from libra.sim.workload.request_file import read_requests
 
 _US = TICKS // 1_000_000
-_SERVING = EngineSpec(
+SERVING = EngineSpec(
     "serving",
     EngineConfig(8192, 30_000, max_num_seqs=256, max_num_batched_tokens=2048),
     AffineCost(step=7000 * _US, per_sequence=20 * _US, per_context_token=_US // 40, per_new_token=32 * _US),
@@ -46,12 +47,12 @@ _ROLLOUT = EngineSpec(
     AffineCost(step=7500 * _US, per_sequence=20 * _US, per_context_token=_US // 17, per_new_token=36 * _US),
 )
 _TURNS = 32  # of rollout, always under way
-_SLO = Slo(ttft=0.5, tpot=0.15)  # ROSE's of 7B models
-_USE = 0.8
+SLO = Slo(ttft=0.5, tpot=0.15)  # ROSE's of 7B models
+USE = 0.8
 _LONGEST = 0.03  # seconds of a grant
 _LOADS = (0.2, 0.3, 0.4, 0.5, 0.6)
 _GOAL_SHARE = 0.75  # of a GPU of its own
-_RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
+RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +75,9 @@ def measured(traffic: Path, rate: float) -> list[Row]:
     start = second[0].arrival
     second = [replace(it, arrival=it.arrival - start) for it in second]
     trained, held = (
-        LendingCase(_SERVING, "7B", "1 x H800", _SLO, traffic.name, tuple(half), _LONGEST) for half in (first, second)
+        LendingCase(SERVING, "7B", "1 x H800", SLO, traffic.name, tuple(half), _LONGEST) for half in (first, second)
     )
-    (certificate,) = certify(trained, [_USE], sorted({*_LOADS, rate}))
+    (certificate,) = certify(trained, [USE], sorted({*_LOADS, rate}))
     own = _tokens_a_second_alone()
     rows = [
         Row("certificate", "largest load", certificate.rate, "requests/s"),
@@ -84,11 +85,11 @@ def measured(traffic: Path, rate: float) -> list[Row]:
         Row("rollout on a GPU of its own", "generates", own, "tokens/s"),
     ]
     alone = held.alone(rate)
-    met = {it.number for it in alone} - misses(alone, _SLO.ttft, _SLO.tpot).any
+    met = {it.number for it in alone} - misses(alone, SLO.ttft, SLO.tpot).any
     for name, rule, use in _rules(certificate):
         began = time.process_time()
         borrower = RolloutBorrower(_ROLLOUT, _TURNS, _turns())
-        device = SharedDevice(_SERVING, rule(), borrower, pace=ticks(_SLO.pace(use)), prompt=held.prompt)
+        device = SharedDevice(SERVING, rule(), borrower, pace=ticks(SLO.pace(use)), prompt=held.prompt)
         outcome = device.run(held.arrivals(rate).start())
         spent = time.process_time() - began
         rows += _rows(name, outcome, borrower.generated / seconds(outcome.end) / own, met, spent)
@@ -101,18 +102,18 @@ def _rules(certificate: Certificate) -> list[tuple[str, Callable[[], SharingRule
         ("serving alone", NoLending, 1.0),
         ("serve first", lambda: ServeFirst(longest), 1.0),
         ("a step each", lambda: Alternate(longest), 1.0),
-        ("positive slack, as ROSE", lambda: PositiveSlack(longest, ticks(_USE * _SLO.ttft)), _USE),
-        ("gate", lambda: Gate(longest, 1), _USE),
+        ("positive slack, as ROSE", lambda: PositiveSlack(longest, ticks(USE * SLO.ttft)), USE),
+        ("gate", lambda: Gate(longest, 1), USE),
         (
             "gate inside its envelope",
-            lambda: WatchedRule(Gate(longest, 1), certificate.envelope, Recall(_RECALL), float(TICKS)),
-            _USE,
+            lambda: WatchedRule(Gate(longest, 1), certificate.envelope, Recall(RECALL), float(TICKS)),
+            USE,
         ),
     ]
 
 
 def _rows(name: str, outcome: DeviceOutcome, of_own: float, met: set[int], spent: float) -> list[Row]:
-    missed = misses(outcome.requests, _SLO.ttft, _SLO.tpot).any
+    missed = misses(outcome.requests, SLO.ttft, SLO.tpot).any
     attributable, ours = len(missed & met), name == "gate inside its envelope"
     none, most = ("0", f">= {_GOAL_SHARE}") if ours else (None, None)
     return [

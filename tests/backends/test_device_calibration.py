@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 from datetime import date
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `exec` is not installed")
 
+import libra.backends.calibration  # noqa: E402
 from libra.backends.calibration import Sizes, calibrate_device  # noqa: E402
 from libra.backends.machine import probe  # noqa: E402
 from libra.cost.sources.rates import Measured  # noqa: E402
@@ -48,6 +51,21 @@ def test_a_device_is_measured_in_full() -> None:
     model = ModelSpec("small", 2, 64, 4, 2, 16, 96, 50, False, 4096)
     profile = roofline(GPUS["A100"], model, [1], calibration=calibration)
     assert profile.source.startswith(f"calibration: {calibration.device}")
+
+
+def test_rates_are_work_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which every run takes a second."""
+    ticks = itertools.count()
+    monkeypatch.setattr(libra.backends.calibration, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    calibration = calibrate_device("cpu", TINY)
+    assert calibration.attention_flops == Measured(2 * 4 * 16 * 32 * 32, 0.0)
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 96) + 50 * 64  # a training step has 16 tokens
+    assert calibration.training_flops == Measured(6 * 16 * (matrices + 2 * 8 * 64), 0.0)
+    # These are calls of which as many are a run.
+    size = getattr(torch, calibration.dtype).itemsize
+    calls = calibration.bandwidth.median / (size * 64 * 128)
+    assert calibration.linear_flops.median == pytest.approx(calls * 2 * 16 * 64 * 64)
+    assert calibration.cache_bandwidth.median == pytest.approx(calls * size * 2 * 2 * 32 * 2 * 16)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:99", "cpu:0"])

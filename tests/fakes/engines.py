@@ -169,7 +169,7 @@ class ScriptedEngine:
     """As much of an `EngineHandle` as the agent loop uses."""
 
     def __init__(self, name: str, script: Script) -> None:
-        self.name, self.load_tokens = name, 0
+        self.name, self.load_tokens, self.version = name, 0, 0
         self.interrupted: list[str] = []
         self._script = script
 

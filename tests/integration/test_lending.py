@@ -208,3 +208,21 @@ def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> 
     assert any(answer.granted and answer.live for answer in answers)  # while serving had requests, too
     assert not any(answer.granted and answer.waiting for answer in answers)
     assert not (tmp_path / "device.agent").exists()
+
+
+def test_kv_memory_changes_hands_and_nobody_notices(tmp_path: Path) -> None:
+    """Two engines, of which one serves a burst amid the other's turns: see the benchmark."""
+    pytest.importorskip("vllm")
+    rows = tmp_path / "rows.jsonl"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.lending", "memory", "--json", str(rows)],
+        cwd=REPOSITORY,
+        check=True,
+        timeout=600,
+        capture_output=True,
+    )
+    found = {row["metric"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    assert len(found) == 13
+    assert all(row["met"] for metric, row in found.items() if row["goal"] is not None and metric != "time")
+    # Apart from pages at the ends of runs of blocks, none is had by both.
+    assert found["KV memory of both, at most"]["value"] < 1.01

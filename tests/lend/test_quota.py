@@ -28,13 +28,18 @@ def test_the_loan_shrinks_by_halves_and_grows_after_a_training_step_and_a_quiet_
         (520, 13.0, False),
         (100, 22.9, True),  # not quiet for long enough
         (100, 23.0, False),
-        (790, 24.0, False),  # 10 would be left, less than a context
+        (100, 40.0, False),  # no training step since
+        (100, 41.0, True),  # what was needed at 13.0 is past
+        (790, 42.0, False),  # 10 would be left, less than a context
+        (990, 42.0, True),  # nothing is left to take back
+        (100, 53.0, False),
+        (100, 64.0, False),
     ):
         if trained:
             quota.trained()
         quota.observe(view(need), now)
         lent.append(quota.lent)
-    assert lent == [700, 350, 350, 650, 162, 162, 280, 0]
+    assert lent == [700, 350, 350, 650, 162, 162, 280, 280, 700, 0, 0, 0, 700]
 
 
 def test_rollout_has_what_was_ceded_for_its_asking_and_what_lies_beside() -> None:
@@ -161,9 +166,10 @@ def test_serving_is_refused_nothing_that_rollout_has(
 )
 def test_a_loan_is_of_use_and_does_not_swing(seen: list[tuple[int, float, bool]], reserve: int, context: int) -> None:
     quota, now, before = KVQuota(KVLimits(1000, reserve, context, 1000, quiet=10.0)), 0.0, 0
-    calm, stepped = -float("inf"), True
+    calm, stepped, needs = -float("inf"), True, []
     for need, passed, trained in seen:
         now += passed
+        needs.append((now, need))
         if trained:
             quota.trained()
             stepped = True
@@ -171,9 +177,11 @@ def test_a_loan_is_of_use_and_does_not_swing(seen: list[tuple[int, float, bool]]
         assert quota.lent == 0 or quota.lent >= context
         if quota.lent > before:
             assert now - calm >= 10.0 and stepped
-        elif quota.lent < before:
-            calm, stepped = now, False
+            assert all(quota.lent + reserve + it <= 1000 for at, it in needs if now - at < 10.0)
+        if quota.lent < before:
             assert quota.lent <= before // 2
+        if quota.lent != before:
+            calm, stepped = now, False
         before = quota.lent
 
 

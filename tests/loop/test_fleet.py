@@ -33,12 +33,12 @@ def test_the_view_is_of_now() -> None:
     short, long = engine("s", load=5), engine("l")
     fleet.add(instance(short, "short", 60))
     fleet.add(instance(long, "long", 200))
-    assert fleet.view(16) == View(
+    assert fleet.view(16, 0) == View(
         (InstanceView("s", 0, 60, 5), InstanceView("l", 1, 200, 0)), limits=(40, 160), turn_tokens=16
     )
     long.load_tokens = 70
-    assert fleet.view(9).instances[1].load_tokens == 70
-    assert fleet.view(9).turn_tokens == 9
+    assert fleet.view(9, 0).instances[1].load_tokens == 70
+    assert fleet.view(9, 0).turn_tokens == 9
     assert fleet.handle("l") is long
     assert fleet.allocation is TWO
 
@@ -47,11 +47,23 @@ def test_an_engine_whose_shape_has_no_bucket_is_left_out_until_it_has_one() -> N
     fleet, _ = make(ONE)
     fleet.add(instance(engine("s"), "short", 60))
     fleet.add(instance(engine("l"), "long", 200))
-    assert [seen.id for seen in fleet.view(16).instances] == ["l"]
+    assert [seen.id for seen in fleet.view(16, 0).instances] == ["l"]
     assert [entry.handle.name for entry in fleet.instances()] == ["s", "l"]
     fleet.reallocate(TWO)
-    assert [(seen.id, seen.bucket) for seen in fleet.view(16).instances] == [("s", 0), ("l", 1)]
-    assert fleet.view(16).limits == (40, 160)
+    assert [(seen.id, seen.bucket) for seen in fleet.view(16, 0).instances] == [("s", 0), ("l", 1)]
+    assert fleet.view(16, 0).limits == (40, 160)
+
+
+def test_an_engine_with_older_weights_than_a_turn_may_have_is_left_out_until_it_has_later_ones() -> None:
+    fleet, _ = make()
+    old, new = engine("s"), engine("l")
+    old.version, new.version = 3, 5
+    fleet.add(instance(old, "short", 60))
+    fleet.add(instance(new, "long", 200))
+    seen = {version: [it.id for it in fleet.view(16, version).instances] for version in (2, 3, 4, 5, 6)}
+    assert seen == {2: ["s", "l"], 3: ["s", "l"], 4: ["l"], 5: ["l"], 6: []}
+    old.version = 6
+    assert [it.id for it in fleet.view(16, 6).instances] == ["s"]
 
 
 def test_an_engine_that_leaves_takes_its_prefixes_with_it() -> None:
@@ -61,7 +73,7 @@ def test_an_engine_that_leaves_takes_its_prefixes_with_it() -> None:
     assert fleet.remove("s") is entry
     assert fleet.remove("s") is None
     assert policy.gone == ["s"]
-    assert fleet.view(16).instances == ()
+    assert fleet.view(16, 0).instances == ()
 
 
 def test_another_engine_of_the_same_name_is_not_the_one_that_was_asked_for() -> None:
@@ -78,6 +90,7 @@ def test_another_engine_of_the_same_name_is_not_the_one_that_was_asked_for() -> 
 CHANGES: dict[str, Callable[[ServingFleet], object]] = {
     "an engine comes": lambda fleet: fleet.add(instance(engine("new"), "short")),
     "an engine goes": lambda fleet: fleet.remove("s"),
+    "later weights": lambda fleet: fleet.renewed(),
     "other buckets": lambda fleet: fleet.reallocate(ONE),
 }
 

@@ -307,6 +307,14 @@ async def test_slots_without_a_node_are_left_out_until_it_is_back(made: Made) ->
     assert all(len(made.pool[name].losses) == 1 for name in ("rollout-0", "rollout-1"))  # nothing was tried in vain
 
 
+async def test_that_a_node_is_back_is_told_of_slots_that_are_used(tmp_path: Path) -> None:
+    async with session(tmp_path, pool=make_pool(1, 1, 2, most_losses=1)) as made:
+        await made.lose("hybrid-0")  # its slot is given up
+        made.launcher.miss(1, 2)
+        made.launcher.miss()
+        assert made.told.back_again == ["rollout-0"]
+
+
 async def test_an_engine_that_cannot_take_new_weights_is_lost(made: Made) -> None:
     made.launcher.workers["rollout-1"].instead[LoadWeights] = Failure("weight update to version 5: checksum")
     assert await made.executor.processes.publish(5, 1, 99) == [0.25]

@@ -332,3 +332,17 @@ def test_the_last_turn_that_is_allowed_calls_no_tool() -> None:
     assert calls == ["0", "1"]
     assert [t.tool for t in episode.trajectory.turns] == ["c", "c", None]
     assert episode.trajectory.finished
+
+
+async def test_a_turn_waits_for_weights_as_new_as_those_its_group_was_started_under() -> None:
+    script = Script(ANSWER)
+    engine = ScriptedEngine("e0", script)
+    fleet = make_fleet(FirstInstance(), engine)
+    engine.version = 3
+    waiting = asyncio.create_task(make_rollout(fleet).episode("g0-0", PROMPT, 3, 0.7, version=4))
+    fleet.renewed()
+    await asyncio.sleep(0)
+    assert not script.requests and not waiting.done()
+    engine.version = 4
+    fleet.renewed()
+    assert (await asyncio.wait_for(waiting, PATIENCE)).trajectory.finished

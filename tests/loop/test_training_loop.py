@@ -272,9 +272,12 @@ def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatc
     steps_until_due: dict[str, int] = {}
     episode = Rollout.episode
 
-    async def noted(rollout: Rollout, id: str, prompt: Prompt, due: float, temperature: float) -> Episode:
+    started_at = {f"g{group.number}": group.started_at for group in history.groups}
+
+    async def noted(rollout: Rollout, id: str, prompt: Prompt, due: float, heat: float, *, version: int) -> Episode:
         steps_until_due[id.split("-")[0]] = round((due - rollout._now()) / 1000)
-        return await episode(rollout, id, prompt, due, temperature)
+        assert version == started_at.get(id.split("-")[0], version)  # which no older weights may make
+        return await episode(rollout, id, prompt, due, heat, version=version)
 
     monkeypatch.setattr(MadePeriods, "predicted_seconds", 1000.0)
     monkeypatch.setattr(Rollout, "episode", noted)

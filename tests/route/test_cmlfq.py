@@ -134,6 +134,15 @@ def test_an_idle_instance_is_worth_a_cheap_move(
     assert (placement.instance, placement.reason, placement.migrated) == ("b", MOVES, True)
 
 
+def test_a_bucket_that_is_too_dear_does_not_hide_another_one() -> None:
+    policy = taught(done(300), migration=MigrationCost(0, 1e-6))
+    limits = (SHORT, 10_000, LONG)
+    home, dear = InstanceView("c", 2, LONG, 100_000, 0.02), InstanceView("b", 1, 10_000, 10**7, 0.02)
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(home, limits=limits))
+    placement = then(policy, view(home, dear, short("a", 0), limits=limits))
+    assert (placement.instance, placement.reason) == ("a", MOVES)
+
+
 def test_without_evidence_a_turn_follows_its_prefix() -> None:
     policy = CMLFQ()
     policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 100)))

@@ -10,7 +10,7 @@ from libra.sim.certify import LendingCase, LoadTrial, NothingToLendError, certif
 from libra.sim.clock import seconds, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.shared_device import EngineServingCost, misses
+from libra.sim.tenant import EngineServingCost, misses
 from libra.sim.workload.requests import RecordedRequest
 
 MS = ticks(0.001)

@@ -13,7 +13,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.shared_device import EngineServingCost, RolloutBorrower, SharedDevice, SpendsAll, misses
+from libra.sim.shared_device import RolloutBorrower, SharedDevice, SpendsAll
+from libra.sim.tenant import EngineServingCost, misses
 from libra.sim.workload.requests import RecordedRequest, recorded_requests
 
 MS = ticks(0.001)

@@ -17,6 +17,8 @@ from libra.config.yaml_file import Section, read_section
 Mode = Literal["async", "sync", "colocated"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
+# Whose kernels train: fused ones, as of Megatron and LLM Foundry, or PyTorch's, one for each operation of the modules.
+Execution = Literal["fused", "eager"]
 # Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
 KVOnUpdate = Literal["keep", "refresh"]
 
@@ -34,6 +36,12 @@ class TrainingBytes:
     weights: int  # in the compute type
     gradients: int  # likewise
     states: int  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
+    compute: int | None = None  # of matrix products, under autocast; None: those of the weights
+
+    @property
+    def product(self) -> int:
+        """Bytes of a number that a matrix product makes."""
+        return self.weights if self.compute is None else self.compute
 
     @property
     def total(self) -> int:
@@ -60,6 +68,7 @@ class Recipe(Section):
     dtype: Dtype = "bf16"  # of training's compute, and of rollout unless `rollout_dtype` says otherwise
     rollout_dtype: Literal["fp8", "bf16"] | None = None  # of the engines' weights
     optimiser: Optimiser = "adamw"
+    execution: Execution = "fused"
     horizon: _Count = 100  # steps that a plan is expected to hold: what changing to it is paid back over
     # Share of a GPU's memory that an engine takes, and tokens of one iteration: defaults of vLLM's server (on H100).
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from libra.config.recipe import TrainingBytes
+from libra.config.recipe import Execution, TrainingBytes
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
 
@@ -110,6 +110,8 @@ def memory_columns(
     gpu_memory: float,
     state: TrainingBytes,
     reference: Reference,
+    execution: Execution = "fused",
+    accumulated: bool = True,
 ) -> Mapping[str, Array]:
     """The items of `MemoryBreakdown` for every layout of `table`; arguments as of `training_memory`."""
     parameters = stage_parameters(model, table)
@@ -120,7 +122,8 @@ def memory_columns(
 
     tokens = np.maximum(table.micro_tokens, longest) / table.cp
     layers = np.ceil(model.layers / table.pp)
-    every, kept = _layer_bytes_per_token(model, table, state)
+    of_layer = _eager_bytes_per_token if execution == "eager" else layer_bytes_per_token
+    every, kept = of_layer(model, table, state)
     inside_layer = np.where(table.recompute == _FULL, every, 0.0)  # the layer that is being computed again
     logit_tokens = np.where(table.chunked == 1, np.minimum(tokens, LOGIT_CHUNK), tokens)
     # Logits in the weights' precision, the fp32 copy that log-probabilities are taken from, and its gradient.
@@ -128,6 +131,17 @@ def memory_columns(
     # 1F1B: the first stage holds as many micro-batches as there are stages, the last one holds the logits.
     first = tokens * (layers * kept * table.pp + inside_layer)
     last = tokens * (layers * kept + inside_layer)
+    copies = np.zeros_like(tokens)
+    if execution == "eager" and state.product < state.weights:  # what autocast makes of the weights
+        copies = np.where(table.recompute == _FULL, 0.0, state.product * whole)
+        first, last = first + copies, last + copies
+    if not accumulated:
+        # Gradients come as activations go, and the embedding's own is added to the head's where both are one matrix.
+        tied = state.gradients * parameters.embedding if model.tied else 0.0
+        begun = layers * kept * tokens + copies + np.maximum(logits, tied + inside_layer * tokens)
+        ended = gradients + np.maximum(inside_layer * tokens, tied)
+        last, logits = np.maximum(begun, ended) - gradients, np.zeros_like(logits)
+        first = np.maximum(first - gradients, 0.0)
     one_stage = table.pp == 1
     first_is_fuller = ~one_stage & (first > last + logits)
 
@@ -161,17 +175,22 @@ def training_memory(
     gpu_memory: float,
     state: TrainingBytes,
     reference: Reference,
+    execution: Execution = "fused",
+    accumulated: bool = True,
 ) -> MemoryBreakdown:
     """Bytes on the fullest device of `layout`, whose longest trajectory has `longest` tokens.
 
     `gpu_memory` is the device's memory in bytes, of which a share is lost to fragmentation. It fits where `total` is
-    at most that. MoE: tokens are taken to be spread evenly over experts.
+    at most that. MoE: tokens are taken to be spread evenly over experts. Without `accumulated` a step is one
+    micro-batch, whose gradients are made as its activations are freed.
     """
-    columns = memory_columns(model, LayoutTable.of([layout]), longest, gpu_memory, state, reference)
+    columns = memory_columns(
+        model, LayoutTable.of([layout]), longest, gpu_memory, state, reference, execution, accumulated
+    )
     return MemoryBreakdown(**{item: float(column[0]) for item, column in columns.items()})
 
 
-def _layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
+def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
     """Activation bytes of one layer and token on one device: of a layer without recomputation, and what is kept."""
     tp, value = table.tp, state.weights
     norms, product = 2.0 * model.hidden, 0.0
@@ -190,6 +209,25 @@ def _layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: Training
         routed = 2.0 * experts.active * model.hidden + 2 * experts.count
     else:
         product, routed = float(model.intermediate), 0.0
-    every = value * (2 * model.hidden / tp + norms / tp + heads + 3 * product / tp + routed)
-    kept = np.where(table.recompute >= _SELECTIVE, every - value * (norms + product) / tp, every)
+    every = value * (2 * model.hidden / tp + norms / tp + heads + routed) + state.product * 3 * product / tp
+    kept = np.where(table.recompute >= _SELECTIVE, every - (value * norms + state.product * product) / tp, every)
     return every, np.where(table.recompute == _FULL, value * model.hidden / tp, kept)
+
+
+def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
+    """The same of Transformers' modules, operation by operation. A norm keeps its input, that in fp32, and its output;
+    the gated product keeps the gate's value before its activation and after."""
+    tp, value, product = table.tp, state.weights, state.product
+    fused, kept = layer_bytes_per_token(model, table, state)
+    norm = 4 + value + product
+    more = 2 * model.hidden * (norm - 2 * value) / tp
+    if model.latent is None:
+        heads = model.heads * model.head_dim / tp + model.kv_heads * model.head_dim / np.minimum(tp, model.kv_heads)
+        more = more + 2 * heads * (product - value)
+        if model.qk_norm:
+            more = more + heads * (4 + 2 * product - value)
+    width = float(model.intermediate)
+    if model.experts and model.sparse_layers:
+        width = float(model.experts.active * model.experts.intermediate + model.experts.shared_intermediate)
+    every = fused + more + product * width / tp
+    return every, np.where(table.recompute == _FULL, kept, kept + every - fused)

@@ -18,7 +18,7 @@ import numpy as np
 from libra.config.recipe import TrainingBytes
 from libra.cost.sources.rates import TrainingRates
 from libra.cost.train_batch import Batch
-from libra.cost.train_memory import Reference
+from libra.cost.train_memory import Reference, layer_bytes_per_token
 from libra.cost.transfer import Fabric, Group, all_gather_seconds, all_to_all_seconds, point_to_point_seconds
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
@@ -82,6 +82,11 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     reading = counts * held * state.weights / rates.bandwidth
     experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
     forward = 2 * dense * tokens / tp / rates.linear + experts
+    if rates.passes:
+        every, _ = layer_bytes_per_token(model, table, state)
+        forward = forward + rates.passes * every * tokens * layers / rates.bandwidth
+    if state.product < state.weights:  # weights are cast for every pass
+        forward = forward + counts * (dense + held) * (state.weights + state.product) / tp / rates.bandwidth
     head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
 
     keys = batch.context_sum / table.dp

@@ -28,7 +28,7 @@ class KVLimits:
     reserve: int  # likewise
     context: int  # one longest rollout context: a smaller loan is of no use
     addresses: int  # of all blocks of the rollout engine: a larger loan is of no use
-    quiet: float  # seconds without shrinking before the loan grows
+    quiet: float  # seconds without a change before the loan grows, beside what serving needed in as long and longer
     beside: int = 0  # memory of the device that neither the serving engine nor the rollout engine's weights take
 
     def __post_init__(self) -> None:
@@ -58,9 +58,10 @@ class KVQuota:
     def __init__(self, limits: KVLimits) -> None:
         self.limits = limits
         self.lent = 0  # beside included; serving may not have ceded it yet
-        self._shrunk = -float("inf")
-        self._peak = 0  # of what serving needed since the loan last grew
-        self._stepped = True  # a training step has passed since the loan last shrank
+        self._changed = -float("inf")
+        self._stepped = True  # a training step has passed since the loan last changed
+        self._since = -float("inf")  # when the time began whose peak is the second
+        self._peaks = 0, 0  # of what serving needed, in a quiet time and in what has passed of the next
 
     @property
     def asked(self) -> int:
@@ -76,18 +77,20 @@ class KVQuota:
         total = limits.capacity + limits.beside
         if not 0 <= serving.need <= total:
             raise ValueError(f"serving needs {serving.need:,} of {total:,} bytes of KV")
-        self._peak = max(self._peak, serving.need)
-        room = total - limits.reserve - serving.need
+        if now - self._since >= limits.quiet:
+            self._since, self._peaks = now, (self._peaks[1], 0)
+        self._peaks = self._peaks[0], max(self._peaks[1], serving.need)
+        room = max(0, total - limits.reserve - serving.need)
         if self.lent > room:
-            while self.lent > max(room, 0):
+            while self.lent > room:
                 self.lent //= 2
             if self.lent < limits.context:
                 self.lent = 0
-            self._shrunk, self._stepped = now, False
-        elif self._stepped and now - self._shrunk >= limits.quiet:
-            quiet = min(total - limits.reserve - self._peak, limits.addresses)
+            self._changed, self._stepped = now, False
+        elif self._stepped and now - self._changed >= limits.quiet:
+            quiet = min(total - limits.reserve - max(self._peaks), limits.addresses)
             if quiet >= limits.context and quiet > self.lent:
-                self.lent, self._peak = quiet, serving.need
+                self.lent, self._changed, self._stepped = quiet, now, False
         # Serving may be taking back what it ceded and was not asked for: only what it was asked for is there to stay.
         return min(self.lent, limits.beside + min(serving.ceded, said))
 

@@ -35,6 +35,11 @@ class Recall:
         self._calm_since: float | None = None
         self._returned = -float("inf")
 
+    @property
+    def resumes(self) -> float:
+        """When lending resumes if nothing happens: inf while the load is outside its envelope."""
+        return float("inf") if self._calm_since is None else self._calm_since + self._quiet
+
     def observe(self, breach: str | None, now: float) -> str | None:
         """`breach` says how the load leaves the envelope, None that it does not. Returns why the loan is recalled, None
         where it is lent."""
@@ -58,6 +63,11 @@ class WatchedRule:
     def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
         self._rule, self._envelope, self.recall, self._second = rule, envelope, recall, second
         self._window = RateWindow(envelope.window)
+
+    @property
+    def resumes(self) -> float:
+        """When lending resumes if nothing happens, in the unit of the view's times."""
+        return self.recall.resumes * self._second
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
         at = now / self._second

@@ -1,8 +1,9 @@
 """The rollout engines that are in service, as the router sees them, and the weights that they hold.
 
-Invariant: an engine is in the view from the moment it holds current weights until it is retired or lost; every change
-of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or is not in
-service. What is lost with a node is published again, as long as a core replica holds the same.
+Invariant: an engine is in service from the moment it holds weights until it is retired or lost, and in the view of a
+turn only while it holds none older than the turn may have; every change of the fleet wakes all that wait for one. An
+engine loads a version whole, from its own node's memory, or is not in service. What is lost with a node is published
+again, as long as a core replica holds the same.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ class ServingFleet:
         entry = self._instances.get(handle.name)
         return entry is not None and entry.handle is handle
 
-    def view(self, turn_tokens: int) -> View:
-        """What the router may use now, for a turn that needs room for `turn_tokens` more. An engine whose shape has no
-        bucket in the allocation is left out."""
+    def view(self, turn_tokens: int, version: int) -> View:
+        """What the router may use now, for a turn that needs room for `turn_tokens` more and that no weights older than
+        `version` may make: engines that hold such are left out, and so is one whose shape has no bucket in the
+        allocation."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
                 InstanceView(name, buckets[entry.shape], entry.capacity_tokens, entry.handle.load_tokens)
                 for name, entry in self._instances.items()
-                if entry.shape in buckets
+                if entry.shape in buckets and entry.handle.version >= version
             ),
             limits=self.limits,
             turn_tokens=turn_tokens,
@@ -88,6 +90,10 @@ class ServingFleet:
     def reallocate(self, allocation: Allocation) -> None:
         """Route by these buckets from now on."""
         self._allocation = allocation
+        self._announce()
+
+    def renewed(self) -> None:
+        """An engine in service has loaded later weights than it had: turns may have waited for that."""
         self._announce()
 
     async def changed(self) -> None:

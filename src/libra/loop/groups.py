@@ -99,7 +99,7 @@ class Groups:
         self.recorder.tally.started(len(indices))
         prompt, due = self._prompt(group), self._due(started_at)
         for index in indices:
-            task = asyncio.create_task(self._episode(group, index, prompt, due))
+            task = asyncio.create_task(self._episode(group, index, prompt, due, started_at))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -116,9 +116,10 @@ class Groups:
         random.Random(f"epoch:{self.seed}:{epoch}").shuffle(order)
         return self.prompts[order[index]]
 
-    async def _episode(self, group: int, index: int, prompt: Prompt, due: float) -> None:
+    async def _episode(self, group: int, index: int, prompt: Prompt, due: float, version: int) -> None:
+        temperature = self.training.temperature
         try:
-            episode = await self.rollout.episode(episode_id(group, index), prompt, due, self.training.temperature)
+            episode = await self.rollout.episode(episode_id(group, index), prompt, due, temperature, version=version)
             self.episodes.finished(group, index, episode)
             self._admission.finish(_name(group), episode)
             self.recorder.episode(episode)

@@ -101,11 +101,18 @@ class Rollout:
         self.generated_tokens = 0
 
     async def episode(
-        self, id: str, prompt: Prompt, due: float, temperature: float, fresh: bool = False, seed: int | None = None
+        self,
+        id: str,
+        prompt: Prompt,
+        due: float,
+        temperature: float,
+        fresh: bool = False,
+        seed: int | None = None,
+        version: int = -1,
     ) -> Episode:
         """One episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
-        generated before; with a `seed` its sampling is drawn from that."""
-        draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed)
+        generated before; with a `seed` its sampling is drawn from that. No weights older than `version` make it."""
+        draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed, version=version)
         draft.given(self._codec.encode(prompt.text))
         draft.prompt_tokens = len(draft.tokens)
         returned: ToolReturn | None = None
@@ -223,7 +230,8 @@ _CHECKED = 12  # episodes
 async def evaluate(
     rollout: Rollout, prompts: Sequence[Prompt], name: str, step: int, temperature: float
 ) -> tuple[Evaluation, list[Episode]]:
-    """Accuracy over `prompts`, sampled at `temperature` and greedy; also returns the sampled episodes.
+    """Accuracy of the weights after `step` over `prompts`, sampled at `temperature` and greedy; also returns the
+    sampled episodes.
 
     A question is sampled from the same seed in every evaluation, so that two of them differ by their policies rather
     than by luck (common random numbers).
@@ -232,7 +240,7 @@ async def evaluate(
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
         async with under_way:
-            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat, seed=index)
+            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat, seed=index, version=step)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))
     greedy = await asyncio.gather(*(one("greedy", i, p, 0.0) for i, p in enumerate(prompts)))
@@ -247,13 +255,13 @@ async def evaluate(
 
 
 async def logprob_gap(
-    rollout: Rollout, trainers: Trainer, prompts: Sequence[Prompt], label: str, temperature: float
+    rollout: Rollout, trainers: Trainer, prompts: Sequence[Prompt], label: str, version: int, temperature: float
 ) -> float:
     """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes sampled at
-    the `temperature` that the trainer has."""
+    the `temperature` and with the `version` of the weights that the trainer has."""
     episodes = await asyncio.gather(
         *(
-            rollout.episode(f"{label}-{index}", prompt, _NOW, temperature, fresh=True)
+            rollout.episode(f"{label}-{index}", prompt, _NOW, temperature, fresh=True, version=version)
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )

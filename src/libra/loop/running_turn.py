@@ -46,6 +46,7 @@ class Draft:
     kv_engine: Engine | None = None  # the last that generated some of it, and so may still hold its KV
     kv_tokens: int = 0  # of the context, that this engine has computed
     seed: int | None = None  # of the sampling; None: engines draw as they go
+    version: int = -1  # of the weights that its group was started under: older ones may not make it
 
     def sampling_seed(self) -> int | None:
         """The seed of what is generated next. A turn that goes on elsewhere does not draw the same again."""
@@ -108,7 +109,7 @@ class RunningTurn:
         self._request = TurnRequest(
             draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, draft.due
         )
-        view = self._fleet.view(self._room)
+        view = self._fleet.view(self._room, draft.version)
         if self._returned is None:
             return self._fleet.policy.place(self._request, view)
         returned, self._returned = self._returned, None
@@ -171,7 +172,8 @@ class RunningTurn:
         """Ask the policy what becomes of a turn that has generated what its placement foresaw."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
-        placement = self._fleet.policy.bucket_overrun(self._request, generated, self._fleet.view(self._room))
+        view = self._fleet.view(self._room, self._draft.version)
+        placement = self._fleet.policy.bucket_overrun(self._request, generated, view)
         if placement is None:
             return
         engine = self._fleet.handle(placement.instance)

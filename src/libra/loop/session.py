@@ -125,14 +125,16 @@ class Session:
         rollout, heldout, trainers = parts.rollout, parts.heldout, executor.processes.trainers
         started = await self._evaluate_start(parts, workers)
         self.progress.line(_words(started))
-        gaps = [await recovery.during(logprob_gap(rollout, trainers, heldout, "check-start", training.temperature))]
+        first, temperature = executor.processes.settings.version, training.temperature
+        gaps = [await recovery.during(logprob_gap(rollout, trainers, heldout, "check-start", first, temperature))]
         recorder.begin()
         loop = self._make_loop(records, workers, parts, started)
         await loop.run()
         self.progress.phase(f"evaluating on {len(heldout)} held-out questions", loop.step)
-        ended, _ = await recovery.during(evaluate(rollout, heldout, "end", loop.step, training.temperature))
+        ended, _ = await recovery.during(evaluate(rollout, heldout, "end", loop.step, temperature))
         self.progress.line(_words(ended))
-        gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", training.temperature)))
+        checking = logprob_gap(rollout, trainers, heldout, "check-end", loop.step, temperature)
+        gaps.append(await recovery.during(checking))
         await executor.processes.save_final(config.run_directory / "model")
         started_trajectories = loop.groups.started * training.samples_per_prompt
         summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))

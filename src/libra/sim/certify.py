@@ -15,7 +15,8 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
-from libra.sim.shared_device import DeviceOutcome, EngineServingCost, SharedDevice, SpendsAll, misses
+from libra.sim.shared_device import DeviceOutcome, SharedDevice, SpendsAll
+from libra.sim.tenant import EngineServingCost, misses
 from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
 from libra.traffic.envelope import Envelope
 
@@ -45,7 +46,9 @@ class LendingCase:
 
     def arrivals(self, load: float) -> Requests:
         """The requests, which come `load` times as fast. All are served to their end."""
-        return recorded_requests([replace(it, cancel_at=None) for it in self.requests], rate_scale=load)
+        return recorded_requests(
+            [it if it.cancel_at is None else replace(it, cancel_at=None) for it in self.requests], rate_scale=load
+        )
 
     def alone(self, load: float) -> Sequence[Request]:
         """What becomes of them without lending."""

@@ -23,6 +23,7 @@ from libra.sim.placement import Placer
 from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.requests import Workload
 
+EngineMaker = Callable[..., SimEngine]  # as `SimEngine(config, cost, index, exact=, trace=)`
 _RESTS = (1 << 60) + 1  # and more: numbers of requests that are what is left of others
 
 
@@ -120,10 +121,11 @@ class SimCluster:
         self.placer.reallocate(limits, buckets)
         self._look_again()
 
-    def add(self, spec: EngineSpec) -> None:
-        """An engine is ready."""
-        self._add([spec])
+    def add(self, spec: EngineSpec, make: EngineMaker = SimEngine) -> SimEngine:
+        """An engine is ready. Returns it."""
+        self._add([spec], make)
         self._look_again()
+        return self.engines[-1]
 
     def close(self, name: str) -> None:
         """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere."""
@@ -132,10 +134,10 @@ class SimCluster:
         if not engine.busy:
             self._empty(engine)
 
-    def _add(self, specs: Sequence[EngineSpec]) -> None:
+    def _add(self, specs: Sequence[EngineSpec], make: EngineMaker = SimEngine) -> None:
         known = len(self.engines)
         engines = [
-            SimEngine(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
+            make(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
             for place, spec in enumerate(specs)
         ]
         self.placer.add(list(zip(specs, engines, strict=True)), lambda: self.now)

@@ -49,11 +49,12 @@ class SimulatedFleet:
 class Placer:
     """Asks the policy, if there is one, for the engine of each request; without one there is one engine."""
 
-    __slots__ = ("_by_name", "_destined", "_route", "fleet", "migrated_tokens", "migrations", "placements")
+    __slots__ = ("_by_name", "_destined", "_route", "behind", "fleet", "migrated_tokens", "migrations", "placements")
 
     def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
         self.fleet = SimulatedFleet((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
+        self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
         self._route = route
         self._by_name: dict[str, SimEngine] = {}
         self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
@@ -125,7 +126,7 @@ class Placer:
             if not isinstance(owner, Caller):
                 continue
             since = owner.generated_since
-            placement = route.bucket_overrun(owner.routing_request(), since + request.generated, self.fleet)
+            placement = route.bucket_overrun(owner.routing_request(), since + request.generated, self._fleet(owner))
             if placement is None:
                 continue
             if self.serves(placement.instance, engine):
@@ -170,5 +171,13 @@ class Placer:
         owner.placed_before = owner.generated_before
         asked, returned = owner.routing_request(), None if again else owner.returned()
         if returned is None:
-            return route.place(asked, self.fleet)
-        return route.tool_returned(asked, returned, self.fleet)
+            return route.place(asked, self._fleet(owner))
+        return route.tool_returned(asked, returned, self._fleet(owner))
+
+    def _fleet(self, owner: Caller) -> SimulatedFleet:
+        """The engines whose weights are not older than those that the trajectory began with."""
+        needed = owner.trajectory.policy_version
+        hidden = {name for name, version in self.behind.items() if version < needed} if self.behind else ()
+        if not hidden:
+            return self.fleet
+        return replace(self.fleet, instances=tuple(it for it in self.fleet.instances if it.id not in hidden))

@@ -24,11 +24,13 @@ class PlacementError(ValueError):
     """A plan does not say where its engines are."""
 
 
-def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:
+def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, ...]:
     """Every engine, shortest bucket first; one of a cluster is named after its GPUs, as `a800-0/4-7`: of node 0, 4 to
-    7. Raises ValueError where a configuration cannot run, `PlacementError` where a bucket has no engine."""
+    7. Lent engines are as slow as their share of the device, or with `granted` as fast as they are when they have it.
+
+    Raises ValueError where a configuration cannot run, `PlacementError` where a bucket has no engine."""
     request = plan.request
-    engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request)
+    engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request, granted)
     if not engines:
         raise PlacementError("placement has no engine: plan again")
     placed = {engine.bucket for engine in engines}
@@ -38,6 +40,12 @@ def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:
                 f"placement has no engine for the bucket of contexts up to {allocated.up_to:,} tokens: plan again"
             )
     return engines
+
+
+def lent_engines(plan: Plan) -> frozenset[str]:
+    """Names of the engines that are lent."""
+    pools = {loan.pool for loan in plan.loans}
+    return frozenset(_name(group) for group in plan.placement if group.pool in pools)
 
 
 def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
@@ -58,7 +66,7 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
     return tuple(engines)
 
 
-def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
+def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[EngineSpec, ...]:
     made: dict[int, tuple[EngineConfig, IterationCost]] = {}
     beside = {it.shape: it for it in request.menu().lent} if plan.loans else {}
     engines = []
@@ -68,7 +76,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
         if group.bucket not in made:
             seqs = plan.max_num_seqs[group.bucket]
             lent = beside.get(group.name)
-            made[group.bucket] = _engine(request, group, seqs) if lent is None else _lent(request, lent, seqs)
+            made[group.bucket] = _engine(request, group, seqs) if lent is None else _lent(request, lent, seqs, granted)
         config, cost = made[group.bucket]
         engines.append(
             EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
@@ -90,17 +98,21 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
     return config, _cost(profile.grid(group.devices), config)
 
 
-def _lent(request: ClusterRequest, lent: LentEngine, max_num_seqs: int) -> tuple[EngineConfig, IterationCost]:
-    """An engine that has its share of the device at any moment, and is never recalled."""
+def _lent(
+    request: ClusterRequest, lent: LentEngine, max_num_seqs: int, granted: bool
+) -> tuple[EngineConfig, IterationCost]:
+    """An engine that has its share of the device at any moment, and is never recalled. A turn is asked about with the
+    token that is one too many for its bucket, so there is room for that one."""
+    longest = lent.holds + 1
     config = EngineConfig(
-        max_model_len=lent.holds,
-        kv_blocks=lent.kv_tokens // BLOCK,
+        max_model_len=longest,
+        kv_blocks=max(lent.kv_tokens // BLOCK, -(-longest // BLOCK)),
         block_size=BLOCK,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(lent.batched_tokens, max_num_seqs),
     )
-    profile = request.lent_profiles[request.lenders.index(lent.lender)]
-    return config, _cost(profile.grid(lent.lender.devices).slowed(1 / lent.share), config)
+    grid = request.lent_profiles[request.lenders.index(lent.lender)].grid(lent.lender.devices)
+    return config, _cost(grid if granted else grid.slowed(1 / lent.share), config)
 
 
 @lru_cache(maxsize=64)

@@ -33,9 +33,11 @@ from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.messages import Acknowledged, Failure, Stop
 from libra.backends.transport.shared_memory import Vector, WeightBuffer, WeightUpdateError
+from libra.backends.weights.copying import CopyChoice
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096
+took = CopyChoice.took
 
 
 class LossyNode:
@@ -43,7 +45,7 @@ class LossyNode:
 
     def __init__(self, node: ClusterNode) -> None:
         self.node = node
-        self.reads = self.writes = 0
+        self.reads = self.writes = self.deltas = 0
         self.tear = False  # what is written here from now on
         self.stuck: set[int] = set()  # buffers into which no write ends
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -64,17 +66,18 @@ class LossyNode:
     async def gone(self, pid: int) -> None:
         await self._there(self.node.gone(pid))
 
-    async def read(self, buffer: int, size: int, checksum: int) -> Vector:
+    async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Vector:
         self.reads += 1
-        return (await self._there(self.node.read(buffer, size, checksum))).copy()
+        return (await self._there(self.node.read(order, size, base))).copy()
 
-    async def write(self, buffer: int, size: int, checksum: int, content: Vector) -> None:
+    async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Vector) -> None:
         self.writes += 1
+        self.deltas += base is not None
         if self.tear:
             content = np.concatenate([content[: size // 2], np.zeros(size - size // 2, np.uint8)])
-        if buffer in self.stuck:
+        if order.buffer in self.stuck:
             await self._there(asyncio.get_running_loop().create_future())
-        await self._there(self.node.write(buffer, size, checksum, content))
+        await self._there(self.node.write(order, size, base, content))
 
     async def ended(self) -> str:
         return await self._there(self.node.ended())
@@ -318,6 +321,35 @@ async def test_weights_reach_another_node_once_and_whole(workers: Workers) -> No
         assert holds(nodes.present[1], weights)
     assert (nodes.present[0].reads, nodes.present[1].writes, nodes.present[0].writes) == (3, 3, 0)
     assert holds(nodes.present[1], publish(nodes.present[0], 5))  # the buffer of the version before is untouched
+
+
+async def test_a_node_that_has_the_version_before_gets_what_changed_where_that_takes_less_time(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, nodes, trainer, away, _ = workers
+    source, target = nodes.present[0], nodes.present[1]
+    seconds = {"everything": 3.0, "delta": 1.0}
+    monkeypatch.setattr(CopyChoice, "took", lambda self, way, _: took(self, way, seconds[way]))
+    for version, deltas in ((4, 0), (5, 1), (6, 2)):
+        weights = publish(source, version)
+        await launcher.bring(weights, SIZE, trainer, away)
+        assert holds(target, weights) and target.deltas == deltas
+    seconds["delta"] = 4.0
+    for version, deltas in ((7, 3), (8, 3)):
+        weights = publish(source, version)
+        await launcher.bring(weights, SIZE, trainer, away)
+        assert holds(target, weights) and target.deltas == deltas
+
+
+@pytest.mark.parametrize("where", [0, 1])
+async def test_everything_is_sent_where_the_version_before_is_not_what_it_was(workers: Workers, where: int) -> None:
+    launcher, nodes, trainer, away, _ = workers
+    await launcher.bring(publish(nodes.present[0], 4), SIZE, trainer, away)
+    WeightBuffer(nodes.present[where].node._started.weights, SIZE).content(0)[7] ^= 1
+    weights, target = publish(nodes.present[0], 5), nodes.present[1]
+    await launcher.bring(weights, SIZE, trainer, away)
+    assert holds(target, weights)
+    assert (target.writes, target.deltas) == ((2, 0), (3, 1))[where]
 
 
 async def test_weights_that_arrive_torn_are_an_error_and_can_be_sent_again(workers: Workers) -> None:

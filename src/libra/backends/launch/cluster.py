@@ -1,14 +1,16 @@
 """Worker processes on the nodes of a cluster.
 
 Invariant: a node is there or lost, for all of its workers at once, and a lost one has no worker. Another node takes its
-place when there is one, until then its slots offer nothing. Weights are brought to a node whole, or its engines are not
-told to load them; a node is sent a version once, however many of its engines ask, and the source is read once for all.
+place when there is one, until then its slots offer nothing. Weights are whole on a node, to their checksum, or its
+engines are not told to load them; a node is sent a version once, however many of its engines ask, and the source is
+read once for all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import WeightUpdateError
+from libra.backends.weights.copying import CopyChoice, Way
 from libra.exec.background import background
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
@@ -37,6 +40,10 @@ class NodeSlot:
 
     node: int
     number: int
+
+
+class _TornError(CopyError):
+    """Weights came, and are not what they should be."""
 
 
 class _Place:
@@ -82,6 +89,9 @@ class ClusterLauncher:
         self._keepers: list[asyncio.Task[None]] = []
         self._weights: LoadWeights | None = None  # that are being copied, or were
         self._copies: dict[tuple[LoadWeights, str], asyncio.Task[Any]] = {}  # reads and writes, by the node
+        self._held: dict[str, LoadWeights] = {}  # the newest that came to each node
+        self._choice = CopyChoice()
+        self._way: Way = "everything"  # of the weights that are being copied
         self.slots_changed: Callable[[], None] = lambda: None
 
     @classmethod
@@ -169,33 +179,48 @@ class ClusterLauncher:
         if source.node == target.node:
             return
         if weights != self._weights:
-            self._weights, self._copies = weights, {}
+            self._weights, self._copies, self._way = weights, {}, self._choice.next()
         write = f"write {target.node}"
         await self._once(weights, write, lambda: self._copy(weights, size, source.node, target.node))
 
     async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
-        what = f"weights v{weights.version} from {source} to {target}"
+        """What changed since the version that the node has, where that is the way to go and works, or everything."""
+        base = self._held.pop(target, None)  # which is written over, or not the newest any more
+        if base is not None and base.buffer != weights.buffer and self._way == "delta":
+            try:
+                await self._carry(weights, size, source, target, base)
+                return
+            except (SourceLostError, _TornError):
+                self._choice.took("delta", math.inf)  # for now
+        await self._carry(weights, size, source, target, None)
+
+    async def _carry(self, weights: LoadWeights, size: int, source: str, target: str, base: LoadWeights | None) -> None:
+        what, began = f"weights v{weights.version} from {source} to {target}", time.monotonic()
         try:
             async with asyncio.timeout(_COPY_SECONDS):
-                content = await self._read(weights, size, source)
+                content = await self._read(weights, size, source, base)
         except TimeoutError:
             raise CopyError(f"{what}: not read in {_COPY_SECONDS:.0f} s") from None
         try:
             place, node = self._named(target)
             async with asyncio.timeout(_COPY_SECONDS):
-                await node.write(weights.buffer, size, weights.checksum, content)
+                await node.write(weights, size, base, content)
         except TimeoutError:
             if place.name == target:
                 place.give_up()
             raise CopyError(f"{what}: not there in {_COPY_SECONDS:.0f} s") from None
-        except (OSError, WeightUpdateError) as error:
+        except WeightUpdateError as error:
+            raise _TornError(f"{what}: {error}") from None
+        except OSError as error:
             raise CopyError(f"{what}: {error}") from None
+        self._held[target] = weights
+        self._choice.took("everything" if base is None else "delta", time.monotonic() - began)
 
-    async def _read(self, weights: LoadWeights, size: int, source: str) -> Any:
+    async def _read(self, weights: LoadWeights, size: int, source: str, base: LoadWeights | None) -> Any:
         try:
             _, node = self._named(source)
-            read = f"read {source}"
-            return await self._once(weights, read, lambda: node.read(weights.buffer, size, weights.checksum))
+            read = f"read {source}" if base is None else f"read {source} from v{base.version}"
+            return await self._once(weights, read, lambda: node.read(weights, size, base))
         except (OSError, WeightUpdateError) as error:
             raise SourceLostError(f"weights v{weights.version} are not on {source}: {error}") from None
 

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 from libra.backends.launch.fork_server import ForkServer, LaunchError
 from libra.backends.machine import Bf16Speed, hardware_name
 from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import Vector, WeightBuffer
+from libra.backends.weights.copying import add_difference, difference
 
 _CONNECT_SECONDS = 20.0
 _TOKEN_BYTES = 32
@@ -75,16 +77,17 @@ class ClusterNode:
         """See `ForkServer.gone`."""
         await self._started.gone(pid)
 
-    async def read(self, buffer: int, size: int, checksum: int) -> Vector:
-        """The weights that lie here. Raises `WeightUpdateError` where they are not those of the checksum."""
+    async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Vector:
+        """The weights that lie here, or what changed in them since `base`. Raises `WeightUpdateError` where either is
+        not here."""
         weights = WeightBuffer(self._started.weights, size)
-        await asyncio.to_thread(weights.verify, buffer, checksum)
-        return weights.content(buffer)
+        return await asyncio.to_thread(_read, weights, order, base)
 
-    async def write(self, buffer: int, size: int, checksum: int, content: Vector) -> None:
-        """Let weights lie here. Raises `WeightUpdateError` where they did not arrive whole."""
+    async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Vector) -> None:
+        """Let weights lie here, of which `content` is what was read. Raises `WeightUpdateError` where they did not
+        arrive whole, or `base` is not here."""
         weights = WeightBuffer(self._started.weights, size)
-        await asyncio.to_thread(weights.store, buffer, content, checksum)
+        await asyncio.to_thread(_write, weights, order, base, content)
 
     async def ended(self) -> str:
         """Returns when no worker can be forked here any more: why."""
@@ -101,6 +104,23 @@ class ClusterNode:
         return self._fork_server
 
 
+def _read(weights: WeightBuffer, order: LoadWeights, base: LoadWeights | None) -> Vector:
+    weights.verify(order.buffer, order.checksum)
+    if base is None:
+        return weights.content(order.buffer)
+    weights.verify(base.buffer, base.checksum)
+    return difference(weights.content(base.buffer), weights.content(order.buffer))
+
+
+def _write(weights: WeightBuffer, order: LoadWeights, base: LoadWeights | None, content: Vector) -> None:
+    if base is None:
+        weights.store(order.buffer, content, order.checksum)
+        return
+    weights.verify(base.buffer, base.checksum)
+    add_difference(content, weights.content(base.buffer), weights.content(order.buffer))
+    weights.verify(order.buffer, order.checksum)
+
+
 class NodeLostError(ConnectionError):
     """The node is gone, or the process on it that starts workers."""
 
@@ -113,11 +133,11 @@ class RemoteNode(Protocol):
     def kill(self, pid: int) -> None: ...
     async def gone(self, pid: int) -> None: ...
 
-    async def read(self, buffer: int, size: int, checksum: int) -> Any:
+    async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Any:
         """The weights, or where they can be had: what `write` of another node takes."""
         ...
 
-    async def write(self, buffer: int, size: int, checksum: int, content: Any) -> None: ...
+    async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Any) -> None: ...
     async def ended(self) -> str: ...
 
     def close(self) -> None:

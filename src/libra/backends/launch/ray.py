@@ -21,6 +21,7 @@ from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
 from libra.backends.launch.fork_server import LaunchError
 from libra.backends.launch.launcher import SourceLostError
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.config.cache import cache_directory
 from libra.config.run import ClusterConfig
 from libra.records.files import writing
@@ -40,9 +41,9 @@ class _NodeActor(ClusterNode):
         devices = tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if accelerated else ()
         super().__init__(ray.util.get_node_ip_address(), Path(logs), name, devices)
 
-    async def read_apart(self, buffer: int, size: int, checksum: int) -> tuple[None, Any]:
+    async def read_apart(self, order: LoadWeights, size: int, base: LoadWeights | None) -> tuple[None, Any]:
         """That the weights are whole, and the weights: two objects of Ray, so that the second can stay where it is."""
-        return None, await self.read(buffer, size, checksum)
+        return None, await self.read(order, size, base)
 
 
 class RayNode:
@@ -68,13 +69,13 @@ class RayNode:
     async def gone(self, pid: int) -> None:
         await _answer(self._actor.gone.remote(pid))
 
-    async def read(self, buffer: int, size: int, checksum: int) -> Any:
-        whole, content = self._actor.read_apart.options(num_returns=2).remote(buffer, size, checksum)
+    async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Any:
+        whole, content = self._actor.read_apart.options(num_returns=2).remote(order, size, base)
         await _answer(whole)
         return content
 
-    async def write(self, buffer: int, size: int, checksum: int, content: Any) -> None:
-        await _answer(self._actor.write.remote(buffer, size, checksum, content))
+    async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Any) -> None:
+        await _answer(self._actor.write.remote(order, size, base, content))
 
     async def ended(self) -> str:
         return await _answer(self._actor.ended.remote())

@@ -48,9 +48,13 @@ class Mirror:
         """The newest version of each chunk that a delta may be applied to."""
         return np.maximum(self._staged, self.versions)
 
+    def content(self) -> Vector:
+        """The bytes that engines load."""
+        return self._halves[self.half]
+
     def chunk(self, number: int) -> Chunk:
         """One of those, whole."""
-        content = self._halves[self.half][self.grid.span(number)]
+        content = self.content()[self.grid.span(number)]
         return Chunk(number, self.held, NOTHING, 0, int(self._sums[self.half][number]), content.tobytes())
 
     def take(self, chunk: Chunk) -> bool:

@@ -152,7 +152,7 @@ class WeightsNode:
         everything = np.ones(len(grid), np.bool_)
         self.mirror = Mirror(grid, halves, everything if wanted is None else wanted)
         self.feed = Feed(grid, self.mirror.wanted, kept_bytes=kept_bytes)
-        self._halves, self._load = halves, load
+        self._load = load
         self._using = asyncio.Lock()  # the mirror
         self._upstream: set[asyncio.StreamWriter] = set()
         self._fruitless: dict[tuple[Address, ...], int] = {}  # attempts in a row
@@ -301,5 +301,5 @@ class WeightsNode:
             return None  # a newer one is as good as here
         checksum = mirror.checksum if mirror.wanted.all() else None
         if checksum is None:
-            checksum = await asyncio.to_thread(zlib.crc32, self._halves[mirror.half].data)
+            checksum = await asyncio.to_thread(zlib.crc32, mirror.content().data)
         return LoadWeights(mirror.held, mirror.half, checksum)

@@ -30,6 +30,7 @@ class Source:
         if not 0 <= self._start < self._stop <= len(grid):
             raise ValueError(f"chunks {self._start} to {self._stop} of {len(grid)}")
         self._content: Vector = np.zeros(grid.size, np.uint8)  # untouched pages of other shards take no memory
+        self._fresh: Vector = np.empty(grid.chunk_bytes, np.uint8)
         self._sums: Sums = np.zeros(len(grid), np.uint32)
         self.versions: Versions = np.full(len(grid), NOTHING, np.int64)
 
@@ -57,7 +58,9 @@ class Source:
     def _take(self, version: int, number: int, content: Vector, running: int) -> tuple[Chunk, int]:
         """Copy a chunk that may change any moment, and say how it differs from what was there."""
         grid = self._feed.grid
-        held, new = grid.numbers(self._content, number), grid.numbers(content, number).copy()
+        held, published = grid.numbers(self._content, number), grid.numbers(content, number)
+        new = self._fresh[: held.nbytes].view(held.dtype)
+        np.copyto(new, published)
         data = new.view(np.uint8).data
         before, base = int(self._sums[number]), int(self.versions[number])
         payload = delta.encode(held, new) if base != NOTHING else b""

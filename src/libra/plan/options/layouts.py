@@ -61,7 +61,7 @@ def training_layouts(
         state=recipe.training_bytes,
         reference=recipe.reference,
         gpu=nodes.gpu,
-        rates=training_rates(nodes.gpu, recipe.dtype),
+        rates=training_rates(nodes.gpu, recipe.dtype, recipe.execution),
         fabric=fabric(nodes),
     )
     rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
@@ -69,7 +69,9 @@ def training_layouts(
     family, table = members_of(families, device_counts(nodes.gpus, nodes.count), recipe.batch)
 
     def memory(layouts: LayoutTable) -> Mapping[str, Array]:
-        return memory_columns(model, layouts, recipe.max_length, nodes.gpu.memory, work.state, work.reference)
+        return memory_columns(
+            model, layouts, recipe.max_length, nodes.gpu.memory, work.state, work.reference, recipe.execution
+        )
 
     fits = _total(memory(table)) <= nodes.gpu.memory
     priced, owner = table.take(fits), family[fits]

@@ -219,6 +219,10 @@ class SimEngine(EngineState):
         if not self.running and not self.waiting and self.under_way is None:
             self.busy = False
             return None
+        return self._iterate(now)
+
+    def _iterate(self, now: int) -> int | None:
+        """There is something to compute: plan it."""
         self.start = now
         self.busy = True
         self.events += 1

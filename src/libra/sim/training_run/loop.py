@@ -24,8 +24,10 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.state import Pause
 from libra.sim.handover import KVMoves
 from libra.sim.training_run.episodes import Episodes
+from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
@@ -108,8 +110,9 @@ class _Run:
                 interrupted=self._resume,
             )
 
-        self._service = Service(system, cluster)
-        self._cluster = self._service.cluster
+        load = Pause(ticks(self._stall), self._refreshes)
+        self._service = Service(system, cluster, lambda tenancy, made: Lending(tenancy, made, load, exact=exact))
+        self._cluster, self._lending = self._service.cluster, self._service.lending
         self._trainer = SimulatedTrainer(
             system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
         )
@@ -120,6 +123,8 @@ class _Run:
         cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
+        lending = self._lending
+        lent = frozenset[str]() if lending is None else lending.names
         return SimulatedRun(
             system=self._system.name,
             steps=tuple(self._trained),
@@ -129,6 +134,7 @@ class _Run:
             engine_busy=sum(
                 seconds(engine.busy_ticks) * spec.devices
                 for engine, spec in zip(cluster.engines, cluster.specs, strict=True)
+                if spec.name not in lent
             ),
             placements=cluster.placer.placements,
             migrations=cluster.placer.migrations,
@@ -136,6 +142,7 @@ class _Run:
             moved_tokens=cluster.moved_tokens,
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
+            lenders=() if lending is None else lending.outcome(self._published_at),
         )
 
     # What the cluster asks
@@ -246,12 +253,18 @@ class _Run:
         stall = min(ticks(self._stall), there - now)
         self._cluster.at(there - stall, lambda at: self._load(at, stall))
         self._cluster.at(there, lambda at: self._publish(step.version, at))
+        if self._lending is not None:
+            self._lending.made(step.version, now)
         if self._replan is not None and step.version < self._steps and step.version % self._replan.period == 0:
             self._decide(step.version, now)
 
+    @property
+    def _refreshes(self) -> bool:
+        return self._recipe.kv_on_update == "refresh" or self._recipe.mode == "colocated"
+
     def _load(self, now: int, stall: int) -> None:
-        refresh = self._recipe.kv_on_update == "refresh" or self._recipe.mode == "colocated"
-        self._cluster.update(WeightUpdate(now, stall, refresh))
+        own = None if self._lending is None else self._service.indices
+        self._cluster.update(WeightUpdate(now, stall, self._refreshes, own))
 
     def _publish(self, version: int, now: int) -> None:
         self._admission.publish(version)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.sim.tenant import Misses
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
@@ -40,6 +42,18 @@ class PlanChange:
 
 
 @dataclass(frozen=True, slots=True)
+class LenderOutcome:
+    """What became of one lender in a run; requests are those that came before its end."""
+
+    name: str
+    requests: int
+    missed: Misses
+    lent: float  # seconds that rollout did
+    away: float  # seconds in which nothing was lent, for the load was too high
+    recalls: int
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """One simulated run."""
 
@@ -55,6 +69,7 @@ class SimulatedRun:
     moved_tokens: int  # of these, the ones whose KV was moved; the others were computed again, or had been lost
     interrupted: int  # turns that were stopped to go on elsewhere
     preemptions: int
+    lenders: tuple[LenderOutcome, ...] = ()
 
     @property
     def generated_tokens(self) -> int:

@@ -14,24 +14,43 @@ from libra.plan.plan import Plan
 from libra.sim.clock import ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.planned_engines import planned_engines
+from libra.sim.placement import EngineInstance
+from libra.sim.planned_engines import lent_engines, planned_engines
+from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.system import System
+from libra.sim.training_run.tenancy import Tenancy
 
 
 class Service:
-    """Engines of a plan in a cluster that is made by `make` with the first ones."""
+    """Engines of a plan in a cluster that is made by `make` with the first ones. Those on devices that serve are
+    `Lending`'s, which is made with the cluster."""
 
-    def __init__(self, system: System, make: Callable[[tuple[EngineSpec, ...]], SimCluster]) -> None:
+    def __init__(
+        self,
+        system: System,
+        make: Callable[[tuple[EngineSpec, ...]], SimCluster],
+        lend: Callable[[Tenancy, SimCluster], Lending],
+    ) -> None:
         self._system = system
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
         self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, until which tick
-        self.cluster = make(self._specs(system.plan))
+        own, lent = self._specs(system.plan)
+        self.cluster = make(own)
+        self.lending: Lending | None = None
+        if system.tenancy is not None:
+            self.lending = lend(system.tenancy, self.cluster)
+            self.lending.want(lent, 0)
 
     @property
     def devices(self) -> int:
-        """Of engines in service."""
+        """Of engines in service, but for lent ones."""
         specs = self.cluster.specs
-        return sum(specs[instance.engine.index].devices for instance in self.cluster.placer.fleet.instances)
+        return sum(specs[instance.engine.index].devices for instance in self._own())
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """Of engines in service, but for lent ones."""
+        return frozenset(instance.engine.index for instance in self._own())
 
     def device_ticks(self, now: int) -> int:
         """In which engines were in service, until now."""
@@ -42,14 +61,17 @@ class Service:
     def change(self, plan: Plan, now: int) -> tuple[int, int, int]:
         """Go over to a plan. Returns how many engines stop, how many start, and the devices of all that it wants."""
         cluster = self.cluster
-        wanted = {spec.name: spec for spec in self._specs(plan)}
-        here = {instance.id for instance in cluster.placer.fleet.instances}
+        own, lent = self._specs(plan)
+        wanted = {spec.name: spec for spec in own}
+        here = {instance.id for instance in self._own()}
         self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
         self.device_ticks(now)
         closing = sorted(here - wanted.keys())
         for name in closing:
             cluster.close(name)
-        cluster.reallocate(limits_of(plan), {name: wanted[name].bucket for name in here & wanted.keys()})
+        if self.lending is not None:
+            self.lending.want(lent, now)
+        cluster.reallocate(limits_of(plan), {spec.name: spec.bucket for spec in (*own, *lent)})
         starting = [spec for name, spec in wanted.items() if name not in here and name not in self._pending]
         ready = now + ticks(self._system.switch.engine_start)
         for spec in starting:
@@ -63,11 +85,18 @@ class Service:
             self.device_ticks(now)
             self.cluster.add(self._pending.pop(name)[0])
 
-    def _specs(self, plan: Plan) -> tuple[EngineSpec, ...]:
-        specs = planned_engines(plan)
-        if not self._system.serve_by_priority:
-            return specs
-        return tuple(replace(spec, config=replace(spec.config, policy="priority")) for spec in specs)
+    def _own(self) -> list[EngineInstance]:
+        lent = () if self.lending is None else self.lending.names
+        return [it for it in self.cluster.placer.fleet.instances if it.id not in lent]
+
+    def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
+        """Of the engines that are the run's own, and of those on devices that serve."""
+        granted = self._system.tenancy is not None
+        specs = planned_engines(plan, granted=granted)
+        if self._system.serve_by_priority:
+            specs = tuple(replace(spec, config=replace(spec.config, policy="priority")) for spec in specs)
+        lent = lent_engines(plan) if granted else frozenset[str]()
+        return tuple(it for it in specs if it.name not in lent), tuple(it for it in specs if it.name in lent)
 
 
 def limits_of(plan: Plan) -> tuple[int, ...]:

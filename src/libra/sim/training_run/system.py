@@ -14,6 +14,7 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.plan.replanner import Replanner
 from libra.route.policy import Policy
+from libra.sim.training_run.tenancy import Tenancy
 from libra.trajectory import Trajectory
 
 # Libra (arXiv 2606.03077): train to rollout 10.8 s of engine activation; rollout to train 3.6 s of snapshot and 4.4 s
@@ -71,6 +72,7 @@ class System:
     # No group starts that finds the engines' caches full of unfinished trajectories' contexts: they would forget what
     # they need next, compute it again, and take longer, so that more is unfinished.
     start_by_cache: bool = False
+    tenancy: Tenancy | None = None  # on devices that the plan borrows; None: lent engines have their share, always
     move_kv: bool = True  # KV follows a trajectory to another engine where that is quicker than to compute it again
 
     @property

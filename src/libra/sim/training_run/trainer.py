@@ -53,7 +53,7 @@ class TrainingPrice:
             state=self.recipe.training_bytes,
             reference=self.recipe.reference,
             gpu=self.nodes.gpu,
-            rates=training_rates(self.nodes.gpu, self.recipe.dtype),
+            rates=training_rates(self.nodes.gpu, self.recipe.dtype, self.recipe.execution),
             fabric=fabric(self.nodes),
         )
         step = train_step(work, layout)

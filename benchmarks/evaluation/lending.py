@@ -1,0 +1,165 @@
+"""What a run gains by engines on devices that serve, and what their users pay for it.
+
+Invariant: published numbers are those of ROSE (arXiv 2605.06534), and only stand beside ours. A miss is attributable
+where the same request meets its SLO when its engine serves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.engines import shape_file
+from benchmarks.evaluation.experiment import Experiment
+from benchmarks.evaluation.figures import Bars, grouped_bars
+from benchmarks.evaluation.lending_cell import (
+    MODEL,
+    RULES,
+    SERVED,
+    SYSTEMS,
+    WHOLE,
+    LendingSetting,
+    certified_cell,
+    run,
+    trace,
+)
+from benchmarks.evaluation.page import markdown_table
+from benchmarks.rows import Row
+from benchmarks.workloads.definition import FILES
+
+# With 32 groups a step, as elsewhere, the longest trajectory is most of a step; with 128 work is.
+SETTINGS = tuple(LendingSetting("search_r1", 6, 8, groups, 4096 // (2 * groups)) for groups in (32, 128))
+_QUICK = (LendingSetting("search_r1", 2, 3, 43, 8),)  # the same per GPU as the second
+ROLLOUT_SYSTEMS = ("gate", "published", "elastic")  # whose rollout is timed, in steps that wait for it
+OVER_FIXED, OVER_ELASTIC, OVER_PUBLISHED = 1.3, 1.2, 1.0
+PUBLISHED = {"fixed": "1.2 to 3.3", "elastic": "1.2 to 1.5"}
+
+Values = Mapping[str, Any]
+
+
+def synchronous(setting: LendingSetting) -> LendingSetting:
+    """The same, where a step begins when the one before has been trained on."""
+    steps = max(4, setting.steps // 2)
+    return LendingSetting(setting.workload, setting.nodes, setting.lending, setting.groups, steps, 0)
+
+
+def _cells(quick: bool) -> list[Cell]:
+    settings = _QUICK if quick else SETTINGS
+    cells = [certified_cell(name) for name in RULES]
+    for setting in settings:
+        cells += [_cell(setting, system) for system in SYSTEMS]
+        cells += [_cell(synchronous(setting), system) for system in ROLLOUT_SYSTEMS]
+    return cells
+
+
+def _cell(setting: LendingSetting, system: str) -> Cell:
+    found, shapes = trace(), [shape_file(model) for model in (MODEL, SERVED, WHOLE)]
+    inputs = (*shapes, FILES / f"{setting.workload}.json", *(() if found is None else (found,)))
+    cost = float(setting.steps * setting.groups * (setting.lending if system in RULES else 1))
+    arguments = {"setting": setting.arguments(), "system": system}
+    return Cell(f"{size_of(setting)}, {system}", run, arguments, inputs, cost)
+
+
+def size_of(setting: LendingSetting) -> str:
+    """The same whatever the size of the clusters."""
+    waits = "" if setting.staleness else ", synchronous"
+    return f"{setting.trajectories_a_gpu} trajectories a step and GPU{waits}"
+
+
+def words_of(setting: LendingSetting) -> str:
+    return f"{8 * setting.nodes} own, {8 * setting.lending} lending, {size_of(setting)}"
+
+
+def found_of(results: Sequence[Result]) -> dict[LendingSetting, dict[str, Values]]:
+    found: dict[LendingSetting, dict[str, Values]] = {}
+    for result in results:
+        if result.cell.function is run:
+            setting = LendingSetting(**result.cell.arguments["setting"])
+            found.setdefault(setting, {})[str(result.cell.arguments["system"])] = result.values
+    return found
+
+
+def _rows(results: Sequence[Result]) -> list[Row]:
+    rows: list[Row] = []
+    for setting, systems in found_of(results).items():
+        case = words_of(setting)
+        if not setting.staleness:
+            rows += _rollout_rows(case, systems)
+            continue
+        for name, values in systems.items():
+            rows.append(Row(case, name, values["steady"], "tokens/s"))
+            if values["requests"]:
+                rows.append(Row(case, f"{name}: lent", values["lent"], "of the time"))
+                ours = name == "gate"
+                none, met = ("0", values["attributable"] == 0) if ours else (None, None)
+                unit = f"of {values['requests']:,}"
+                rows.append(Row(case, f"{name}: attributable misses", values["attributable"], unit, none, met))
+        fixed, gate, bound = (systems[name]["steady"] for name in ("fixed", "gate", "whole"))
+        rows.append(Row(case, "gate over fixed", gate / fixed, "x", f">= {OVER_FIXED}", gate / fixed >= OVER_FIXED))
+        rows.append(Row(case, "whole devices over fixed: the bound", bound / fixed, "x"))
+    return rows
+
+
+def _rollout_rows(case: str, systems: Mapping[str, Values]) -> list[Row]:
+    rows = [Row(case, f"{name}: rollout", values["waited"], "s a step") for name, values in systems.items()]
+    for name, goal in (("elastic", OVER_ELASTIC), ("published", OVER_PUBLISHED)):
+        over = systems[name]["waited"] / systems["gate"]["waited"]
+        rows.append(Row(case, f"rollout time of {name} over the gate's", over, "x", f">= {goal}", over >= goal))
+    return rows
+
+
+def _tables(results: Sequence[Result]) -> dict[str, str]:
+    return {
+        f"{setting.trajectories_a_gpu}-a-gpu": _table(systems)
+        for setting, systems in found_of(results).items()
+        if setting.staleness
+    }
+
+
+def _table(systems: Mapping[str, Values]) -> str:
+    header = ["system", "tokens/s", "over it", "published", "GPUs that train", "borrowed", "lent", "away", "misses"]
+    body = []
+    for name, values in systems.items():
+        served = values["requests"] > 0
+        body.append(
+            [
+                name,
+                f"{values['steady']:,.0f}",
+                "" if name == "gate" else f"{systems['gate']['steady'] / values['steady']:.2f}",
+                PUBLISHED.get(name, ""),
+                f"{values['training']}",
+                f"{values['borrowed']}",
+                f"{100 * values['lent']:.0f} %" if served else "",
+                f"{100 * values['away']:.1f} %" if served else "",
+                f"{values['attributable']} of {values['requests']:,}" if served else "",
+            ]
+        )
+    return markdown_table(header, body)
+
+
+def _figures(results: Sequence[Result]) -> dict[str, str]:
+    found = {setting: systems for setting, systems in found_of(results).items() if setting.staleness}
+    bars = [Bars(name, tuple(systems[name]["steady"] for systems in found.values())) for name in SYSTEMS]
+    groups = [size_of(setting) for setting in found]
+    (first, *_) = found
+    return {
+        "systems": grouped_bars(
+            f"{8 * first.nodes} H800 of its own, {8 * first.lending} that serve",
+            "Generated tokens that were trained on, per second, once the run is under way.",
+            groups,
+            bars,
+            "tokens per second",
+        )
+    }
+
+
+EXPERIMENT = Experiment(
+    name="lending",
+    title="Rollouts on devices that serve",
+    question="What does a run gain by borrowing from GPUs that serve Azure's conversation hour, and who misses an SLO?",
+    cells=_cells,
+    rows=_rows,
+    tables=_tables,
+    figures=_figures,
+)

@@ -1,0 +1,131 @@
+"""Training steps that were measured on a GPU, beside their prices: seconds of a step, and peak memory.
+
+Invariant: a step is priced as it ran, eagerly and on one device in one micro-batch; the constants of that price are in
+`libra.cost.sources.rates`, and nothing is fitted here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rows import Row
+from libra.config.recipe import TrainingBytes
+from libra.config.yaml_file import ConfigError
+from libra.cost.sources.rates import training_rates
+from libra.cost.train_batch import Batch
+from libra.cost.train_memory import training_memory
+from libra.cost.train_passes import Work
+from libra.cost.train_step import train_step
+from libra.cost.transfer import fabric
+from libra.hardware.cluster import GPU, NodeClass
+from libra.hardware.model_file import load_model
+from libra.hardware.parallel import ParallelLayout, Recompute
+
+TIME, MEMORY = 0.10, 0.08  # mean over the sizes; each
+_BYTES = {  # AdamW's moments have the parameters' type
+    "torch.float32": TrainingBytes(4, 4, 8, compute=2),
+    "torch.bfloat16": TrainingBytes(2, 2, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One size. Seconds are of forward, backward and update; without them it ran out of memory."""
+
+    name: str
+    measured: float | None
+    predicted: float
+    peak: float  # bytes
+    predicted_peak: float  # without what a margin is for: the CUDA context, fragmentation
+    possible: bool  # by the price, margin included
+
+
+def price_steps(folder: Path, gpu: GPU) -> tuple[Step, ...]:
+    """Of `training.json`, if the folder has one. Raises `ConfigError` where it is not of the format."""
+    path = folder / "training.json"
+    if not path.is_file():
+        return ()
+    try:
+        return tuple(_step(row, gpu) for row in json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error!r}; it is no file of measured training steps, measure again") from None
+
+
+def rows(steps: Sequence[Step]) -> list[Row]:
+    """In percent."""
+    done = [step for step in steps if step.measured is not None]
+    if not done:
+        return []
+    times = [_relative(step.predicted, step.measured) for step in done]
+    peaks = [_relative(step.predicted_peak, step.peak) for step in done]
+    wrong = sum(step.possible for step in steps if step.measured is None)
+    missed = sum(not step.possible for step in done)
+    most = max(map(abs, peaks))
+    return [
+        Row(
+            "training",
+            "mean error of seconds",
+            100 * fmean(map(abs, times)),
+            "%",
+            f"at most {TIME:.0%}",
+            fmean(map(abs, times)) <= TIME,
+        ),
+        Row("training", "largest error of peak memory", 100 * most, "%", f"at most {MEMORY:.0%}", most <= MEMORY),
+        Row("training", "called possible, ran out of memory", wrong, "", "none", wrong == 0),
+        Row("training", "called impossible, ran", missed, ""),
+    ]
+
+
+def show(steps: Sequence[Step], console: Console) -> None:
+    if not steps:
+        return
+    table = Table(title="training steps, eager")
+    for column in ("step", "seconds", "predicted", "error", "peak, GB", "predicted", "error", "possible"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for step in steps:
+        ran = step.measured is not None
+        table.add_row(
+            step.name,
+            f"{step.measured:.3f}" if step.measured is not None else "out of memory",
+            f"{step.predicted:.3f}",
+            f"{100 * _relative(step.predicted, step.measured):+.1f} %" if ran else "",
+            f"{step.peak / 1e9:.1f}",
+            f"{step.predicted_peak / 1e9:.1f}",
+            f"{100 * _relative(step.predicted_peak, step.peak):+.1f} %" if ran else "",
+            "yes" if step.possible else "no",
+        )
+    console.print(table)
+
+
+def _step(row: dict[str, object], gpu: GPU) -> Step:
+    model = load_model(str(row["model"]))
+    length, count = int(str(row["seq"])), int(str(row["batch"]))
+    # Where a step ran out of memory its type was not written: that of the model's other steps.
+    state = _BYTES[str(row.get("param_dtype", "torch.float32"))]
+    recompute: Recompute = "full" if row["recompute"] else "none"
+    layout = ParallelLayout(1, 1, 1, 1, 1, length * count, recompute, "zero1", True)
+    nodes = NodeClass("node", 1, 1, gpu, gpu.link, 25e9)
+    batch = Batch((float(length),), (float(count),))
+    work = Work(model, batch, state, "none", gpu, training_rates(gpu, "bf16", "eager"), fabric(nodes))
+    step = train_step(work, layout)
+    memory = training_memory(model, layout, length * count, gpu.memory, state, "none", "eager", accumulated=False)
+    return Step(
+        f"{row['model']}, {count} x {length:,}, recomputation {recompute}",
+        None if "error" in row else float(str(row["forward_backward"])) + float(str(row["optimizer"])),
+        step.total - step.forwards,
+        float(str(row["peak_bytes"])),
+        memory.total - memory.margin,
+        memory.total <= gpu.memory,
+    )
+
+
+def _relative(predicted: float, measured: float | None) -> float:
+    assert measured is not None
+    return predicted / measured - 1

@@ -1,0 +1,201 @@
+"""A rollout engine on a device that serves: an iteration begins only with a grant.
+
+Invariant: serving's requests come whatever rollout does, and no serving step waits for more than the iteration that is
+under way. Iterations that follow each other on grants are advanced together, and nobody outside can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+
+from libra.lend.gate import Grant, Refusal, ServingView, SharingRule
+from libra.lend.recall import WatchedRule
+from libra.sim.clock import TICKS
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.jump import cut, end_of
+from libra.sim.engine.request import Request
+from libra.sim.engine.running import nothing_fits, schedule
+from libra.sim.step_budget import StepBudgets
+from libra.sim.tenant import ServingTenant
+
+_HORIZON = 30.0  # seconds over which the granted share is averaged
+
+
+class LenderDevice:
+    """A serving engine's device, whether or not rollout has it: it outlives the engines that borrow it.
+
+    `share` is the share of the time that is granted while rollout has work: of the latest seconds, or at first what is
+    expected. `exact` makes every step of serving: the same outcome, slower.
+    """
+
+    def __init__(self, tenant: ServingTenant, rule: SharingRule, share: float, *, exact: bool = False) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share is {share:g}; the share of the time that is granted is above 0 and at most 1")
+        self.tenant = tenant
+        self.at = 0  # tick from which the device is free
+        self.lent = 0  # ticks that rollout computed
+        self.share = share
+        self._rule, self._exact = rule, exact
+        self._since = 0  # serving steps since the last grant
+        self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and what had been lent by then
+
+    @property
+    def recalled(self) -> str | None:
+        """Why nothing is lent; None: it is."""
+        return self._rule.recall.recalled if isinstance(self._rule, WatchedRule) else None
+
+    def ask(self, now: int) -> Grant | Refusal:
+        """Who has the device next, which is free now."""
+        self.tenant.arrive(now)
+        return self.decide(self.tenant.view(self._since), now)
+
+    def decide(self, view: ServingView, now: int) -> Grant | Refusal:
+        return self._rule.decide(view, now, self.tenant.cost)
+
+    def used(self, end: int) -> None:
+        """Rollout had the device until now."""
+        self.lent += end - self.at
+        self.at, self._since = end, 0
+
+    def serve(self) -> None:
+        """A serving step, or the wait for the next request.
+
+        Raises RuntimeError where none comes: rollout has refused a device that nobody else wants.
+        """
+        end = self.tenant.step(self.at)
+        if end is None:
+            end = self.tenant.next_arrival
+            if end is None:
+                raise RuntimeError("a rollout step takes longer than the longest grant: grant more, or lower its batch")
+        else:
+            self._since += 1
+        self.at = end
+        elapsed, lent = end - self._averaged, self.lent - self._lent
+        self.share += (1 - math.exp(-elapsed / (_HORIZON * TICKS))) * (lent / elapsed - self.share)
+        self._averaged, self._lent = end, self.lent
+
+    def serve_alone(self, now: int) -> None:
+        """Serve, while rollout has nothing to do, until the device is free now or later. The load is watched as
+        requests come."""
+        tenant = self.tenant
+        if self.at >= now:
+            return
+        while self.at < now:
+            if tenant.arrive(self.at):
+                self.decide(tenant.view(self._since), self.at)
+            following, made = tenant.next_arrival, tenant.made
+            end = tenant.step(self.at) if self._exact else tenant.steps_until(self.at, now)
+            self._since += tenant.made - made
+            self.at = end if end is not None else now if following is None else min(now, following)
+        self._averaged, self._lent = self.at, self.lent
+
+    def serve_out(self, now: int) -> list[Request]:
+        """Serve alone from now on until all requests that have come by now have finished. Returns these."""
+        self.serve_alone(now)
+        self.tenant.arrive(self.at)
+        came = [request for request in self.tenant.came if request.arrival <= now]
+        for request in came:
+            while request.finish is None:
+                self.serve_alone(self.at + TICKS)
+        return came
+
+    def returns(self) -> int:
+        """Serve alone until the loan is given again. Returns the tick."""
+        while self.recalled is not None:
+            assert isinstance(self._rule, WatchedRule)
+            resumes, following = self._rule.resumes, self.tenant.next_arrival
+            until = math.ceil(min(resumes, self.at + TICKS if following is None else following))
+            self.serve_alone(max(until, self.at + 1))
+            self.ask(self.at)
+        return self.at
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GrantedEngine(SimEngine):
+    """The rollout engine of one loan. It is told that the loan is `recalled`, and by when, through that call: whoever
+    added the engine closes it then.
+
+    While serving has the device the engine waits; what it is asked meanwhile happens when serving's step has ended.
+    """
+
+    _: KW_ONLY
+    device: LenderDevice
+    recalled: Callable[[int], None]
+    _budgets: StepBudgets = field(init=False)
+    _waits: bool = field(default=False, init=False)  # for the device, until `end`
+
+    # No zero-argument super() in a class with slots that dataclass makes anew.
+
+    def __post_init__(self) -> None:
+        SimEngine.__post_init__(self)
+        if self.overlapping or self.config.async_scheduling or not self.config.enable_chunked_prefill:
+            raise ValueError(
+                "a lent engine fits each step to a grant: set pipeline_parallel_size to 1 and enable_chunked_prefill,"
+                " and leave async_scheduling out"
+            )
+        self._budgets = StepBudgets(self.config)
+
+    def token_seconds(self, now: int) -> float:
+        """As granted."""
+        return SimEngine.token_seconds(self, now) / self.device.share
+
+    def commit(self) -> list[Request]:
+        if self._waits:
+            self._forget_told()
+            self._waits = self.busy = False
+            return []
+        computes, end = self._pause is None, self.end
+        finished = SimEngine.commit(self)
+        if computes:
+            self.device.used(end)
+        return finished
+
+    def stop(self, now: int) -> None:
+        if self._waits:
+            self._waits = self.busy = False
+        SimEngine.stop(self, now)
+
+    def _iterate(self, now: int) -> int | None:
+        device = self.device
+        device.serve_alone(now)
+        if device.at == now:
+            answer = device.ask(now)
+            if device.recalled is not None:
+                self.busy = False
+                self.recalled(now)
+                return None
+            if isinstance(answer, Grant) and self._use(now, int(answer.length)):
+                return self.end
+            device.serve()
+        self.start, self.steps, self.end = now, 0, device.at
+        self.busy = self._waits = True
+        return self.end
+
+    def _use(self, now: int, grant: int) -> bool:
+        """Plan what the grant is used for. False: no step fits it."""
+        config = self._budgets.fitting(self, grant)
+        if config is None:
+            return False
+        self.config, self.start, self.busy = config, now, True
+        self.events += 1
+        if not schedule(self, now, self.most_steps):
+            raise nothing_fits(self)
+        if self.steps > 1:
+            self._cut_run()
+        return True
+
+    def _cut_run(self) -> None:
+        """Of the planned iterations keep those for which grants follow each other, as if each were asked for."""
+        device, steps = self.device, 1
+        following = device.tenant.next_arrival
+        view = device.tenant.view(0)
+        at = end_of(self.pieces, 1)
+        while steps < self.steps and (following is None or at < following):
+            answer, end = device.decide(view, at), end_of(self.pieces, steps + 1)
+            if not isinstance(answer, Grant) or end - at > int(answer.length):
+                break
+            steps, at = steps + 1, end
+        if steps < self.steps:
+            self.steps, self.end = cut(self.pieces, self.steps, at)

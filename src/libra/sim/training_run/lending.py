@@ -1,0 +1,148 @@
+"""The lent engines of a simulated run: who lends now, who has been recalled, and which weights they have.
+
+Invariant: an engine takes turns only with weights that are not older than those that the turn's group began with. No
+version waits for lent engines. A recall loses no token: turns go on elsewhere at the same tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from libra.sim.clock import seconds, ticks
+from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.state import Pause
+from libra.sim.granted_engine import GrantedEngine, LenderDevice
+from libra.sim.tenant import ServingTenant, misses
+from libra.sim.training_run.outcome import LenderOutcome
+from libra.sim.training_run.tenancy import ServingDevice, Tenancy
+
+
+@dataclass(slots=True)
+class _Lender:
+    serving: ServingDevice
+    device: LenderDevice
+    recalls: int = 0
+    away: int = 0  # ticks, of the recalls that are over
+    recalled_at: int | None = None
+
+
+class Lending:
+    """Adds lent engines to a cluster, closes and adds them as serving recalls and returns, and brings them weights."""
+
+    def __init__(self, tenancy: Tenancy, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
+        """`load` is the pause in which an engine takes new weights."""
+        self._tenancy, self._cluster, self._load, self._exact = tenancy, cluster, load, exact
+        self._wanted: dict[str, EngineSpec] = {}
+        self._named: set[str] = set()  # whatever was wanted once
+        self._lenders: dict[str, _Lender] = {}  # of the devices that serve
+        self._version = self._newest = 0  # of the weights that lent engines have, and that there are
+        self._sending = False
+
+    def outcome(self, now: int) -> tuple[LenderOutcome, ...]:
+        """Of each lender, once the run is over at tick `now`."""
+        return tuple(_outcome(name, it, now) for name, it in self._lenders.items())
+
+    # Engines
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all engines that were ever lent."""
+        return frozenset(self._named)
+
+    def want(self, specs: Iterable[EngineSpec], now: int) -> None:
+        """These are borrowed from now on, and no others."""
+        before, self._wanted = self._wanted, {spec.name: spec for spec in specs}
+        self._named |= self._wanted.keys()
+        here = self._here()
+        for name in sorted(here.keys() - self._wanted.keys()):
+            self._cluster.close(name)
+        for name in self._wanted:
+            if name in before or name in here:
+                continue
+            if name not in self._tenancy.devices:
+                self._cluster.at(now + ticks(self._tenancy.start), partial(self._lend, name))
+            elif name not in self._lenders or self._lenders[name].recalled_at is None:
+                self._cluster.at(now, partial(self._lend, name))
+        self._see()
+
+    def _lend(self, name: str, now: int) -> None:
+        if name not in self._wanted or name in self._here():
+            return
+        spec, serving = self._wanted[name], self._tenancy.devices.get(name)
+        if serving is None:
+            self._cluster.add(spec)
+            return
+        if name not in self._lenders:
+            self._lenders[name] = _Lender(serving, _device(serving, self._exact))
+        make = partial(GrantedEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
+        self._cluster.add(spec, make)
+
+    def _recall(self, name: str, now: int) -> None:
+        self._cluster.at(now, partial(self._close, name))
+
+    def _close(self, name: str, now: int) -> None:
+        if name not in self._here():
+            return
+        it = self._lenders[name]
+        it.recalls, it.recalled_at = it.recalls + 1, now
+        self._cluster.close(name)
+        # Nobody else has a say in what serving does until it lends again, so all of that can be made at once.
+        self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
+
+    def _return(self, name: str, now: int) -> None:
+        it = self._lenders[name]
+        assert it.recalled_at is not None
+        it.away, it.recalled_at = it.away + now - it.recalled_at, None
+        self._lend(name, now)
+
+    def _here(self) -> dict[str, int]:
+        """Index of each lent engine in service."""
+        instances = self._cluster.placer.fleet.instances
+        return {it.id: it.engine.index for it in instances if it.id in self._named}
+
+    # Weights
+
+    def made(self, version: int, now: int) -> None:
+        """A version is made, and sent as soon as the one before it is there; what came in between is skipped."""
+        self._newest = version
+        self._see()
+        if not self._sending:
+            self._send(now)
+
+    def _send(self, now: int) -> None:
+        self._sending = True
+        self._cluster.at(now + ticks(self._tenancy.weights), partial(self._arrived, self._newest))
+
+    def _arrived(self, version: int, now: int) -> None:
+        self._version, self._sending = version, False
+        self._see()
+        here = self._here()
+        if here:
+            update = WeightUpdate(now, self._load.ticks, self._load.refresh, frozenset(here.values()))
+            self._cluster.update(update)
+        if version < self._newest:
+            self._send(now)
+
+    def _see(self) -> None:
+        """Say which engines are behind."""
+        late = self._version < self._newest
+        self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
+
+
+def _device(serving: ServingDevice, exact: bool) -> LenderDevice:
+    case = serving.case
+    pace = ticks(case.slo.pace(serving.use))
+    tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
+    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact)
+
+
+def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
+    slo = it.serving.case.slo
+    served = it.device.serve_out(now)
+    away = it.away + (now - it.recalled_at if it.recalled_at is not None else 0)
+    missed = misses(served, slo.ttft, slo.tpot)
+    return LenderOutcome(name, len(served), missed, seconds(it.device.lent), seconds(away), it.recalls)
