@@ -31,7 +31,7 @@ from benchmarks.lending._engines import ask, serving_engine, start_rollout, turn
 from benchmarks.rows import Row, report
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.lend.agent import LendingAgent
-from libra.backends.lend.lender_file import Lender
+from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.scheduler import DEVICE
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.vllm.engine_handle import EngineHandle
@@ -135,7 +135,7 @@ class Server:
 async def _with_borrower(directory: Path, kills: int, stops: int) -> Waited:
     server, page = Server(directory), directory / "device"
     start = start_rollout(directory, page, _TERMS)
-    lender = Lender(page, directory / "agent", str(directory / "serve"), 2.0, start)
+    lender = LoanOrder(page, directory / "agent", str(directory / "serve"), 2.0, start)
     ended, rng = asyncio.Event(), np.random.default_rng(0)
     async with LendingAgent.open(lender, directory / "logs", lambda line: None) as agent:
         running = asyncio.create_task(agent.run(ended))
@@ -174,7 +174,7 @@ async def _granted(agent: LendingAgent, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _load(lender: Lender) -> None:
+async def _load(lender: LoanOrder) -> None:
     """Turns, until the engine goes away."""
     channel = ControllerChannel(*await asyncio.open_unix_connection(lender.listen))
     engine = EngineHandle(WorkerLink("lent", 0, channel, (0,), 0), lambda name, why: None)

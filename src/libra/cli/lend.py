@@ -15,7 +15,7 @@ from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
     from libra.backends.lend.agent import LendingPeriod
-    from libra.backends.lend.lender_file import Lender
+    from libra.backends.lend.lender_file import LoanOrder
     from libra.lend.certificate import Certificate
     from libra.sim.certify import LendingCase, LoadTrial
 
@@ -121,7 +121,7 @@ def serve(
         bad_input(error)
 
 
-async def _serve(lender: Lender, logs: Path, period: float, as_json: bool) -> None:
+async def _serve(lender: LoanOrder, logs: Path, period: float, as_json: bool) -> None:
     import asyncio
     import signal
     from dataclasses import asdict

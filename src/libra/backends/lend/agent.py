@@ -19,7 +19,7 @@ import msgspec
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.launcher import LocalLauncher, WorkerLink
 from libra.backends.lend.device_token import BorrowerTally, LenderToken
-from libra.backends.lend.lender_file import Lender
+from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.server_watch import ServerWatch
 from libra.backends.transport.channel import AgentChannel
 from libra.backends.transport.engine_messages import Generate, Generated, Interrupt, StartEngine
@@ -59,7 +59,7 @@ class LendingAgent:
 
     def __init__(
         self,
-        lender: Lender,
+        lender: LoanOrder,
         token: LenderToken,
         server: ServerWatch,
         launcher: LocalLauncher,
@@ -79,7 +79,7 @@ class LendingAgent:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, lender: Lender, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
+    async def open(cls, lender: LoanOrder, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
         """Raises LendingError where the device is not to be lent, LaunchError where no engine can be started."""
         token = LenderToken(lender.device)
         try:

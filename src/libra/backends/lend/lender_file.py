@@ -64,7 +64,7 @@ class LenderFile(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Lender:
+class LoanOrder:
     """A loan as it was asked for."""
 
     device: Path
@@ -84,7 +84,7 @@ class Lender:
             raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
 
 
-def load_lender_file(path: Path) -> Lender:
+def load_lender_file(path: Path) -> LoanOrder:
     """Raises ConfigError."""
     file = read_section(path, LenderFile, EXAMPLE)
     certificate = load_certificate(path.parent / file.certificate)
@@ -94,7 +94,7 @@ def load_lender_file(path: Path) -> Lender:
         raise refusal(path, str(error)) from None
 
 
-def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> Lender:
+def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrder:
     pace = _pace(file.serving, certificate)
     if not file.shortest_grant <= certificate.longest_grant:
         raise ValueError(
@@ -139,7 +139,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> Lender:
         loan=DeviceLoan(str(device), terms, None if file.record is None else str(beside / file.record), file.share),
     )
     listen = device.with_name(f"{device.name}.agent") if file.listen is None else Path(file.listen)
-    return Lender(device, listen, file.serving.model, file.lease, start)
+    return LoanOrder(device, listen, file.serving.model, file.lease, start)
 
 
 def _pace(serving: ServingSection, certificate: Certificate) -> float:

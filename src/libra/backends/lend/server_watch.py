@@ -11,13 +11,13 @@ import os
 import select
 
 from libra.backends.lend.device_token import EngineFacts, LenderToken, LendingError
-from libra.backends.lend.lender_file import Lender
+from libra.backends.lend.lender_file import LoanOrder
 
 
 class ServerWatch:
     """Looks at the server of a loan. Owners may end and start it at any time."""
 
-    def __init__(self, lender: Lender, token: LenderToken) -> None:
+    def __init__(self, lender: LoanOrder, token: LenderToken) -> None:
         """Raises LendingError where the loan cannot begin: another model, or no server."""
         self._lender, self._token = lender, token
         self._pid, self._process = 0, -1

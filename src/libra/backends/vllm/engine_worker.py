@@ -7,7 +7,7 @@ from itertools import count
 from statistics import fmean
 
 from libra.backends.launch.worker import Pacer
-from libra.backends.lend.lent_engine import LentEngine
+from libra.backends.lend.borrowing_engine import BorrowingEngine
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -31,7 +31,7 @@ from libra.cost.engine_memory import BLOCK_TOKENS
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
     """Until `Stop`, or until the controller goes away."""
-    lent = None if start.loan is None else LentEngine(start.loan)
+    lent = None if start.loan is None else BorrowingEngine(start.loan)
     engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
     if lent is not None:
         lent.lend(engine)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from libra.backends.lend.device_token import EngineFacts, LenderToken, LendingError, ServingToken
-from libra.backends.lend.lender_file import Lender, load_lender_file
+from libra.backends.lend.lender_file import LoanOrder, load_lender_file
 from libra.backends.lend.server_watch import ServerWatch
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig
@@ -44,7 +44,7 @@ LOAN: dict[str, Any] = {
 CHAT = EngineFacts("Qwen/Qwen3-8B", 16384, 256, 1024)
 
 
-def load(directory: Path, changes: dict[str, Any] | None = None) -> Lender:
+def load(directory: Path, changes: dict[str, Any] | None = None) -> LoanOrder:
     """Of the loan with these dotted keys changed."""
     loan = copy.deepcopy(LOAN)
     loan["device"] = str(directory / "device")

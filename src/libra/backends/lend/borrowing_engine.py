@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from libra.backends.vllm.report import Sampled
 
 
-class LentEngine:
+class BorrowingEngine:
     """Make it first, then the engine, then `lend` it."""
 
     def __init__(self, loan: DeviceLoan) -> None:
