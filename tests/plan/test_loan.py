@@ -127,6 +127,16 @@ def test_a_loan_that_helps_nobody_is_not_taken() -> None:
     assert "chat" not in [bucket.shape for bucket in solve_loans(Menu(slow), solve).allocation.buckets]
 
 
+@pytest.mark.parametrize(("work", "borrows"), [(15.92, False), (15.8, True)])
+def test_a_loan_that_gains_less_than_prices_tell_apart_is_not_taken(work: float, borrows: bool) -> None:
+    little = replace(PROBLEM, engines=(PROBLEM.engines[0], engine("chat", "chat", (work, work), 99)))
+    found = solve_loans(Menu(little), solve)
+    assert ("chat" in [bucket.shape for bucket in found.allocation.buckets]) is borrows
+    assert found.predicted.step == (work / 2 if borrows else 8.0)
+    assert found.proof.status == "optimal"
+    assert found.proof.bound == pytest.approx(work / 2, rel=2e-4)  # what is known to be possible is still said
+
+
 def allocation(*buckets: tuple[str, int]) -> Allocation:
     return Allocation(1, tuple(_buckets(buckets)), "t")
 

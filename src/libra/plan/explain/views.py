@@ -14,6 +14,7 @@ import numpy as np
 
 from libra.plan.allocation import Allocation
 from libra.plan.explain.explanation import Bound, BucketView, PlanView, PoolView
+from libra.plan.loan import LEAST_GAIN
 from libra.plan.model.ranges import NEVER, RangeTable
 from libra.plan.options.menu import Rejected
 from libra.plan.options.price import (
@@ -83,6 +84,8 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
         training, generating = used[pool.name]
         idle = pool.devices - (max(training, generating) if problem.colocated else training + generating)
         why = _why_idle(problem, allocation, pool.name, rejected) if idle else ""
+        if pool.serves and not generating and any(option.pool == pool.name for option in problem.engines):
+            why = f"a loan would save less than {LEAST_GAIN:.0%} of a step on average"
         views.append(PoolView(pool.name, pool.devices, training, generating, idle, why, pool.serves))
     return tuple(views)
 
