@@ -28,7 +28,7 @@ from libra.hardware.model_file import load_model
 from libra.route.baselines import RoundRobin, TwoChoices
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
 from libra.sim.workload.generated import generated_requests
 from libra.sim.workload.requests import Workload
@@ -63,7 +63,7 @@ def cluster(workload: Workload, bandwidth: float) -> SimCluster:
     spec = replace(engine(MODEL, "A100", 1, 16384), kv_bytes=load_model(MODEL).kv_bytes_per_token(2))
     specs = [replace(spec, name=f"prefill-{number}", role=PREFILL) for number in range(PAIRS)]
     specs += [replace(spec, name=f"decode-{number}", role=DECODE) for number in range(PAIRS)]
-    transfer = KVTransfer(bandwidth)
+    transfer = KVNetwork(bandwidth)
     return SimCluster(specs, workload, RoundRobin(), kv_transfer=transfer, decode_route=TwoChoices(seed=0))
 
 

@@ -22,7 +22,7 @@ from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 from libra.sim.link import Network, link
 from libra.sim.workload.requests import Requests
 
@@ -35,7 +35,7 @@ class Pair:
     decode: EngineConfig
     step: int
     per_token: int
-    transfer: KVTransfer
+    transfer: KVNetwork
 
 
 def random_pair(seed: int) -> tuple[Pair, tuple[Request, ...]]:
@@ -49,7 +49,7 @@ def random_pair(seed: int) -> tuple[Pair, tuple[Request, ...]]:
             request.cancel_at *= step
     prefill = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
     block_ticks = random.choice((1, step, 5 * step))  # that the blocks of a token take
-    return Pair(prefill, config, step, per_token, KVTransfer(TICKS / block_ticks)), requests
+    return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks)), requests
 
 
 @dataclass(slots=True)

@@ -21,17 +21,17 @@ from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, F
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.state import Iteration
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 from libra.sim.workload.requests import Requests
 
 TEN = AffineCost(10)  # ticks for any iteration
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=32, block_size=4, max_num_seqs=4)
-BYTE_A_TICK = KVTransfer(bandwidth=float(TICKS))
+BYTE_A_TICK = KVNetwork(bandwidth=float(TICKS))
 
 
 def pair(
     requests: Sequence[Request],
-    transfer: KVTransfer = BYTE_A_TICK,
+    transfer: KVNetwork = BYTE_A_TICK,
     *,
     decode: EngineConfig = CONFIG,
     at: Sequence[tuple[int, str, str]] = (),
@@ -169,7 +169,7 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
     specs += [
         EngineSpec(f"d{number}", config, cost, role=DECODE, kv_bytes=kv_bytes) for number in range(random.randint(1, 3))
     ]
-    transfer = KVTransfer(
+    transfer = KVNetwork(
         bandwidth=random.choice((1e11, 1e13, 1e15)),
         latency=random.choice((0.0, 1e-9, 1e-12)),
         lease=random.choice((1e-8, 1e-7, 30.0)),
@@ -224,7 +224,7 @@ def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int
     assert with_faults(seed, exact=False) == with_faults(seed, exact=True)
 
 
-def refused(specs: Sequence[EngineSpec], transfer: KVTransfer | None = BYTE_A_TICK) -> str:
+def refused(specs: Sequence[EngineSpec], transfer: KVNetwork | None = BYTE_A_TICK) -> str:
     with pytest.raises(ValueError) as error:
         SimCluster(specs, Requests(lambda: [], {}), kv_transfer=transfer)
     return str(error.value)

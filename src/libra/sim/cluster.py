@@ -19,7 +19,7 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 from libra.sim.placement import Placer
 from libra.sim.prefill_decode import Prefill, PrefillDecode
 from libra.sim.workload.caller import Caller, rest_of
@@ -58,7 +58,7 @@ class SimCluster:
         patient: bool = False,
         keep: bool = True,
         kv_moves: KVMoves | None = None,
-        kv_transfer: KVTransfer | None = None,
+        kv_transfer: KVNetwork | None = None,
         decode_route: Policy | None = None,
         interrupted: Callable[[Request, int], Request] | None = None,
     ) -> None:

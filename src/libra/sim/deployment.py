@@ -17,7 +17,7 @@ from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
 DEFAULT_DECODE_ROUTE = "least-loaded"
@@ -57,7 +57,7 @@ class Deployment:
     sticky: bool = True  # a later turn follows its prefix where it can
     updates: Sequence[WeightUpdate] = ()
     time_limit: float | None = None  # seconds
-    kv_transfer: KVTransfer | None = None  # where engines have roles
+    kv_transfer: KVNetwork | None = None  # where engines have roles
     decode_route: str = DEFAULT_DECODE_ROUTE  # which engine goes on where a prompt is computed
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from libra.hardware.model_file import load_model
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec, FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.kv_transfer import DEFAULT_LEASE, KVTransfer
+from libra.sim.kv_network import DEFAULT_LEASE, KVNetwork
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
@@ -133,7 +133,7 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
             file.time_limit,
             None
             if transfer is None
-            else KVTransfer(transfer.bandwidth, transfer.latency, transfer.lease, transfer.local_below),
+            else KVNetwork(transfer.bandwidth, transfer.latency, transfer.lease, transfer.local_below),
             DEFAULT_DECODE_ROUTE if transfer is None else transfer.route,
         )
     except ValueError as error:

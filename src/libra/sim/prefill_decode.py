@@ -14,7 +14,7 @@ from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 from libra.sim.link import Link, Network, link
 from libra.sim.placement import Placer
 
@@ -51,7 +51,7 @@ class PrefillDecode:
 
     def __init__(
         self,
-        settings: KVTransfer,
+        settings: KVNetwork,
         decoders: Placer,
         specs: Sequence[EngineSpec],
         *,

@@ -16,7 +16,7 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
-from libra.sim.kv_transfer import KVTransfer
+from libra.sim.kv_network import KVNetwork
 from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.workload.requests import Workload
@@ -42,7 +42,7 @@ def simulate(
     turn_tokens: int = 1,
     updates: Sequence[WeightUpdate] = (),
     time_limit: float | None = None,
-    kv_transfer: KVTransfer | None = None,
+    kv_transfer: KVNetwork | None = None,
     decode_route: Policy | str | None = None,
     seed: int = 0,
     exact: bool = False,

@@ -90,7 +90,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class EngineRole:
     """What an engine does of a request."""
 
     name: RoleName
@@ -98,10 +98,10 @@ class Role:
     hands_over: bool  # another engine goes on where the prompt is computed
 
 
-COLOCATED = Role("colocated", "prompt", hands_over=False)
-PREFILL = Role("prefill", "prompt", hands_over=True)
-DECODE = Role("decode", "context", hands_over=False)
-ROLES: dict[RoleName, Role] = {role.name: role for role in (COLOCATED, PREFILL, DECODE)}
+COLOCATED = EngineRole("colocated", "prompt", hands_over=False)
+PREFILL = EngineRole("prefill", "prompt", hands_over=True)
+DECODE = EngineRole("decode", "context", hands_over=False)
+ROLES: dict[RoleName, EngineRole] = {role.name: role for role in (COLOCATED, PREFILL, DECODE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +114,5 @@ class EngineSpec:
     bucket: int = 0
     node: str = ""  # where it is; engines of one node move KV over its links
     devices: int = 1  # GPUs
-    role: Role = COLOCATED
+    role: EngineRole = COLOCATED
     kv_bytes: float = 0.0  # of a token, on all devices together: what a pull of it reads

@@ -9,7 +9,7 @@ DEFAULT_LEASE = 30.0  # seconds, as vLLM's `kv_lease_duration`
 
 
 @dataclass(frozen=True, slots=True)
-class KVTransfer:
+class KVNetwork:
     """How KV goes from prefill to decode."""
 
     bandwidth: float  # bytes/s of the network of each of an engine's devices, in each direction
