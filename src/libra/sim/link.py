@@ -22,11 +22,12 @@ class Link:
 
     rate: int
     transfers: dict[Transfer, None] = field(default_factory=dict)
+    share: int = 0  # of each of them
     moved: int = 0  # bytes that have passed, of transfers that ended
 
-    @property
-    def share(self) -> int:
-        return max(1, self.rate // len(self.transfers))
+    def divide(self) -> None:
+        """Transfers came or went."""
+        self.share = max(1, self.rate // max(1, len(self.transfers)))
 
 
 @dataclass(slots=True, eq=False)
@@ -100,16 +101,19 @@ class Network:
     def _share_anew(self, changed: Transfer, now: int) -> None:
         """The shares of all that have a link in common with one that came or went."""
         source, target = changed.links
-        for transfer in {**source.transfers, **target.transfers}:
-            one, other = transfer.links
-            rate = min(one.share, other.share)
-            if rate == transfer.rate:
-                continue
-            transfer.left = max(0, transfer.left - (now - transfer.since) * transfer.rate)
-            transfer.since, transfer.rate = now, rate
-            transfer.end = now + -(-transfer.left // rate)
-            self._serial += 1
-            heappush(self._ends, (transfer.end, self._serial, transfer))
+        source.divide()
+        target.divide()
+        for link in changed.links:
+            for transfer in link.transfers:
+                one, other = transfer.links
+                rate = one.share if one.share < other.share else other.share
+                if rate == transfer.rate:
+                    continue
+                transfer.left = max(0, transfer.left - (now - transfer.since) * transfer.rate)
+                transfer.since, transfer.rate = now, rate
+                transfer.end = now + -(-transfer.left // rate)
+                self._serial += 1
+                heappush(self._ends, (transfer.end, self._serial, transfer))
 
 
 def link(bandwidth: float) -> Link:
