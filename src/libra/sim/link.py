@@ -75,7 +75,7 @@ class Network:
         ends = self._ends
         while ends:
             tick, _, transfer = ends[0]
-            if transfer.end == tick and transfer.key in self._transfers:
+            if transfer.end == tick:
                 return tick
             heappop(ends)
         return None
@@ -83,8 +83,11 @@ class Network:
     def ended(self, now: int) -> list[Hashable]:
         """Take out the transfers that have ended by now, in the order in which they were to."""
         done: list[Hashable] = []
-        while (tick := self.next_end()) is not None and tick <= now:
-            transfer = heappop(self._ends)[2]
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            tick, _, transfer = heappop(ends)
+            if transfer.end != tick:
+                continue
             del self._transfers[transfer.key]
             for link in transfer.links:
                 link.moved += transfer.size
@@ -94,7 +97,7 @@ class Network:
 
     def _leave(self, transfer: Transfer, now: int) -> None:
         for link in transfer.links:
-            link.transfers.pop(transfer, None)
+            del link.transfers[transfer]
         transfer.end = -1
         self._share_anew(transfer, now)
 
