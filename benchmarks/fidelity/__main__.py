@@ -6,7 +6,7 @@ page is one set of findings.
     python -m benchmarks.fidelity [--quick] [--schedule-cases N] [--models small,tiny] [--repeats N]
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
-    python -m benchmarks.fidelity --gpu-runs FOLDER [--json FILE]
+    python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
 
 The second compares schedules of one kind, and no times. The third predicts engines that were measured on GPUs, from the
 files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the third. Exits with 1 if a schedule
@@ -36,6 +36,7 @@ from benchmarks.fidelity.models import ModelName
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.config.yaml_file import ConfigError
+from libra.cost.sources.files import save_fit
 
 if TYPE_CHECKING:  # it imports vLLM
     from benchmarks.fidelity.schedule import Kind
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(given)
     if options.gpu_runs is not None:
-        return _gpu_runs(options.gpu_runs, options.json)
+        return _gpu_runs(options.gpu_runs, options.save, options.json)
     environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
     from benchmarks.fidelity import page, schedule
 
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(difference is not None for difference in differences))
 
 
-def _gpu_runs(folder: Path, json_path: Path | None) -> int:
+def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
     """Predict engines that ran on GPUs. Returns 1 where a bar is missed, 2 where the folder cannot be read."""
     from benchmarks.fidelity import gpu_runs, gpu_training
 
@@ -110,6 +111,9 @@ def _gpu_runs(folder: Path, json_path: Path | None) -> int:
         print(error, file=sys.stderr)
         return 2
     gpu_runs.show(predicted, Console(width=200))
+    if save is not None:
+        for one in predicted:
+            save_fit(save / f"{one.run.name}.host.json", one.fit)
     gpu_training.show(steps, Console(width=200))
     found = [*gpu_runs.rows(predicted), *gpu_training.rows(steps)]
     report(found, json_path)
@@ -126,9 +130,11 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--models", help=f"of {', '.join(get_args(ModelName))}, with commas ({FULL.models})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of each workload, 2 or more ({FULL.repeats})")
     files = parser.add_mutually_exclusive_group()
-    files.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is measured, a file for each model")
+    files.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="keep what is measured, or fitted, a file for each model"
+    )
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
-    files.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
+    parser.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)

@@ -3,7 +3,7 @@
 Invariant: a model is predicted from its own grid and from defaults; no workload goes into a fit, and no model into
 another's.
 
-    python -m benchmarks.fidelity --gpu-runs FOLDER [--json FILE]
+    python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -116,14 +116,13 @@ def _predict(run: EngineRun) -> Predicted:
     host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
     source = f"measured: {run.name} on {run.gpu.name}, {run.software}"
     fit = fit_engine(kernels.grid(1), run.config.capture_sizes, run.grid, host, terms, source)
-    fitted = fit.host
     if run.intake is not None:
-        admission = fitted.admission + run.intake.request
-        fitted = replace(fitted, admission=admission, context_token=run.intake.token)
+        admission = fit.host.admission + run.intake.request
+        fit = replace(fit, host=replace(fit.host, admission=admission, context_token=run.intake.token))
     profiles = {
         "kernels alone": kernels,
         "default": kernels.beside(host, terms),
-        "fitted": kernels.beside(fitted, fit.terms),
+        "fitted": kernels.beside(fit.host, fit.terms),
     }
     return Predicted(
         run,

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import kv_tokens
+from libra.cost.host import capture_sizes, default_host
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model
@@ -59,6 +61,29 @@ def test_times_are_those_of_the_profile(tmp_path: Path) -> None:
     (late,) = load(tmp_path, {"tensor_parallel_size": 2, **slow}).engines
     base_late, slope_late, _ = late.cost.line(DecodeBatch(4), 4 * 1024)
     assert base_late + slope_late * 4096 - base - slope * 4096 == pytest.approx(ticks(3.0), rel=1e-6)
+
+
+def test_a_host_comes_with_vllms_graphs(tmp_path: Path) -> None:
+    found = load(
+        tmp_path,
+        {"name": "graphs", "host": "default"},
+        {"name": "eager", "host": "default", "enforce_eager": True},
+        {"name": "kernels"},
+    ).engines
+    graphs, eager, kernels = found
+    assert graphs.config.capture_sizes == capture_sizes(256, 8192)
+    assert eager.config.capture_sizes == kernels.config.capture_sizes == ()
+    decodes = [engine.cost.line(DecodeBatch(8), 8 * 1024) for engine in found]
+    seconds = [(base + slope * 8 * 1024) / ticks(1.0) for base, slope, _ in decodes]
+    host = default_host(28)
+    assert seconds[0] == pytest.approx(seconds[2] + host.seconds(8), rel=1e-3)
+    assert seconds[1] == pytest.approx(host.eager + host.seconds(8), rel=1e-3)
+    with pytest.raises(ConfigError, match="host is default, and overhead is given: leave one of them out"):
+        load(tmp_path, {"host": "default", "overhead": {"request": 1e-5}})
+    with pytest.raises(ConfigError, match="enforce_eager is true, and capture_sizes are given"):
+        load(tmp_path, {"enforce_eager": True, "capture_sizes": [1, 2]})
+    with pytest.raises(ConfigError, match=r"absent.*fit the engine again"):
+        load(tmp_path, {"host": "absent"})
 
 
 def test_groups_have_names_buckets_and_settings_of_their_own(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ def test_a_burst_recalls_and_the_loan_comes_back() -> None:
     assert len(found.recalls) == 1 and 1.0 < seconds(found.recalls[0]) < 2.0
     engines = [it for it, spec in zip(found.cluster.engines, found.cluster.specs, strict=True) if spec.name == "lent"]
     assert len(engines) == 2 and engines[0].closed
+    assert found.device.recalls == 1
+    assert [it.recall_rate(ticks(4.0)) for it in found.cluster.engines] == [0.0, 0.25, 0.25]
     assert all(it.iterations for it in engines)
 
 

@@ -45,6 +45,12 @@ def plan(
             help="Engine times: auto, tables, roofline or a calibration file; with a run's CONFIG: its profile.json.",
         ),
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host", help="What comes to engine times of kernels: none (default), default, or a file of a fit."
+        ),
+    ] = None,
     truncate_context: Annotated[
         bool,
         typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
@@ -96,9 +102,11 @@ def plan(
     if output == STDOUT:
         output, as_json = None, True
     try:
-        named = [Path(it) / within for it in (model, profile) if it is not None for within in ("", "config.json")]
+        named = [Path(it) / within for it in (model, profile, host) if it is not None for within in ("", "config.json")]
         check_writable(output, reads=(where, trajectories, request, *named))
         if model is None:
+            if host is not None:
+                raise ConfigError("--host is for engines on GPUs; a run's profile.json has all that was measured")
             found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value)
         else:
             found, evidence = _plan_cluster(
@@ -107,6 +115,7 @@ def plan(
                 model,
                 request,
                 profile or "auto",
+                host or "none",
                 truncate_context,
                 what_if or [],
                 longest_tool_call,
@@ -181,6 +190,7 @@ def _plan_cluster(
     model: str,
     request: Path | None,
     profile: str,
+    host: str,
     truncate: bool,
     what_if: list[str],
     longest_tool_call: float | None,
@@ -208,11 +218,11 @@ def _plan_cluster(
         notes.append(
             f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
         )
-    profiles = engine_profiles(cluster, shape, recipe, profile, notes.append)
+    profiles = engine_profiles(cluster, shape, recipe, profile, notes.append, host)
     left = {pool.name: pool.nodes for pool in cluster.serving}
     lenders = tuple(lender for lender in lenders if lender.pool in left)
     lending = Cluster(tuple(left[lender.pool] for lender in lenders)) if lenders else None
-    lent = () if lending is None else engine_profiles(lending, shape, recipe, profile, notes.append)
+    lent = () if lending is None else engine_profiles(lending, shape, recipe, profile, lambda _: None, host)
     planner = Planner(cluster, shape, recipe, profiles, lenders, lent)
     return planner.plan(evidence.tracker, solver=solver), evidence
 

@@ -60,7 +60,9 @@ class EngineGrid:
         decode, prefill = (
             tuple(tuple(factor * seconds for seconds in row) for row in table) for table in (self.decode, self.prefill)
         )
-        return replace(self, decode=decode, prefill=prefill)
+        return replace(
+            self, decode=decode, prefill=prefill, terms=self.terms.slowed(factor), host=self.host.slowed(factor)
+        )
 
     def decode_seconds(self, batch: float, context: float) -> float:
         """One iteration in which `batch` >= 1 sequences that hold `context` tokens each generate one token each."""
@@ -77,6 +79,32 @@ class EngineGrid:
     def prefill_seconds_at(self, chunks: ArrayLike, prefixes: ArrayLike) -> Array:
         """`prefill_seconds` of every chunk after every prefix: [chunks, prefixes]."""
         return _resample(self.chunks, self.prefixes, self.prefill, chunks, prefixes)
+
+
+def whole_iterations(grid: EngineGrid, sizes: tuple[int, ...]) -> EngineGrid:
+    """The grid of an engine with CUDA graphs of these sizes, as a planner looks at it: a decode takes what the host
+    adds to its kernels, a chunk what launching takes if that is longer, and neither has terms or a host any more.
+
+    A chunk rides with decodes, so what an iteration takes the host anyway is not in it; nor is admitting, which turns
+    pay (`EngineTiming`). How even contexts are, and what they share, is for the simulator alone.
+    """
+    host, terms = grid.host, grid.terms
+    if not host.priced and terms.linear is None and not terms.longest:
+        return replace(grid, terms=NO_TERMS, host=NO_HOST)
+    decode = tuple(
+        tuple(host.beside(max(one, host.least(batch, sizes, prefill=False)), host.seconds(batch)) for one in row)
+        for batch, row in zip(grid.batches, grid.decode, strict=True)
+    )
+    more = 0.0 if terms.linear is None else terms.linear - 1
+    linear = linear_layers(grid, grid.chunks[-1])
+    prefill = tuple(
+        tuple(
+            max(one + more * float(linear[chunk]) + terms.longest * prefix, host.least(chunk, sizes, prefill=True))
+            for prefix, one in zip(grid.prefixes, row, strict=True)
+        )
+        for chunk, row in zip(grid.chunks, grid.prefill, strict=True)
+    )
+    return replace(grid, decode=decode, prefill=prefill, terms=NO_TERMS, host=NO_HOST)
 
 
 @dataclass(frozen=True, slots=True)

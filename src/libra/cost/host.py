@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 # A host that serves takes longer than one that measures the same batch again and again: requests come and go, the
 # garbage collector has more to look at. Read off four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
@@ -44,6 +44,16 @@ class HostCost:
     @property
     def priced(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self) if field.name not in ("source", "overlapped"))
+
+    @property
+    def admits(self) -> bool:
+        """Whether admissions have a price."""
+        return bool(self.admission or self.context_token or self.cached_token)
+
+    def slowed(self, factor: float) -> HostCost:
+        """Of a host that takes `factor` times as long for everything."""
+        seconds = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.type == "float"}
+        return replace(self, **seconds)
 
     def seconds(self, requests: int) -> float:
         """Of an iteration of so many requests."""

@@ -14,7 +14,7 @@ Invariant: terms correct the kernels of one source; terms that correct nothing l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class KernelTerms:
                 raise ValueError(f"KernelTerms.{field.name} is {value}; it is finite, and not negative")
         if self.shared >= 1:
             raise ValueError(f"KernelTerms.shared is {self.shared}; a token that is read costs something: less than 1")
+
+    def slowed(self, factor: float) -> KernelTerms:
+        """Of kernels that take `factor` times as long: all terms but one are shares."""
+        return replace(self, longest=factor * self.longest)
 
     @property
     def uneven(self) -> bool:

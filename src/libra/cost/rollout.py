@@ -38,6 +38,7 @@ class EngineTiming:
     per_prefill_token: float
     per_prefill_context: float  # for each pair of a new token and a token before it
     per_turn: float
+    per_admitted_token: float = 0.0  # of the context that a turn is admitted with, mostly cached
 
     def iteration_seconds(self, sequences: float, context_tokens: float) -> float:
         return max(
@@ -79,9 +80,11 @@ def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_token
 def prefill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
     """Engine seconds to prefill a trajectory's prompt and tool returns, each once.
 
-    They come spread over its growing context, so a prefilled token has half the final context before it on average.
+    They come spread over its growing context, so a prefilled token has half the final context before it on average, and
+    so has a turn that is admitted.
     """
-    return cls.prefill * (timing.per_prefill_token + timing.per_prefill_context * cls.mean_context / 2)
+    seconds = cls.prefill * (timing.per_prefill_token + timing.per_prefill_context * cls.mean_context / 2)
+    return seconds + timing.per_admitted_token * cls.turns * cls.mean_context / 2
 
 
 def refill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:

@@ -36,7 +36,12 @@ class Instance(Protocol):
 
     @property
     def token_seconds(self) -> float | None:
-        """Seconds in which it would generate one token of one more sequence, as loaded as it is; None: not known."""
+        """Seconds in which it would generate one token of one more sequence, as loaded as it is; None: not known. Of
+        one that is lent, as its lender grants it time."""
+
+    @property
+    def recall_rate(self) -> float:
+        """How often a second its lender is expected to want it back, for its turns to go on elsewhere; 0: not lent."""
 
 
 class Fleet(Protocol):
@@ -68,6 +73,7 @@ class InstanceView:
     capacity_tokens: int
     load_tokens: int
     token_seconds: float | None = None
+    recall_rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bucket < 0:
@@ -78,6 +84,8 @@ class InstanceView:
             raise ValueError(f"instance {self.id!r}: load_tokens is {self.load_tokens}, must be >= 0")
         if self.token_seconds is not None and not 0 <= self.token_seconds < math.inf:
             raise ValueError(f"instance {self.id!r}: token_seconds is {self.token_seconds}, must be finite and >= 0")
+        if not 0 <= self.recall_rate < math.inf:
+            raise ValueError(f"instance {self.id!r}: recall_rate is {self.recall_rate}, must be finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ its bin, of what has not been outlived.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from typing import Self
 
@@ -22,6 +23,7 @@ EDGES: tuple[float, ...] = tuple(16.0 * (2 ** (edge / BINS_PER_OCTAVE) - 1) for 
 
 _INNER_EDGES = EDGES[1:-1]
 
+_SERIES = 1e-3  # below this, the first two terms of a power series are as good as a float gets
 _NEGLIGIBLE = 1e-5  # so small a share is no evidence of what comes after: single-precision sums are off by 1e-6
 
 
@@ -91,6 +93,30 @@ class Remaining:
             return 0.0, 1.0
         before, reach = self._raw(self._past + tokens)
         return (before - self._past_before) / self._past_reach, reach / self._past_reach
+
+    def interrupted(self, rate: float, tokens: float = math.inf) -> tuple[float, float]:
+        """Of something that comes with `rate` (above 0) a token, whenever: the probability that it comes before the end
+        and within `tokens`; and if so, the mean tokens that have passed, 0 where it cannot.
+
+        The integrals of rate * exp(-rate * x) * P(more than x remain), and of x times that, bin by bin.
+        """
+        start, stop = self._past, min(self._past + tokens, EDGES[-1])
+        if stop <= start:
+            return 0.0, 0.0
+        edges = np.array(EDGES)
+        points = np.concatenate(([start], edges[(edges > start) & (edges < stop)], [stop]))
+        reach = np.interp(points, edges, self._at[:_BEFORE]) / self._past_reach
+        x, wide, first = points[:-1] - start, np.diff(points), reach[:-1]
+        slope, by = np.diff(reach) / wide, rate * wide
+        # Moments of rate * exp(-rate * u) for u up to `wide`; what is small would be the difference of large terms.
+        stays = np.exp(-by)
+        one = np.where(by < _SERIES, by * wide * (1 / 2 - by / 3), -np.expm1(-by) / rate - wide * stays)
+        two = np.where(by < _SERIES, by * wide**2 * (1 / 3 - by / 4), 2 / rate * one - wide**2 * stays)
+        before = np.exp(-rate * x)
+        comes = before * (-np.expm1(-by) * first + slope * one)
+        probability = min(1.0, float(comes.sum()))
+        passed = float((x * comes + before * (first * one + slope * two)).sum())
+        return probability, passed / probability if probability > 0 else 0.0
 
     def quantile(self, q: float) -> float:
         """The tokens that a share `q` of 0 to 1 does not exceed."""

@@ -57,8 +57,8 @@ class Offer:
 
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Offer], Offer | None]:
-    """Of each bucket the least loaded instance that holds `needed` tokens, ties by id, longest bucket first; and the
-    instance `prefix_at`, if it is there and holds them. O(instances).
+    """Of each bucket the least loaded instance that holds `needed` tokens, ties by id, longest bucket first; of those
+    that are lent another one; and the instance `prefix_at`, if it is there and holds them. O(instances).
 
     `token_seconds` speaks of sequences that generate, `load_tokens` also of those that wait, for memory or a place. So
     an instance is taken to need the seconds it tells at the mean load of all that hold `needed` tokens, half of them
@@ -66,8 +66,8 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
     is not known here.
     """
     limits = fleet.limits
-    best: list[Instance | None] = [None] * len(limits)
-    loads = [0] * len(limits)  # of the best
+    best: list[Instance | None] = [None] * (2 * len(limits))  # of each bucket one that is its own, and one that is lent
+    loads = [0] * len(best)  # of the best
     home: Instance | None = None
     total = count = 0
     for instance in fleet.instances:
@@ -78,9 +78,10 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
         count += 1
         if instance.id == prefix_at:
             home = instance
-        least = best[bucket]
-        if least is None or load < loads[bucket] or (load == loads[bucket] and instance.id < least.id):
-            best[bucket], loads[bucket] = instance, load
+        kind = 2 * bucket + (instance.recall_rate > 0)
+        least = best[kind]
+        if least is None or load < loads[kind] or (load == loads[kind] and instance.id < least.id):
+            best[kind], loads[kind] = instance, load
     if not count:
         return [], None
     per_load = count / total if total else 0.0
@@ -88,15 +89,19 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
     held: Offer | None = None
     onward: Offer | None = None
     for bucket in range(len(limits) - 1, -1, -1):
-        least = best[bucket]
-        if least is None:
-            continue
-        offer = _offer(least, loads[bucket], per_load, limits, onward)
-        offers.append(offer)
-        if home is not None and home.bucket == bucket:
-            held = offer if home is least else _offer(home, home.load_tokens, per_load, limits, onward)
-        if onward is None or offer.token_seconds < onward.token_seconds:
-            onward = offer
+        beyond = onward
+        for kind in (2 * bucket, 2 * bucket + 1):
+            least = best[kind]
+            if least is None:
+                continue
+            offer = _offer(least, loads[kind], per_load, limits, beyond)
+            offers.append(offer)
+            if home is least:
+                held = offer
+            if onward is None or offer.token_seconds < onward.token_seconds:
+                onward = offer
+        if home is not None and home.bucket == bucket and held is None:
+            held = _offer(home, home.load_tokens, per_load, limits, beyond)
     return offers, held
 
 
@@ -111,14 +116,22 @@ def _offer(instance: Instance, load: int, per_load: float, limits: Sequence[int]
 def service_cost(
     remaining: Remaining, context_tokens: int, offer: Offer, migration: MigrationCost, share: float = 1.0
 ) -> float:
-    """Seconds: the tokens that fit are served here; the others, if any, onward, for which the context has to move.
+    """Seconds: the tokens that fit are served here; the others, if any, onward, for which the context has to move. From
+    an instance that is lent it has to, too, if a recall comes before the last of the tokens that fit.
 
-    Of the service itself only `share` counts, as far ahead as the offers can be relied on; the move counts in full.
+    Of the service itself, and of the time in which it may be recalled, only `share` counts, as far ahead as the offers
+    can be relied on; the move counts in full.
     """
-    onward = offer.onward
+    onward, recalls = offer.onward, offer.instance.recall_rate
     if onward is None:
-        return share * remaining.mean * offer.token_seconds
-    here, beyond = remaining.cut(offer.reach - context_tokens)
-    return share * (here * offer.token_seconds + (remaining.mean - here) * onward.token_seconds) + (
-        beyond * migration.seconds(max(offer.reach, context_tokens), onward.load_tokens)
-    )
+        cost = share * remaining.mean * offer.token_seconds
+    else:
+        here, beyond = remaining.cut(offer.reach - context_tokens)
+        cost = share * (here * offer.token_seconds + (remaining.mean - here) * onward.token_seconds) + (
+            beyond * migration.seconds(max(offer.reach, context_tokens), onward.load_tokens)
+        )
+    per_token = recalls * share * offer.token_seconds
+    if per_token > 0:
+        probability, passed = remaining.interrupted(per_token, offer.reach - context_tokens)
+        cost += probability * migration.seconds(context_tokens + passed, offer.load_tokens)
+    return cost

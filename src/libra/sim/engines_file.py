@@ -7,7 +7,7 @@ be right. Lengths are tokens, times are seconds. What vLLM has a name for has th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, Section, read_section, refusal, unknown
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
-from libra.cost.host import HostCost
+from libra.cost.host import HostCost, capture_sizes
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
@@ -70,6 +70,8 @@ class EngineSection(Section):
     reserve_full_prompt: _Flag = True
     capture_sizes: tuple[_Count, ...] = ()
     async_scheduling: _Flag = False
+    enforce_eager: _Flag = False  # no CUDA graphs
+    host: str = "none"  # what comes to times of kernels: none, default, or a file of a fit beside this one
     overhead: OverheadSection = OverheadSection()
     bucket: _Index = 0
 
@@ -149,7 +151,13 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         raise ValueError(f"{key}.{error}") from None
     overhead = section.overhead
     try:
-        host = HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
+        host = grid.host
+        if not host.priced:
+            host = HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
+        elif overhead != OverheadSection():
+            raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
+        elif section.async_scheduling:
+            host = replace(host, overlapped=True)
         cost = GridCost(grid, config, host)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
@@ -173,6 +181,11 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         if blocks * section.block_size < longest:
             raise ValueError(_no_room(section, model, gpu, blocks * section.block_size, longest))
     given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
+    if section.enforce_eager:
+        if section.capture_sizes:
+            raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
+    elif section.host != "none" and not section.capture_sizes:
+        given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens)
     return EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
 
 
@@ -220,6 +233,7 @@ def _grid(
     source = section.profile
     if source not in ("auto", "tables", "roofline"):
         source = str(beside / source)
+    host = section.host if section.host in ("none", "default") else str(beside / section.host)
     node = NodeClass(section.name, 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NETWORK)
     recipe = Recipe(
         batch=1,
@@ -228,7 +242,7 @@ def _grid(
         rollout_dtype=section.quantization,
     )
     try:
-        (profile,) = engine_profiles(Cluster((node,)), model, recipe, source, note)
+        (profile,) = engine_profiles(Cluster((node,)), model, recipe, source, note, host)
     except ConfigError as error:
         raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
     try:

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from libra.lend.gate import Grant, Refusal, ServingView, SharingRule
 from libra.lend.recall import WatchedRule
-from libra.sim.clock import TICKS
+from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.jump import cut, end_of
 from libra.sim.engine.request import Request
@@ -36,6 +36,7 @@ class LenderDevice:
         self.tenant = tenant
         self.at = 0  # tick from which the device is free
         self.lent = 0  # ticks that rollout computed
+        self.recalls = 0  # of engines that borrowed it
         self.share = share
         self._rule, self._exact = rule, exact
         self._since = 0  # serving steps since the last grant
@@ -141,6 +142,10 @@ class GrantedEngine(SimEngine):
         """As granted."""
         return SimEngine.token_seconds(self, now) / self.device.share
 
+    def recall_rate(self, now: int) -> float:
+        """As often as it was so far."""
+        return self.device.recalls / seconds(now) if now else 0.0
+
     def commit(self) -> list[Request]:
         if self._waits:
             self._forget_told()
@@ -164,6 +169,7 @@ class GrantedEngine(SimEngine):
             answer = device.ask(now)
             if device.recalled is not None:
                 self.busy = False
+                self.device.recalls += 1
                 self.recalled(now)
                 return None
             if isinstance(answer, Grant) and self._use(now, int(answer.length)):

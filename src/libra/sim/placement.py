@@ -36,6 +36,10 @@ class EngineInstance:
     def token_seconds(self) -> float:
         return self.engine.token_seconds(self._now())
 
+    @property
+    def recall_rate(self) -> float:
+        return self.engine.recall_rate(self._now())
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:

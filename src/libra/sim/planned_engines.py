@@ -5,10 +5,12 @@ Invariant: memory, times, seats and places are those that the planner priced and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.grid import EngineGrid
+from libra.cost.host import capture_sizes
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.menu import LentEngine
@@ -95,7 +97,7 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]
-    return config, _cost(profile.grid(group.devices), config)
+    return _captured(profile.grid(group.devices), config)
 
 
 def _lent(
@@ -112,7 +114,15 @@ def _lent(
         max_num_batched_tokens=max(lent.batched_tokens, max_num_seqs),
     )
     grid = request.lent_profiles[request.lenders.index(lent.lender)].grid(lent.lender.devices)
-    return config, _cost(grid if granted else grid.slowed(1 / lent.share), config)
+    return _captured(grid if granted else grid.slowed(1 / lent.share), config)
+
+
+def _captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, IterationCost]:
+    """With the CUDA graphs that vLLM captures, where the host has a price; without one nothing is launched."""
+    if grid.host.priced:
+        sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens)
+        config = replace(config, capture_sizes=sizes)
+    return config, _cost(grid, config)
 
 
 @lru_cache(maxsize=64)

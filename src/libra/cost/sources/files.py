@@ -1,4 +1,4 @@
-"""Engine profiles, calibrations and measured device profiles as JSON files.
+"""Engine profiles, calibrations, fits of engines and measured device profiles as JSON files.
 
 Invariant: what was saved is loaded equal; a file that was changed by hand, or is not exactly what it should be, is
 refused with the field's name.
@@ -17,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 from libra.config.yaml_file import ConfigError
 from libra.cost.device import DeviceProfile
 from libra.cost.grid import EngineProfile
+from libra.cost.sources.engine_fit import EngineFit
 from libra.cost.sources.rates import Calibration
 
-T = TypeVar("T", EngineProfile, Calibration, DeviceProfile)
+T = TypeVar("T", EngineProfile, Calibration, DeviceProfile, EngineFit)
 
 
 def save_grid(path: Path, profile: EngineProfile) -> None:
@@ -48,6 +49,17 @@ def load_calibration(path: Path) -> Calibration:
     """Read a calibration. Raises `ConfigError` naming the file and the field."""
     remedy = "calibrate again"
     return _checked(path, Calibration, _read(path, remedy), remedy)
+
+
+def save_fit(path: Path, fit: EngineFit) -> None:
+    """Write a host and corrections of kernels: the file whole, or not at all."""
+    _write(path, _json(asdict(fit)))
+
+
+def load_fit(path: Path) -> EngineFit:
+    """Read what `save_fit` wrote. Raises `ConfigError` naming the file and the field."""
+    remedy = "fit the engine again, or give none or default"
+    return _checked(path, EngineFit, _read(path, remedy), remedy)
 
 
 def save_profile(path: Path, profile: DeviceProfile) -> None:

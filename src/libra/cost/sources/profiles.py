@@ -21,9 +21,11 @@ from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.cost import grid, lines, transfer
 from libra.cost.grid import EngineProfile
+from libra.cost.host import HostCost, default_host
+from libra.cost.kernels import KernelTerms, default_terms
 from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
-from libra.cost.sources.files import load_calibration, load_grid, save_grid
+from libra.cost.sources.files import load_calibration, load_fit, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import node_roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, tables
@@ -40,14 +42,29 @@ def engine_profiles(
     recipe: Recipe,
     source: str = "auto",
     note: Callable[[str], None] = lambda _: None,
+    host: str = "none",
 ) -> tuple[EngineProfile, ...]:
     """One profile for each class of nodes, in their order.
+
+    `host` is what comes to the kernels: `none`, `default`, or a file of what was measured (`save_fit`).
 
     `source` is `tables` (aiconfigurator-core), `roofline`, the calibration file of a GPU, or `auto`: tables where they
     are installed and have the GPU and model, otherwise the roofline; `note` is told why not. Raises `ConfigError` when
     the source that was asked for does not have them.
     """
-    return tuple(_profile(nodes, model, recipe, source, note) for nodes in cluster.nodes)
+    added = _host(host, model, note)
+    kernels = (_profile(nodes, model, recipe, source, note) for nodes in cluster.nodes)
+    return tuple(profile if added is None else profile.beside(*added) for profile in kernels)
+
+
+def _host(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
+    if host == "none":
+        return None
+    if host == "default":
+        return default_host(model.layers), default_terms(model.layers)
+    fit = load_fit(Path(host))
+    note(f"the host and corrections of kernels are {fit.host.source}")
+    return fit.host, fit.terms
 
 
 def _profile(

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, unknown
+from libra.cost.grid import EngineProfile
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster, override, with_gpus
 from libra.plan.explain.explanation import SmallerCluster
@@ -107,17 +108,22 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
         request,
         cluster=cluster,
         recipe=recipe,
-        profiles=known if same_width else rooflines(cluster, request.model, recipe),
+        profiles=known if same_width else _same_host(rooflines(cluster, request.model, recipe), known),
         current=None,
         held=(),
         lenders=tuple(lender for lender, _ in lenders),
         lent_profiles=tuple(profile for _, profile in lenders)
         if same_width
-        else tuple(
-            node_roofline(cluster.serving_pool(lender.pool).nodes, request.model, recipe) for lender, _ in lenders
+        else _same_host(
+            [node_roofline(cluster.serving_pool(lender.pool).nodes, request.model, recipe) for lender, _ in lenders],
+            [profile for _, profile in lenders],
         ),
     )
     return make_plan(changed, placed=plan.placement)
+
+
+def _same_host(others: Sequence[EngineProfile], known: Sequence[EngineProfile]) -> tuple[EngineProfile, ...]:
+    return tuple(other.beside(one.host, one.terms) for other, one in zip(others, known, strict=True))
 
 
 def one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerCluster]:

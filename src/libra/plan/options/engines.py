@@ -17,7 +17,8 @@ from typing import Any
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.grid import EngineGrid, EngineProfile
+from libra.cost.grid import EngineGrid, EngineProfile, whole_iterations
+from libra.cost.host import capture_sizes
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.rollout import (
     EngineTiming,
@@ -116,13 +117,21 @@ def shape_options(
     served = [cls for cls in classes if cls.peak_context <= holds]
     contexts = [cls.context_sum / cls.generated for cls in served if cls.generated] or [1.0]
     shortest, longest = max(1.0, min(contexts)), max(1.0, *contexts)
+    max_num_seqs = min(int(kv / shortest), grid.batches[-1])
+    host = grid.host
+    grid = whole_iterations(grid, capture_sizes(max_num_seqs, recipe.max_batched_tokens))
     try:
         prefill = prefill_line(grid, recipe.max_batched_tokens)
     except ValueError as error:
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
-    max_num_seqs = min(int(kv / shortest), grid.batches[-1])
     lines = iteration_lines(grid, max_num_seqs, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
-    timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
+    timing = EngineTiming(
+        lines,
+        prefill.per_token,
+        prefill.per_token_context,
+        per_turn=host.admission,
+        per_admitted_token=host.context_token + host.cached_token,
+    )
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))

@@ -37,6 +37,7 @@ class Upstream:
     """One server. A live `route.policy.Instance`."""
 
     token_seconds: float | None = None  # the server does not say
+    recall_rate = 0.0  # nor does it lend
 
     def __init__(self, section: UpstreamSection) -> None:
         self.section = section

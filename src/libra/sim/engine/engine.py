@@ -195,6 +195,10 @@ class SimEngine(EngineState):
         base, slope, _ = self.cost.line(batch, more)
         return (base + slope * more) / TICKS
 
+    def recall_rate(self, now: int) -> float:
+        """How often a second its device is wanted back."""
+        return 0.0
+
     # What happens next
 
     def plan(self, now: int) -> int | None:

@@ -9,11 +9,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import isqrt
 
-from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
-
-_KEPT = 1024
-_BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
 
 
 class Generation:
@@ -39,10 +35,6 @@ class Generation:
         self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
         self.stalled: set[Request] = set()  # in the next iteration they generate nothing
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
-
-    def batch(self, requests: int) -> DecodeBatch:
-        """What the next iteration decodes if so many requests are in it."""
-        return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
 
     @property
     def spread(self) -> int:

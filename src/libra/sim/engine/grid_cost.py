@@ -71,7 +71,7 @@ class GridCost:
         self._grid, terms = grid, grid.terms
         self._host = host = grid.host if host is None else host
         self._captures = sizes
-        self._lines: dict[tuple[int, int], tuple[list[int], list[tuple[int, int, int]]]] = {}
+        self._lines: dict[tuple[int, ...], tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         run = [padded(tokens, sizes) for tokens in range(most + 1)]
         linear = linear_layers(grid, run[-1])
@@ -86,39 +86,37 @@ class GridCost:
         self._least: list[int] = []  # by tokens; empty where there is none
         if host.piecewise or host.eager:
             self._least = [round(host.least(tokens, sizes, prefill=True) * TICKS) for tokens in range(most + 1)]
-        self.uneven = terms.uneven
+        self.uneven = terms.uneven or host.admits
         self._spread, self._saved = round(terms.spread * _SCALE), round(terms.shared * _SCALE)
         self._longest = round(terms.longest * TICKS)  # ticks per token
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        lines = self._lines.get(batch[:2])
+        if self.uneven:
+            return self._uneven_line(batch, context)
+        lines = self._lines.get(batch)
         if lines is None:
-            lines = self._lines[batch[:2]] = self._make_lines(batch)
+            lines = self._lines[batch] = self._make_lines(batch)
         limits, pieces = lines
-        if not self.uneven:
-            return pieces[bisect_right(limits, context)]
-        counted = self._counted(batch)
-        base, slope, limit = pieces[bisect_right(limits, context + counted)]
-        return base + slope * counted, slope, limit - counted
+        return pieces[bisect_right(limits, context)]
 
     def mixed(
         self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
     ) -> int:
         requests = batch.requests
         decoded = tokens = requests * batch.tokens_each
-        ticks = longest = 0
+        ticks = 0
         for chunk in chunks:
             tokens += chunk[0]
             ticks += self._attention(chunk)
-            longest = max(longest, chunk[1])
         if self._together is None:
             ticks += self._linear[tokens] - self._linear[decoded]
         else:
             ticks += self._together[tokens]
             if requests:
                 ticks -= self._alone((requests, batch.tokens_each))
-                longest = max(longest, (context + batch.spread) // requests)
-        ticks += self._longest * longest
+        if self._longest:
+            decoding = (context + batch.spread) // requests if requests else 0
+            ticks += self._longest * max(decoding, *(before for _, before in chunks))
         host = self._host
         least = self._least[tokens] if self._least else 0
         if requests and not host.overlapped:
@@ -138,6 +136,17 @@ class GridCost:
         return max(
             1, round(host.beside(seconds, host.seconds(requests + len(chunks)) + host.admitting(*admitted)) * TICKS)
         )
+
+    def _uneven_line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
+        """`line` of a batch that says how its contexts differ."""
+        even = batch[:2]
+        lines = self._lines.get(even)
+        if lines is None:
+            lines = self._lines[even] = self._make_lines(batch)
+        limits, pieces = lines
+        counted = self._counted(batch)
+        base, slope, limit = pieces[bisect_right(limits, context + counted)]
+        return base + slope * counted, slope, limit - counted
 
     def _counted(self, batch: DecodeBatch) -> int:
         """Tokens that a batch's context counts more than it has: for what contexts differ by, less what they share. It

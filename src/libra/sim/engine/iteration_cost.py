@@ -44,7 +44,8 @@ class IterationCost(Protocol):
 
     @property
     def uneven(self) -> bool:
-        """Whether times depend on how even contexts are and on what they share: batches say so then."""
+        """Whether times depend on how even contexts are, on what they share, or on what is admitted: batches say so
+        then, and `mixed` is told."""
         ...
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:

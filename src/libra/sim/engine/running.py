@@ -57,7 +57,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     if not preempted:
         contexts = admit(state, config.max_num_batched_tokens - generating - chunk, now, chunks, cached)
     if chunks:
-        ticks = state.cost.mixed(batch, context, chunks, _admitted(contexts, cached))
+        admitted = _admitted(contexts, cached) if state.uneven and cached else NONE_ADMITTED
+        ticks = state.cost.mixed(batch, context, chunks, admitted)
     elif not generating:
         ticks = 0
     elif not preempted and most:
@@ -103,7 +104,7 @@ def fill(state: EngineState, now: int) -> int:
 
 
 def _admitted(contexts: int, cached: Sequence[tuple[int, int]]) -> Admitted:
-    return Admitted(len(cached), contexts, sum(found for _, found in cached)) if cached else NONE_ADMITTED
+    return Admitted(len(cached), contexts, sum(found for _, found in cached))
 
 
 def nothing_fits(state: EngineState) -> AssertionError:

@@ -72,6 +72,8 @@ class PriorityQueue:
         heapify(self._entries)
 
 
+_KEPT = 1024
+_BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
 
@@ -159,9 +161,9 @@ class EngineState:
 
     def batch(self, requests: int) -> DecodeBatch:
         """What the next iteration decodes if so many requests of the batch that is looked at are in it."""
-        generation = self.flight.generation
         if not self.uneven:
-            return generation.batch(requests)
+            return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
+        generation = self.flight.generation
         shared = self.pool.shared * self.config.block_size
         if self.overlapping:  # blocks do not say whose they are
             shared = shared * generation.count // max(1, len(self.running))

@@ -1,0 +1,95 @@
+"""The grid that a planner looks at has the simulator's price of an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from libra.config.recipe import Recipe
+from libra.config.yaml_file import ConfigError
+from libra.cost.grid import EngineGrid, whole_iterations
+from libra.cost.host import NO_HOST, HostCost, capture_sizes, default_host
+from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
+from libra.cost.lines import iteration_lines, prefill_line
+from libra.cost.sources.engine_fit import EngineFit
+from libra.cost.sources.files import load_fit, save_fit
+from libra.cost.sources.profiles import engine_profiles
+from libra.cost.sources.roofline import roofline
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
+from libra.sim.clock import TICKS
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.iteration_cost import Admitted, DecodeBatch
+
+MODEL = load_model("Qwen3-8B")
+KERNELS = roofline(GPUS["H100"], MODEL, [1]).grid(1)
+SIZES = capture_sizes(512, 8192)
+CONFIG = EngineConfig(
+    max_model_len=40_960, kv_blocks=1 << 20, max_num_seqs=512, max_num_batched_tokens=8192, capture_sizes=SIZES
+)
+HOST, TERMS = default_host(MODEL.layers), default_terms(MODEL.layers)
+
+
+def grid_of(host: HostCost = HOST, terms: KernelTerms = TERMS) -> EngineGrid:
+    return replace(KERNELS, host=host, terms=terms)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("batch", KERNELS.batches[::3])
+@pytest.mark.parametrize("context", [256, 4096, 32768])
+def test_a_decode_takes_what_it_takes_the_simulator(batch: int, context: int, overlapped: bool) -> None:
+    grid = grid_of(replace(HOST, overlapped=overlapped))
+    base, slope, _ = GridCost(grid, CONFIG).line(DecodeBatch(batch), batch * context)
+    wanted = (base + slope * batch * context) / TICKS
+    assert whole_iterations(grid, SIZES).decode_seconds(batch, context) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", KERNELS.chunks[:-1:2])
+@pytest.mark.parametrize("prefix", [0, 4096, 32768])
+def test_a_chunk_takes_what_it_takes_the_simulator_beside_what_the_host_takes_anyway(chunk: int, prefix: int) -> None:
+    cost = GridCost(grid_of(), CONFIG)
+    host = HOST.seconds(1) + HOST.admitting(1, chunk + prefix, prefix)
+    wanted = cost.mixed(DecodeBatch(0), 0, [(chunk, prefix)], Admitted(1, chunk + prefix, prefix)) / TICKS - host
+    assert whole_iterations(grid_of(), SIZES).prefill_seconds(chunk, prefix) == pytest.approx(wanted, rel=0.01)
+
+
+def test_kernels_alone_stay_as_they_are() -> None:
+    assert whole_iterations(KERNELS, SIZES) == KERNELS
+    uneven = KernelTerms(spread=0.7, shared=0.5)  # which no planner sees
+    assert whole_iterations(grid_of(NO_HOST, uneven), SIZES) == KERNELS
+
+
+def test_bounds_from_below_have_the_host() -> None:
+    whole = whole_iterations(grid_of(), SIZES)
+    lines = iteration_lines(whole, 256, contexts=(256.0, 8192.0))
+    for batch in (1, 7, 64, 200):
+        for context in (300, 5000):
+            base, slope, _ = GridCost(grid_of(), CONFIG).line(DecodeBatch(batch), batch * context)
+            below = max(it.step + it.per_sequence * batch + it.per_context_token * batch * context for it in lines)
+            assert below <= (base + slope * batch * context) / TICKS * (1 + 1e-5)  # slopes are whole ticks
+            assert below >= HOST.seconds(batch)
+    assert prefill_line(whole, 8192).per_token > 1.1 * prefill_line(KERNELS, 8192).per_token
+    slow = grid_of().slowed(2.0)
+    assert slow.host.iteration == 2 * HOST.iteration
+    assert whole_iterations(slow, SIZES).decode_seconds(9, 999) == pytest.approx(2 * whole.decode_seconds(9, 999))
+
+
+def test_a_profile_gets_the_host_that_was_asked_for(tmp_path: Path) -> None:
+    cluster = Cluster((NodeClass("n", 1, 8, GPUS["H100"], GPUS["H100"].link, 25e9),))
+    recipe = Recipe(batch=16, samples_per_prompt=16, max_length=4096)
+    notes: list[str] = []
+    (none,) = engine_profiles(cluster, MODEL, recipe, "roofline")
+    (default,) = engine_profiles(cluster, MODEL, recipe, "roofline", host="default")
+    assert (none.host, none.terms) == (NO_HOST, NO_TERMS)
+    assert (default.host, default.terms) == (HOST, TERMS)
+    fit = EngineFit(replace(HOST, iteration=1e-3, source="measured: here"), TERMS, 0.05, 0.06)
+    save_fit(tmp_path / "fit.json", fit)
+    assert load_fit(tmp_path / "fit.json") == fit
+    (measured,) = engine_profiles(cluster, MODEL, recipe, "roofline", notes.append, host=str(tmp_path / "fit.json"))
+    assert (measured.host, measured.terms) == (fit.host, fit.terms)
+    assert "measured: here" in notes[-1]
+    with pytest.raises(ConfigError, match=r"absent: No such file.*fit the engine again, or give none or default"):
+        engine_profiles(cluster, MODEL, recipe, "roofline", host=str(tmp_path / "absent"))
