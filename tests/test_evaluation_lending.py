@@ -9,7 +9,7 @@ from benchmarks.evaluation.cells import Result, canonical
 from benchmarks.evaluation.lending import EXPERIMENT, SYSTEMS
 from benchmarks.evaluation.lending_cell import LendingSetting, certificate, run
 
-SMALL = LendingSetting("search_r1", 1, 1, 16, 2, 1)
+SMALL = LendingSetting("search_r1", 1, 1, 10, 2, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +17,11 @@ def _made_up_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(lending_cell.VARIABLE, "/nowhere")
     monkeypatch.setattr(lending_cell, "_READ", [])
     monkeypatch.setattr(lending_cell, "_HOUR", 600.0)
-    monkeypatch.setattr(lending_cell, "_CERTIFIED", 60.0)
+    monkeypatch.setattr(lending_cell, "_CERTIFIED", 120.0)
     monkeypatch.setattr(lending_cell, "_certified", certificate)
 
 
-@pytest.mark.parametrize("system", ["gate", "half-device", "elastic"])
+@pytest.mark.parametrize("system", ["gate", "half-device"])
 def test_a_cell_says_what_became_of_a_system(system: str) -> None:
     values = run(SMALL.arguments(), system)
     canonical(values, system)
