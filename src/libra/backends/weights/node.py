@@ -193,6 +193,8 @@ class WeightsNode:
                     reader, writer = await asyncio.open_connection(place.host, place.port)
                 with self._asking(writer):
                     await self._receive(ways, token, patience, reader, writer)
+            except UpstreamLostError:
+                raise
             except OSError as error:
                 why = f"{place.host}:{place.port}: {str(error) or type(error).__name__}"
         raise UpstreamLostError(f"no weights after {patience.attempts} attempts, the last at {why}")
@@ -221,7 +223,7 @@ class WeightsNode:
                             self._begin(message.lineage)
                     theirs = wanted & unrolled(message.own, len(feed.grid)).astype(np.bool_)
                 case NotServed():
-                    raise ConnectionRefusedError(message.why)
+                    raise UpstreamLostError(message.why)
                 case Chunk() | Complete() if theirs is not None:
                     self._require_sound(message, theirs)
                     await feed.turn(message, wanted & ~theirs)
