@@ -15,7 +15,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from libra.backends.lend.scheduler import LendingScheduler
+from libra.backends.lend.scheduler import SynchronousLending
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import DeviceLoan, Generate, StartEngine
 from libra.backends.transport.shared_memory import WeightBuffer, create_buffer
@@ -44,7 +44,7 @@ def write_models(directory: Path) -> None:
         model.save_pretrained(directory / name)
 
 
-def serving_engine(directory: Path, scheduler: Any = LendingScheduler, **more: Any) -> LLMEngine:
+def serving_engine(directory: Path, scheduler: Any = SynchronousLending, **more: Any) -> LLMEngine:
     """As a server has it: `scheduler` None is vLLM's own."""
     return LLMEngine.from_engine_args(
         EngineArgs(

@@ -62,3 +62,9 @@ def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
     assert_refused(check(*SLO, engine=two), "two.yaml: engines are 2; a certificate is of one")
     assert_refused(check(*SLO, engine=tmp_path / "none.yaml"), "none.yaml")
     assert_refused(check(*SLO, traffic=tmp_path / "none.jsonl"), "none.jsonl")
+
+
+def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
+    serve = libra("lend", "serve", EXAMPLES / "loan.yaml")
+    assert_refused(serve, "certificate.json", "give a certificate that `libra lend check` has written")
+    assert_refused(libra("lend", "serve", EXAMPLES / "loan.yaml", "--period", 0), "--period is 0; give more than 0")

@@ -1,143 +1,213 @@
-"""vLLM's own engine with the scheduler that lends, and a borrower in another process that takes what it is granted."""
+"""A vLLM engine that serves, `libra lend serve` beside it, and a controller that has turns made: all real processes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.backends.launch.launcher import WorkerLink
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.engine_messages import Generate, StartEngine
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.lend.certificate import Certificate, Harvest, certificate_json
+from libra.lend.gate import Slo
+from libra.records.lending import LendingAnswer, LentStep, read_lending, replay
+from libra.traffic.envelope import Envelope
 
 pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
+ROUNDS = 12  # of the same requests: enough steps for a bound
+
 
 SERVE = """
-import json, sys
+import json, os, sys
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-model, scheduler = sys.argv[1], sys.argv[2] or None
-engine = LLMEngine.from_engine_args(EngineArgs(
-    model=model, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
-    kv_cache_memory_bytes=8 << 20, block_size=32, dtype="float32", enforce_eager=True, disable_log_stats=True, seed=0,
-    scheduler_cls=scheduler))
+def make(scheduler):
+    return LLMEngine.from_engine_args(EngineArgs(
+        model=sys.argv[1], skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64,
+        kv_cache_memory_bytes=8 << 20, block_size=32, dtype="float32", enforce_eager=True, disable_log_stats=True,
+        seed=0, scheduler_cls=scheduler))
+
+def serve(engine):
+    for number in range(12):
+        prompt = [4 + (number + 7 * i) % 16 for i in range(20 + 5 * number)]
+        engine.add_request(str(number), {"prompt_token_ids": prompt},
+                           SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, detokenize=False))
+    made = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                made[output.request_id] = list(output.outputs[0].token_ids)
+    return made
+
+alone = serve(make(None))
+assert not os.path.exists(os.environ["LIBRA_LEND_DEVICE"])  # nothing is lent, no file is touched
+engine = make("libra.backends.lend.scheduler.LendingScheduler")
 print("ready", flush=True)
 sys.stdin.readline()
-for number in range(12):
-    prompt = [4 + (number + 7 * i) % 16 for i in range(20 + 5 * number)]
-    engine.add_request(str(number), {"prompt_token_ids": prompt},
-                       SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, detokenize=False))
-made = {}
-while engine.has_unfinished_requests():
-    for output in engine.step():
-        if output.finished:
-            made[output.request_id] = list(output.outputs[0].token_ids)
-print(json.dumps(made), flush=True)
+print(json.dumps([serve(engine) == alone for _ in range(int(sys.argv[2]))]), flush=True)
 sys.stdin.readline()
 """
 
-BORROW = """
-import json, sys, time
-from pathlib import Path
-from libra.backends.lend.device_token import BorrowerToken, FencedError
-from libra.lend.gate import Gate, Grant
 
-class Cost:
-    def longest_step(self, view):
-        return 0.05
-    def catch_up(self, view):
-        return 0.05
-
-token, gate = BorrowerToken(Path(sys.argv[1]), 5.0), Gate(0.02, 0.002)
-token.wish(0.06)
-print("ready", flush=True)
-grants, fenced, most_live, steps, until, began = 0, 0, 0, [], time.monotonic() + 60, False
-while time.monotonic() < until:
-    said = token.look()
-    most_live = max(most_live, said.view.live)
-    began = began or said.view.live > 0
-    steps += token.steps()
-    if began and not said.view.live:
-        break
-    now = time.monotonic()
-    answer = gate.decide(said.view, now, Cost())
-    if said.wants or not isinstance(answer, Grant) or not token.try_take(answer.expires):
-        time.sleep(0.0005)
-        continue
-    answer = gate.decide(token.look().view, time.monotonic(), Cost())
-    if isinstance(answer, Grant):
-        token.shorten(answer.expires)
-        grants += 1
-        while time.monotonic() < answer.expires - 0.001:
-            pass
-    try:
-        token.release()
-    except FencedError:  # this process was put aside for longer than its grant
-        fenced += 1
-seen = {"grants": grants, "fenced": fenced, "most_live": most_live, "steps": [list(step) for step in steps]}
-print(json.dumps(seen), flush=True)
-"""
-
-
-def serve(model: Path, scheduler: str, device: Path, borrow: bool) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Tokens of each request, and what the borrower saw."""
-    environment = {**os.environ, **WORKER_ENVIRONMENT, "LIBRA_LEND_DEVICE": str(device)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    serving = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(model), scheduler], env=environment, cwd=REPOSITORY, **pipes
+@contextmanager
+def serving(model: Path, device: Path) -> Iterator[subprocess.Popen[str]]:
+    """An engine that waits for a line before it serves, and for another before it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(model), str(ROUNDS)],
+        env={**os.environ, **WORKER_ENVIRONMENT, "LIBRA_LEND_DEVICE": str(device)},
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
-        assert serving.stdout is not None and serving.stdin is not None
-        while (line := serving.stdout.readline()) != "ready\n":  # vLLM may print before
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) != "ready\n":  # vLLM may print before
             assert line
-        seen: dict[str, Any] = {}
-        borrower = None
-        if borrow:
-            borrower = subprocess.Popen([sys.executable, "-c", BORROW, str(device)], cwd=REPOSITORY, **pipes)
-            assert borrower.stdout is not None and borrower.stdout.readline() == "ready\n"
-        serving.stdin.write("\n")
-        serving.stdin.flush()
-        made = json.loads(serving.stdout.readline())
-        if borrower is not None:
-            seen = json.loads(borrower.communicate(timeout=90)[0])
-        serving.communicate("\n", timeout=60)
-        return made, seen
+        yield process
     finally:
-        serving.kill()
-        serving.wait()
+        process.kill()
+        process.communicate()
 
 
-def test_a_lent_engine_makes_the_same_tokens_and_says_what_it_owes(tmp_path: Path) -> None:
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def same_as_alone(process: subprocess.Popen[str]) -> list[bool]:
+    """Whether the tokens of each round are those that vLLM's own scheduler makes."""
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def write_loan(directory: Path) -> Path:
+    """The file of the loan, and its certificate."""
+    certificate = Certificate(
+        model="model",
+        hardware="1 x core",
+        slo=Slo(10.0, 20.0),
+        use=0.5,
+        longest_grant=0.05,
+        longest_step=1.0,
+        envelope=Envelope(rate=1000.0, queued=10_000, live=64, context=10_000, window=10.0),
+        harvest=(Harvest(1.0, 0.5),),
+        traffic="none",
+        requests=1,
+        missed_alone=0,
+    )
+    (directory / "certificate.json").write_text(certificate_json(certificate))
+    loan = {
+        "device": str(directory / "device"),
+        "certificate": "certificate.json",
+        "serving": {"model": str(directory / "model"), "hardware": "1 x core", "ttft": 10, "tpot": 20},
+        "rollout": {
+            "model": "model",
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "dtype": "float32",
+            "kv_cache": "16 MiB",
+        },
+        "quiet": 0.2,
+        "record": "lending.jsonl",
+    }
+    (directory / "loan.yaml").write_text(yaml.safe_dump(loan))
+    return directory / "loan.yaml"
+
+
+async def engine_at(socket: Path) -> EngineHandle:
+    """The engine that borrows, once it is ready."""
+    while True:
+        try:
+            channel = ControllerChannel(*await asyncio.open_unix_connection(socket))
+        except OSError:
+            await asyncio.sleep(0.2)
+            continue
+        engine = EngineHandle(WorkerLink("lent", 0, channel, (0,), 0), lambda name, why: None)
+        try:
+            await engine.start(StartEngine("", 256, 8, "float32", 0, (), 0, 0, 1.0, (0,), False))
+            return engine
+        except (WorkerFailedError, WorkerLostError):
+            engine.close()
+            await asyncio.sleep(0.2)
+
+
+async def turns(socket: Path, count: int) -> list[int]:
+    """A controller that comes, has turns of 30 tokens made, and goes: how many tokens each got."""
+    engine, tokens = await engine_at(socket), [0] * count
+
+    async def turn(number: int) -> None:
+        def take(piece: object) -> None:
+            tokens[number] += len(piece.tokens)  # type: ignore[attr-defined]
+
+        prompt = [4 + (3 * number + index) % 16 for index in range(20 + number)]
+        await engine.generate(Generate(f"t{number}", prompt, 30, 1.0, -1, 0), take)
+
+    await asyncio.gather(*(turn(number) for number in range(count)))
+    engine.close()
+    return tokens
+
+
+def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
+    write = "from benchmarks.fidelity.models import write_model; write_model(Path(sys.argv[1]), 'tiny')"
     subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from pathlib import Path; from benchmarks.fidelity.models import write_model;"
-            " write_model(Path(sys.argv[1]), 'tiny')",
-            str(tmp_path / "model"),
-        ],
+        [sys.executable, "-c", f"import sys; from pathlib import Path; {write}", str(tmp_path / "model")],
         cwd=REPOSITORY,
         check=True,
         timeout=120,
     )
-    alone, _ = serve(tmp_path / "model", "", tmp_path / "none", borrow=False)
-    lent, seen = serve(
-        tmp_path / "model", "libra.backends.lend.scheduler.LendingScheduler", tmp_path / "device", borrow=True
-    )
-    assert lent == alone and len(lent) == 12
-    assert seen["grants"] > 10 and seen["fenced"] < seen["grants"]
-    assert seen["most_live"] == 12
-    shapes = {tuple(step[:2]) for step in seen["steps"]}
-    assert any(sequences > 1 and new == 0 for sequences, new in shapes)  # steps that only decode
-    assert any(new > 0 for _, new in shapes)  # and prompts
-    assert all(step[3] > 0 for step in seen["steps"])
+    with serving(tmp_path / "model", tmp_path / "device") as lent:
+        agent = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "libra.cli.app", "lend", "serve", str(write_loan(tmp_path))),
+                *("--json", "--period", "0.2", "--logs", str(tmp_path / "logs")),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert agent.stdout is not None
+            idle = asyncio.run(turns(tmp_path / "device.agent", 6))
+            go(lent)
+            busy = asyncio.run(turns(tmp_path / "device.agent", 40))  # another controller, and users beside it
+            assert same_as_alone(lent) == [True] * ROUNDS
+            assert set(idle) == set(busy) == {30}
+            lent.send_signal(signal.SIGKILL)
+            for line in agent.stdout:
+                if json.loads(line)["why"] == "the serving engine has ended":
+                    break
+            agent.send_signal(signal.SIGTERM)
+            said, _ = agent.communicate(timeout=60)
+            assert agent.returncode == 0
+            assert all(json.loads(line)["grants"] == 0 for line in said.splitlines())
+        finally:
+            agent.kill()
+            agent.communicate()
+    record = tmp_path / "lending.jsonl"
+    answers = [line for line in read_lending(record) if isinstance(line, LendingAnswer)]
+    assert replay(record).answers == len(answers) and replay(record).different == ()
+    assert sum(isinstance(line, LentStep) for line in read_lending(record)) > 40
+    assert any(answer.granted and answer.live for answer in answers)  # while serving had requests, too
+    assert not any(answer.granted and answer.waiting for answer in answers)
+    assert not (tmp_path / "device.agent").exists()
 
 
 def test_kv_memory_changes_hands_and_nobody_notices(tmp_path: Path) -> None:

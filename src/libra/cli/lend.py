@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input
+from libra.cli.errors import bad_input, needing
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
+    from libra.backends.lend.agent import LendingPeriod
+    from libra.backends.lend.lender_file import LoanOrder
     from libra.lend.certificate import Certificate
     from libra.sim.certify import LendingCase, LoadTrial
 
@@ -73,6 +75,83 @@ def check(
         typer.echo(json.dumps([json.loads(certificate_json(it)) for it in found], indent=1))
     else:
         _show(found, chosen)
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the loan, as examples/loan.yaml.")],
+    period: Annotated[float, typer.Option(help="Seconds between two lines of what came of the loan.")] = 10.0,
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Directory for the logs of its processes; else a temporary one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a period.")] = False,
+) -> None:
+    """Lend the device of a vLLM server that runs here, with LendingScheduler, to a rollout engine.
+
+    Starts the engine beside the server and gives the lender's word for it, a few seconds at a time: the loan rests
+    while load is outside the certificate's envelope or the server is away, and ends with this process. A controller
+    reaches the engine at a Unix socket; while there is none, nothing is computed and nothing of the device taken.
+
+    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot go on, 2 bad input.
+    """
+    import asyncio
+    import tempfile
+
+    from libra.config.yaml_file import ConfigError
+
+    try:
+        if not 0 < period < math.inf:
+            raise ValueError(f"--period is {period:g}; give more than 0 seconds, and finite")
+        with needing("cpu", "msgspec", "tokenizers", "psutil", "vllm"):
+            from libra.backends.launch.fork_server import LaunchError
+            from libra.backends.lend.agent import LoanEndedError
+            from libra.backends.lend.device_token import LendingError
+            from libra.backends.lend.lender_file import load_lender_file
+
+            lender = load_lender_file(file)
+            directory = Path(tempfile.mkdtemp(prefix="libra-lend-")) if logs is None else logs
+            try:
+                asyncio.run(_serve(lender, directory, period, as_json))
+            except (LoanEndedError, LaunchError) as error:
+                typer.echo(f"libra: {error} (logs: {directory})", err=True)
+                raise typer.Exit(1) from None
+            except LendingError as error:
+                bad_input(error)
+    except (ConfigError, ValueError, OSError) as error:
+        bad_input(error)
+
+
+async def _serve(lender: LoanOrder, logs: Path, period: float, as_json: bool) -> None:
+    import asyncio
+    import signal
+    from dataclasses import asdict
+
+    from libra.backends.lend.agent import LendingAgent
+
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with LendingAgent.open(lender, logs, lambda line: typer.echo(f"libra: {line}", err=True)) as agent:
+
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(period)
+                said = agent.period()
+                typer.echo(json.dumps(asdict(said)) if as_json else _line(said))
+
+        agent.period()
+        telling = asyncio.create_task(tell())
+        try:
+            await agent.run(ended)
+        finally:
+            telling.cancel()
+
+
+def _line(it: LendingPeriod) -> str:
+    step = "not known yet" if it.longest_step is None else f"{1e3 * it.longest_step:.0f} of {1e3 * it.pace:.0f} ms"
+    lent = f"nothing lent ({it.why})" if it.why else f"lent {it.lent:.0%}, {it.grants} steps, {it.tokens:,} tokens"
+    late = f", {it.over_bound} over their bound, {it.overstayed} overstayed" if it.over_bound else ""
+    return f"{lent}{late}; {it.turns} turns; serving {it.live} live, {it.requests} came, longest step {step}"
 
 
 def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: float) -> LendingCase:

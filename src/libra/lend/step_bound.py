@@ -49,6 +49,11 @@ class StepBound:
             return None
         return self._sorted[min(n, math.ceil((n + 1) * (1 - self._missed) - 1e-9)) - 1]
 
+    def kept_by(self, share: float) -> float | None:
+        """The ratio that this share of the recent steps kept to; None where there were none."""
+        n = len(self._sorted)
+        return self._sorted[min(n, math.ceil(n * share)) - 1] if n else None
+
     def bound(self, predicted: float) -> float | None:
         """Seconds that a step of this prediction takes at most; None until enough steps were seen."""
         factor = self.factor

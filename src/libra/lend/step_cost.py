@@ -21,7 +21,7 @@ from libra.lend.step_bound import StepBound
 _SET_UP = 8  # steps in which an engine sets up what it needs for all
 _FIRST_FIT = 8  # steps
 _REFIT = 400  # steps, once the first so many were seen; until then as their number doubles
-_CARE = 2.0  # times the worst so far, while nothing is bounded
+_CARE, _CAREFUL_SHARE = 2.0, 0.95  # times what this share of the steps so far kept to, while nothing is bounded
 _RIDGE = 1e-9  # seconds: a step of no cost at all would have no ratio
 
 
@@ -49,7 +49,6 @@ class StepCost:
         self._bound = StepBound(self._missed, self._memory)
         self._fit: tuple[float, float, float, float] | None = None
         self._since_fit = 0
-        self._worst = 0.0  # ratio, of the steps since the fit and of those it was made of
 
     @property
     def seen(self) -> int:
@@ -88,24 +87,23 @@ class StepCost:
         return None if predicted is None else self._bound.bound(predicted)
 
     def careful(self, shape: StepShape) -> float | None:
-        """The bound, or twice what the worst step so far would make of this one; None until a few were seen."""
+        """The bound, or twice what nearly all steps so far kept to; None until a few were seen."""
         predicted = self.predicted(shape)
         if predicted is None:
             return None
-        bound = self._bound.bound(predicted)
-        return _CARE * self._worst * predicted if bound is None else bound
+        bound, kept = self._bound.bound(predicted), self._bound.kept_by(_CAREFUL_SHARE)
+        return bound if bound is not None or kept is None else _CARE * kept * predicted
 
     def _compare(self, shape: StepShape, seconds: float) -> None:
         predicted = self.predicted(shape)
         assert predicted is not None
         self._bound.observe(predicted, seconds)
-        self._worst = max(self._worst, seconds / predicted)
 
     def _learn(self) -> None:
         rows = np.array([(1, it.sequences, it.new_tokens, it.context) for it, _ in self._steps], float)
         base, *slopes = non_negative(rows, np.array([seconds for _, seconds in self._steps])).tolist()
         self._fit = max(base, _RIDGE), slopes[0], slopes[1], slopes[2]
-        self._bound, self._worst, self._since_fit = StepBound(self._missed, self._memory), 0.0, 0
+        self._bound, self._since_fit = StepBound(self._missed, self._memory), 0
         for shape, seconds in self._steps:
             self._compare(shape, seconds)
 
@@ -121,7 +119,19 @@ class LearntServingCost:
 
     def longest_step(self, view: ServingView) -> float:
         """All live requests and one more, which brings a full prefill chunk."""
-        chunk = max(0, min(self._budget - view.live - 1, self._longest))
+        return self._with_budget(self._budget, view)
+
+    def budget_within(self, seconds: float, view: ServingView) -> int | None:
+        """The `max_num_batched_tokens`, a power of 2, with which the longest step would be over in time."""
+        budget = 1 << self._budget.bit_length() - 1
+        while budget > view.live + 1:
+            if self._with_budget(budget, view) <= seconds:
+                return budget
+            budget //= 2
+        return None
+
+    def _with_budget(self, budget: int, view: ServingView) -> float:
+        chunk = max(0, min(budget - view.live - 1, self._longest))
         bound = self._cost.bound(StepShape(view.live + 1, chunk, view.context + view.live + chunk))
         return math.inf if bound is None else bound
 

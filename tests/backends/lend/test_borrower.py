@@ -153,7 +153,7 @@ def test_nothing_is_borrowed_while_serving_decodes_before_its_steps_are_known(sh
         shared.serving.publish(ServingView(1, 0, shared.clock.now + 60), KVView(), TERMS.pace)
         assert shared.borrower.step(shared.engine) is None
         shared.serving.note(ServingStep(1, 0, 50, 0.003))
-    assert shared.borrower.tally.why == "the next token is due"
+    assert shared.borrower.tally.why == "299 of 399 steps of serving seen so far"
 
 
 def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
@@ -168,6 +168,22 @@ def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
     shared.lender.extend(shared.clock.now + 1)
     assert shared.borrower.step(shared.engine) is not None
     assert shared.lender.tally.why == ""
+
+
+def test_a_serving_step_that_is_longer_than_the_pace_is_told_with_the_remedy(shared: Shared) -> None:
+    rng = random.Random(0)
+    for _ in range(450):
+        new = rng.choice([0, 60, 120])
+        shared.serving.note(ServingStep(1, new, 100, rng.uniform(0.9, 1.0) * (0.005 + 1e-3 * new)))
+        shared.serving.publish(ServingView(1, 0, shared.clock.now + 60), KVView(), TERMS.pace)
+        shared.borrower.step(shared.engine)
+    shared.serving.publish(ServingView(1, 0, shared.clock.now + TERMS.pace), KVView(), TERMS.pace)
+    assert shared.borrower.step(shared.engine) is None
+    why = shared.lender.tally.why
+    assert why.startswith("a serving step may take 1") and why.endswith(
+        "lower the server's max_num_batched_tokens to 64"
+    )
+    assert shared.lender.tally.longest_step > TERMS.pace
 
 
 def test_who_overstays_learns_it_and_the_loan_rests(shared: Shared) -> None:

@@ -11,7 +11,14 @@ import math
 from typing import Protocol, TypeVar
 
 from libra.backends.lend.device import LentDevice
-from libra.backends.lend.device_token import POLL, BorrowerTally, BorrowerToken, FencedError, ServingNotice
+from libra.backends.lend.device_token import (
+    POLL,
+    BorrowerTally,
+    BorrowerToken,
+    FencedError,
+    LendingError,
+    ServingNotice,
+)
 from libra.backends.lend.record import LendingRecord
 from libra.lend.gate import Grant, Reason, Refusal, SharingRule
 from libra.lend.recall import Recall
@@ -91,7 +98,14 @@ class GatedBorrower:
             return None
         for seen in token.steps():
             self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
-        notice = token.look()
+        try:
+            notice = token.look()
+        except LendingError as error:
+            self._wait(str(error))
+            return None
+        if notice.wants:  # it waits for the last grant to be over, and no other follows before it has looked around
+            self._device.sleep(POLL)
+            return None
         if notice.at == self._refused_at and clock() < self._ask_again:
             self._wait(self.tally.why)
             return None
@@ -148,6 +162,7 @@ class GatedBorrower:
         longest = self._cost.longest_step(notice.view)
         if self._record is not None:
             self._record.append(LendingAnswer.of(notice.view, now, longest, answer, breach))
+        self.tally = self.tally._replace(longest_step=0.0 if longest == math.inf else longest)
         recalled = isinstance(answer, Refusal) and answer.reason in ("load", "owner")
         # A refusal for what is due holds until serving says something new, one for the load until time has passed.
         self._token.wish(0.0 if recalled or longest == math.inf else longest + self._shortest)
@@ -156,9 +171,22 @@ class GatedBorrower:
             self._say("")
             return answer
         self._refused_at, self._ask_again = notice.at, now + _RECALLED if recalled else math.inf
-        why = self._recall.recalled if recalled and self._recall is not None else None
-        self._say(why or _WHY[answer.reason])
+        self._say(self._why(answer, longest, notice))
         return None
+
+    def _why(self, refusal: Refusal, longest: float, notice: ServingNotice) -> str:
+        """Why nothing is lent, and where somebody could do something about it, what."""
+        if refusal.reason == "load" and self._recall is not None and self._recall.recalled is not None:
+            return self._recall.recalled
+        if refusal.reason != "due":
+            return _WHY[refusal.reason]
+        if longest == math.inf:
+            return f"{self.serving_steps.seen} of {self.serving_steps.needed} steps of serving seen so far"
+        if longest <= notice.pace:
+            return _WHY["due"]
+        fits = self._cost.budget_within(notice.pace, notice.view)
+        remedy = f"lower the server's max_num_batched_tokens to {fits}" if fits else "serve fewer requests at a time"
+        return f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * notice.pace:.0f}: {remedy}"
 
     def _nothing_fits(self) -> None:
         now = self._device.clock()
@@ -183,14 +211,15 @@ class GatedBorrower:
         tally = self.tally
         if shape.sequences:
             self._budget.observe(shape, step.seconds)
-        self.tally = BorrowerTally(
-            tally.grants + 1,
-            tally.overstayed + step.overstayed,
-            tally.over_bound + (step.seconds > step.bound > 0),
-            tally.lent + step.seconds,
-            tally.tokens + shape.sequences + shape.new_tokens,
-            "",
-        )
-        self._token.tell(self.tally)
         if self._record is not None:
             self._record.append(step)
+        self.tally = tally._replace(
+            grants=tally.grants + 1,
+            overstayed=tally.overstayed + step.overstayed,
+            over_bound=tally.over_bound + (step.seconds > step.bound > 0),
+            tokens=tally.tokens + shape.sequences + shape.new_tokens,
+            unrecorded=0 if self._record is None else self._record.lost,
+            lent=tally.lent + step.seconds,
+            why="",
+        )
+        self._token.tell(self.tally)

@@ -48,10 +48,10 @@ _KV_HELD_AT = 296
 _COUNT_AT = 320  # of steps
 _STEPS_AT = 384
 _TALLY_AT = 2432
-_ABOUT_AT = 2560  # its length, its checksum, JSON
+_ABOUT_AT = 2816  # its length, its checksum, JSON
 _SIZE = 4096
 _ABOUT = struct.Struct("<QQ")
-_TALLY = struct.Struct("<qqqdq56s")
+_TALLY = struct.Struct("<qqqqqdd256s")
 
 POLL = 0.0002  # seconds between two looks at the lock
 _PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
@@ -101,8 +101,10 @@ class BorrowerTally(NamedTuple):
     grants: int = 0  # that were used
     overstayed: int = 0  # of them, those that serving did not wait out
     over_bound: int = 0  # steps that took longer than their bound
-    lent: float = 0.0  # seconds of steps
     tokens: int = 0  # that they computed
+    unrecorded: int = 0  # lines that the record had no room for
+    lent: float = 0.0  # seconds of steps
+    longest_step: float = 0.0  # C, of what serving said last; 0: not known yet
     why: str = ""  # nothing is lent now; empty where it is
 
 
@@ -328,7 +330,7 @@ class BorrowerToken:
     def tell(self, tally: BorrowerTally) -> None:
         """What came of the loan so far."""
         *numbers, why = tally
-        _TALLY.pack_into(self._page.bytes, _TALLY_AT, *numbers, why.encode(errors="replace")[:56])
+        _TALLY.pack_into(self._page.bytes, _TALLY_AT, *numbers, why.encode(errors="replace")[:256])
 
     def wish(self, seconds: float) -> None:
         """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
@@ -394,6 +396,14 @@ class LenderToken:
             raise
         self.extend(0.0)
 
+    @property
+    def replaced(self) -> bool:
+        """The file of that name is another one by now."""
+        try:
+            return not os.path.samestat(self._page.path.stat(), os.fstat(self._page.descriptor))
+        except FileNotFoundError:
+            return True
+
     def extend(self, until: float) -> None:
         """The device may be borrowed until then; 0: not any more."""
         _SECONDS.pack_into(self._page.bytes, _LEASE_AT, until)
@@ -409,8 +419,11 @@ class LenderToken:
     @property
     def tally(self) -> BorrowerTally:
         """What came of the loan so far."""
-        grants, overstayed, over_bound, lent, tokens, why = _TALLY.unpack_from(self._page.bytes, _TALLY_AT)
-        return BorrowerTally(grants, overstayed, over_bound, lent, tokens, why.rstrip(b"\0").decode(errors="ignore"))
+        grants, overstayed, over, tokens, unrecorded, lent, longest, why = _TALLY.unpack_from(
+            self._page.bytes, _TALLY_AT
+        )
+        why = why.rstrip(b"\0").decode(errors="ignore")
+        return BorrowerTally(grants, overstayed, over, tokens, unrecorded, lent, longest, why)
 
     def close(self) -> None:
         self.extend(0.0)

@@ -22,22 +22,25 @@ class LendingRecord:
         written at all."""
         self._file: LineFile | None = LineFile(path)
         self._told, self._lines = told, list[LendingLine]()
+        self.lost = 0  # lines
         self._file.append(terms.to_json().encode())
 
     def append(self, line: LendingLine) -> None:
         if self._file is not None:
             self._lines.append(line)
+        else:
+            self.lost += 1
 
     def flush(self, *, all_of_it: bool = False) -> None:
         if self._file is None or len(self._lines) < (1 if all_of_it else _LINES):
             return
-        text = "\n".join(line.to_json() for line in self._lines)
+        text, kept = "\n".join(line.to_json() for line in self._lines), len(self._lines)
         self._lines.clear()
         try:
             self._file.append(text.encode())
         except DiskError as error:
             self._file.close()
-            self._file = None
+            self._file, self.lost = None, kept
             self._told(f"{error}; lending goes on, unrecorded from here on")
 
     def close(self) -> None:

@@ -92,28 +92,25 @@ class PeerChannel(_BlockingChannel[FromWorker]):
     _gone, _decoder = "the process closed the connection", msgspec.json.Decoder(FromWorker)
 
 
-class ControllerChannel:
-    """The controller's end, on asyncio."""
+class _AsyncChannel(Generic[Received]):
+    """An end on asyncio."""
+
+    _gone: str  # what it means that the other end was closed
+    _decoder: msgspec.json.Decoder[Received]
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._decoder = msgspec.json.Decoder(FromWorker)
-
-    @classmethod
-    async def open(cls, connection: socket.socket) -> ControllerChannel:
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        return cls(reader, writer)
 
     def send(self, message: Message) -> None:
         """Queue a message. A peer that went away is reported by `receive`."""
         self._writer.write(_frame(message))
 
-    async def receive(self) -> FromWorker:
+    async def receive(self) -> Received:
         try:
             length = _length(await self._reader.readexactly(_LENGTH.size))
             return self._decoder.decode(await self._reader.readexactly(length))
         except asyncio.IncompleteReadError:
-            raise ConnectionResetError("the worker closed the connection") from None
+            raise ConnectionResetError(self._gone) from None
 
     def sever(self, why: str) -> None:
         """The worker went away, though the connection does not show it: `receive` fails."""
@@ -121,3 +118,20 @@ class ControllerChannel:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class ControllerChannel(_AsyncChannel[FromWorker]):
+    """The controller's end."""
+
+    _gone, _decoder = "the worker closed the connection", msgspec.json.Decoder(FromWorker)
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> ControllerChannel:
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        return cls(reader, writer)
+
+
+class AgentChannel(_AsyncChannel[ToWorker]):
+    """The end of an agent, which passes a controller's orders on to an engine."""
+
+    _gone, _decoder = "the controller closed the connection", msgspec.json.Decoder(ToWorker)

@@ -7,6 +7,7 @@ from itertools import count
 from statistics import fmean
 
 from libra.backends.launch.worker import Pacer
+from libra.backends.lend.borrowing_engine import BorrowingEngine
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -30,12 +31,17 @@ from libra.cost.engine_memory import BLOCK_TOKENS
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
     """Until `Stop`, or until the controller goes away."""
+    lent = None if start.loan is None else BorrowingEngine(start.loan)
     engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
+    if lent is not None:
+        lent.lend(engine)
     pacer = Pacer(start.share, start.cores)
     channel.send(Ready(seconds=time.monotonic() - began))
     busy_seconds, report = 0.0, Report(time.monotonic())
     while True:
         if not engine.busy:
+            if lent is not None:
+                lent.rest()
             channel.poll(None)
         began = time.monotonic()
         while channel.poll():
@@ -55,6 +61,8 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                     channel.send(Loaded(message.version, time.monotonic() - began))
                 case Save():
                     engine.give(message)
+                case MeasureEngine() | MeasureHandover() if lent is not None:
+                    raise ValueError("an engine on a device that is lent is not measured: serving would wait for it")
                 case MeasureEngine():
                     channel.send(measure(engine, message, pacer))
                 case MeasureHandover():
@@ -68,7 +76,13 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                     raise TypeError(f"{type(message).__name__} is not a message for an engine")
         worked = engine.busy
         if engine.generating:
-            report.iteration(engine.step(), engine.version)
+            sampled = engine.step() if lent is None else lent.step()
+            if sampled is not None:
+                report.iteration(sampled, engine.version)
+            elif not report.due(began):
+                if report.silent(began):
+                    channel.send(report.take(began, busy_seconds))
+                continue
         elif worked:
             engine.step()  # which saves KV and is no iteration
         for handed in engine.handed():

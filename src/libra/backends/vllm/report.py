@@ -14,6 +14,7 @@ from libra.backends.transport.engine_messages import Generated, Piece
 # Seconds between two reports of an engine at work. What a killed engine has not told is generated again: at most this
 # much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
 REPORT_SECONDS = 0.05
+SILENT_SECONDS = 1.0  # between two reports of an engine that has turns to make and may not go on with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class Report:
         if self._ended:
             return True
         return self._iterations > self._told_iterations and now - self._told_at >= REPORT_SECONDS
+
+    def silent(self, now: float) -> bool:
+        """Whether it is time to tell that the engine is there, though it has nothing to tell."""
+        return now - self._told_at >= SILENT_SECONDS
 
     def take(self, now: float, busy_seconds: float) -> Generated:
         pieces, ended = self._pieces, self._ended

@@ -1,0 +1,60 @@
+"""Whether the server beside an agent is there, and the one that was certified.
+
+Invariant: a server that has ended, or another one in its place, is seen at the next look: by its process, not by what
+it left in the device's page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+
+from libra.backends.lend.device_token import EngineFacts, LenderToken, LendingError
+from libra.backends.lend.lender_file import LoanOrder
+
+
+class ServerWatch:
+    """Looks at the server of a loan. Owners may end and start it at any time."""
+
+    def __init__(self, lender: LoanOrder, token: LenderToken) -> None:
+        """Raises LendingError where the loan cannot begin: another model, or no server."""
+        self._lender, self._token = lender, token
+        self._pid, self._process = 0, -1
+        self._facts = token.about()
+        lender.refuse_other(self._facts)
+        if (objection := self.objection()) is not None:
+            self.close()
+            raise LendingError(f"{lender.device}: {objection}; start it first")
+
+    def objection(self) -> str | None:
+        """Why its device must not be lent now."""
+        try:
+            pid = self._token.look().pid
+            if pid != self._pid:
+                self.close()
+                facts = self._token.about()
+                self._lender.refuse_other(facts)
+                if facts != self._facts:
+                    return _other_limits(facts, self._facts)
+                with contextlib.suppress(ProcessLookupError):
+                    self._process = os.pidfd_open(pid)
+                self._pid = pid
+        except LendingError as error:
+            return str(error)
+        alive = self._process >= 0 and not select.select([self._process], [], [], 0)[0]
+        return None if alive else "the serving engine has ended"
+
+    def close(self) -> None:
+        if self._process >= 0:
+            os.close(self._process)
+        self._pid, self._process = 0, -1
+
+
+def _other_limits(now: EngineFacts, before: EngineFacts) -> str:
+    """The borrower has learnt of steps with the limits before."""
+    other = next(name for name, value in now._asdict().items() if value != getattr(before, name))
+    return (
+        f"the serving engine came back with {other} {getattr(now, other)} instead of {getattr(before, other)}; start"
+        " `libra lend serve` again"
+    )

@@ -1,0 +1,146 @@
+"""The file of a loan, and the watch over its server: what is lent, and what is refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from libra.backends.lend.device_token import EngineFacts, LenderToken, LendingError, ServingToken
+from libra.backends.lend.lender_file import LoanOrder, load_lender_file
+from libra.backends.lend.server_watch import ServerWatch
+from libra.backends.tiny_model import write_tiny_model
+from libra.config.run import ModelConfig
+from libra.config.yaml_file import ConfigError
+from libra.lend.certificate import Certificate, Harvest, certificate_json
+from libra.lend.gate import Slo
+from libra.traffic.envelope import Envelope
+
+CERTIFICATE = Certificate(
+    model="Qwen/Qwen3-8B",
+    hardware="1 x H100",
+    slo=Slo(1.0, 0.1),
+    use=0.8,
+    longest_grant=0.03,
+    longest_step=0.06,
+    envelope=Envelope(2.0, 900, 60, 40_000, 60.0),
+    harvest=(Harvest(1.0, 0.5),),
+    traffic="requests.jsonl",
+    requests=10,
+    missed_alone=0,
+)
+LOAN: dict[str, Any] = {
+    "device": "device",
+    "certificate": "certificate.json",
+    "serving": {"model": "Qwen/Qwen3-8B", "hardware": "1 x H100", "ttft": 1.0, "tpot": 0.1},
+    "rollout": {"model": "policy", "max_model_len": 512, "kv_cache": "64 MiB"},
+    "record": "lending.jsonl",
+}
+CHAT = EngineFacts("Qwen/Qwen3-8B", 16384, 256, 1024)
+
+
+def load(directory: Path, changes: dict[str, Any] | None = None) -> LoanOrder:
+    """Of the loan with these dotted keys changed."""
+    loan = copy.deepcopy(LOAN)
+    loan["device"] = str(directory / "device")
+    for key, value in (changes or {}).items():
+        *sections, last = key.split(".")
+        place = loan
+        for name in sections:
+            place = place[name]
+        place[last] = value
+    write_tiny_model(directory / "policy", ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123", 512)
+    (directory / "certificate.json").write_text(certificate_json(CERTIFICATE))
+    (directory / "loan.yaml").write_text(yaml.safe_dump(loan))
+    return load_lender_file(directory / "loan.yaml")
+
+
+def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
+    lender = load(tmp_path)
+    assert lender.terms.pace == pytest.approx(0.08)
+    assert (lender.terms.longest, lender.terms.envelope) == (0.03, CERTIFICATE.envelope)
+    assert lender.start.loan is not None and lender.start.loan.record == str(tmp_path / "lending.jsonl")
+    assert lender.listen == tmp_path / "device.agent"
+    assert load(tmp_path, {"serving.use": 0.7}).terms.pace == pytest.approx(0.07)
+    lax = load(tmp_path, {"serving.tpot": 1.0})
+    assert lax.terms.pace == pytest.approx(0.08)  # what was certified, not what would be allowed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"serving.model": "Qwen/Qwen3-14B"}, "the certificate is of Qwen/Qwen3-8B, not of Qwen/Qwen3-14B"),
+        ({"serving.model": "nobody/knows"}, "serving.model:"),
+        ({"serving.hardware": "1 x A100"}, "the certificate is of 1 x H100, not of 1 x A100"),
+        ({"serving.tpot": 0.05}, "tpot is 0.05 s; the certificate is of 0.1 s"),
+        ({"serving.use": 0.9}, "serving.use is 0.9; the certificate is of 0.8: lower it"),
+        ({"serving.use": 0.5}, "a serving step may take 60 ms, a token 50; raise use"),
+        ({"serving.use": 0.0}, "serving.use:"),
+        ({"serving.used": 0.5}, "did you mean use?"),
+        ({"rollout.model": "none"}, "holds no config.json"),
+        ({"rollout.kv_cache": "64"}, "write a number and one of"),
+        ({"rollout.kv_cache": "0.01 MiB"}, "one context of max_model_len takes"),
+        ({"shortest_grant": 0.04}, "shortest_grant is 0.04 s, more than the 0.03 s"),
+        ({"most_quiet": 1.0}, "most_quiet is 1 s, less than quiet, 5 s; raise it"),
+        ({"certificate": "none.json"}, "give a certificate that `libra lend check` has written"),
+    ],
+)
+def test_a_loan_that_nothing_covers_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, changes)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:
+    lender = load(tmp_path)
+    with pytest.raises(LendingError, match="start the serving engine with LendingScheduler"):
+        LenderToken(lender.device)
+    serving = ServingToken(lender.device, CHAT)
+    lenders = LenderToken(lender.device)
+    with pytest.raises(LendingError, match="another agent lends this device"):
+        LenderToken(lender.device)
+    watch = ServerWatch(lender, lenders)
+    assert watch.objection() is None
+    serving.close()
+
+    def serve(facts: EngineFacts) -> subprocess.Popen[str]:
+        """Another process takes the device over."""
+        code = (
+            "import sys; from pathlib import Path; from libra.backends.lend.device_token import *;"
+            f"ServingToken(Path(sys.argv[1]), {facts!r}); print('ready', flush=True); sys.stdin.readline()"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(lender.device)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    def end(process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.communicate()
+
+    again = serve(CHAT)
+    assert watch.objection() is None
+    end(again)
+    assert watch.objection() == "the serving engine has ended"
+    with pytest.raises(LendingError, match="the serving engine has ended; start it first"):
+        ServerWatch(lender, lenders)
+    larger = serve(CHAT._replace(max_num_batched_tokens=8192))
+    assert "came back with max_num_batched_tokens 8192 instead of 1024" in (watch.objection() or "")
+    end(larger)
+    other = serve(CHAT._replace(model="other"))
+    assert "serving.model is Qwen/Qwen3-8B, the server on" in (watch.objection() or "")
+    end(other)
+    same = serve(CHAT)
+    assert watch.objection() is None
+    end(same)
+    assert not lenders.replaced
+    lender.device.unlink()
+    assert lenders.replaced
+    watch.close()
+    lenders.close()
