@@ -13,6 +13,8 @@ from itertools import zip_longest
 from random import Random
 from typing import Literal
 
+from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
+from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
 from benchmarks.rows import Row
@@ -25,7 +27,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async"]
+Kind = Literal["sync", "async", "pull", "pd"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Summary:
 
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
-    """With asynchronous scheduling half of the requests end with a token that nobody knows beforehand."""
+    """One engine. With asynchronous scheduling half of the requests end with a token that nobody knows beforehand."""
     config, requests = random_case(seed)
     if kind == "async":
         config, random = replace(config, async_scheduling=True), Random(seed)
@@ -71,20 +73,37 @@ def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
 def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
     """The cases of these seeds, each when it is asked for: a few tens of milliseconds."""
     for seed in seeds:
-        config, requests = case_of(kind, seed)
-        wanted = vllm_schedule(config, requests)
-        finished = {number for step in wanted for number in step.finished}
-        found = difference(simulated_schedule(*case_of(kind, seed)), wanted)
+        config, requests, ours, theirs = _schedules(kind, seed)
+        wanted = [step for steps in theirs for step in steps]
+        differences = (difference(mine, its) for mine, its in zip(ours, theirs, strict=True))
+        found = next((it for it in differences if it is not None), None)
         yield Compared(
             seed=seed,
             steps=len(wanted),
             tokens=sum(tokens for step in wanted for _, tokens in step.scheduled),
             preemptions=sum(len(step.preempted) for step in wanted),
             hits=sum(1 for step in wanted for _, tokens in step.cached if tokens),
-            cancelled=len(requests) - len(finished),
+            cancelled=sum(request.status == "cancelled" for request in requests),
             priorities=config.policy == "priority",
             difference=None if found is None else f"seed {seed} ({_told(config)}), {found}",
         )
+
+
+def _schedules(
+    kind: Kind, seed: int
+) -> tuple[EngineConfig, Sequence[Request], Sequence[Sequence[Step]], Sequence[Sequence[Step]]]:
+    """An engine, the requests as they were simulated, and the steps of each engine: simulated, and vLLM's."""
+    if kind == "pull":
+        config, requests, transfers = random_pulls(seed)
+        theirs = vllm_pulls(*random_pulls(seed))
+        return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
+    if kind == "pd":
+        pair, requests = random_pair(seed)
+        its = vllm_pair(*random_pair(seed))
+        return pair.decode, requests, simulated_pair(pair, requests), its
+    config, requests = case_of(kind, seed)
+    wanted = vllm_schedule(*case_of(kind, seed))
+    return config, requests, [simulated_schedule(config, requests)], [wanted]
 
 
 def summary(compared: Iterable[Compared]) -> Summary:

@@ -18,18 +18,20 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.fidelity.pull_connector import PullConnector
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 
@@ -62,7 +64,7 @@ def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[St
     `requests` are read, not written. Raises ValueError for what the scheduler alone cannot answer.
     """
     _check(config, requests)
-    engine = _Engine(config)
+    engine = VllmEngine(config)
     seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
     arrivals = deque(sorted(seen, key=lambda request: (request.arrival, request.number)))
     cancellations: dict[int, int] = {}  # of requests that have arrived
@@ -110,11 +112,12 @@ def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
             )
 
 
-class _Engine:
+class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._scheduler = _make_scheduler(config)
+    def __init__(self, config: EngineConfig, *, pulls: bool = False) -> None:
+        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled."""
+        self._scheduler = _make_scheduler(config, pulls)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -128,11 +131,21 @@ class _Engine:
         return bool(self._under_way) or self.unfinished
 
     @property
+    def scheduled_something(self) -> bool:
+        """Whether the youngest step under way does."""
+        return bool(self._under_way[-1][1].scheduled)
+
+    @property
+    def scheduled_tokens(self) -> int:
+        """In the youngest step under way."""
+        return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)
+
+    @property
     def unfinished(self) -> bool:
         return bool(self._scheduler.has_unfinished_requests())
 
     def add(self, request: Request) -> None:
-        name = _name(request.number)
+        name = name_of(request.number)
         self._requests[name] = request
         self._scheduler.add_request(
             VllmRequest(
@@ -145,10 +158,13 @@ class _Engine:
                 block_hasher=self._hasher,
             )
         )
+        if request.pull or request.keeps:
+            params = {"do_remote_prefill": True} if request.pull else {"do_remote_decode": True}
+            self._scheduler.requests[name].kv_transfer_params = params
 
     def cancel(self, number: int) -> None:
         """Nothing happens to a request that is no longer there."""
-        self._scheduler.finish_requests(_name(number), RequestStatus.FINISHED_ABORTED)
+        self._scheduler.finish_requests(name_of(number), RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> bool:
         """Schedule a step. True: another one may be scheduled before this one has ended."""
@@ -156,15 +172,32 @@ class _Engine:
         output = self._scheduler.schedule()
         scheduled = tuple((int(name), tokens) for name, tokens in output.num_scheduled_tokens.items())
         free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if not scheduled and not self._preempted and not self._under_way:
+        if not scheduled and not self._preempted and not self._under_way and self._scheduler.connector is None:
             raise RuntimeError("vLLM scheduled nothing, with requests waiting: the driver is at fault")
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
         samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
         return len(self._under_way) < self._most_under_way
 
-    def end_oldest(self, time: int) -> Step:
-        """What came of the oldest step under way, which began at `time`."""
+    def started_pulls(self) -> list[int]:
+        """Requests whose KV is to be pulled since the last schedule."""
+        connector = self._scheduler.connector
+        assert isinstance(connector, PullConnector)
+        started, connector.started = connector.started, []
+        return [int(name) for name in started]
+
+    def pulled_blocks(self, number: int) -> int:
+        """Blocks that a request holds and that are not in the prefix cache: those that its pull fills."""
+        blocks = self._scheduler.kv_cache_manager.get_blocks(name_of(number)).blocks[0]
+        return sum(block.block_hash is None for block in blocks)
+
+    def hear(self, transfers: KVConnectorOutput) -> tuple[int, ...]:
+        """Transfers that ended while no step was under way. Returns the requests that end with that."""
+        output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=transfers)
+        return _ended(self._scheduler.update_from_output(SchedulerOutput.make_empty(), output))
+
+    def end_oldest(self, time: int, transfers: KVConnectorOutput | None = None) -> Step:
+        """What came of the oldest step under way, which began at `time`, and the transfers that ended meanwhile."""
         output, step, samples = self._under_way.popleft()
         names = list(output.num_scheduled_tokens)
         results = self._scheduler.update_from_output(
@@ -173,15 +206,10 @@ class _Engine:
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 sampled_token_ids=[self._sample(name) if samples[name] else [] for name in names],
+                kv_connector_output=transfers,
             ),
         )
-        finished = (
-            int(result.request_id)
-            for client in results.values()
-            for result in client.outputs
-            if result.finish_reason is not None
-        )
-        return replace(step, time=time, finished=tuple(finished))
+        return replace(step, time=time, finished=_ended(results))
 
     def _sample(self, name: str) -> list[int]:
         """The next token of a request. None comes of one that was given up, or of a prompt before its last chunk."""
@@ -219,13 +247,25 @@ class _Tokens:
         return self._owners.setdefault(owner, len(self._owners)) * self._stride + position
 
 
+def _ended(results: Any) -> tuple[int, ...]:
+    """In the order of their ends, but for those whose KV did not come: vLLM ends these in no order."""
+    ended = [
+        (int(result.request_id), result.finish_reason)
+        for client in results.values()
+        for result in client.outputs
+        if result.finish_reason is not None
+    ]
+    finished = [number for number, reason in ended if reason != FinishReason.ERROR]
+    return (*finished, *sorted(number for number, reason in ended if reason == FinishReason.ERROR))
+
+
 def _sampling(request: Request) -> SamplingParams:
     if request.stop == "eos":
         return SamplingParams(max_tokens=request.output_tokens + _LONGEST_CONTEXT, stop_token_ids=[_EOS])
     return SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
 
 
-def _name(number: int) -> str:
+def name_of(number: int) -> str:
     return f"{number:0{_NUMBER_DIGITS}d}"
 
 
@@ -240,7 +280,7 @@ def _cached(output: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(name), found[name]) for name in output.num_scheduled_tokens if name in found)
 
 
-def _make_scheduler(config: EngineConfig) -> Scheduler:
+def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
     model = copy(_model_config())
     model.max_model_len = config.max_model_len
     cache_config = CacheConfig(
@@ -266,6 +306,14 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
             async_scheduling=False,
         ),
         device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=PullConnector.__name__,
+            kv_connector_module_path=PullConnector.__module__,
+            kv_role="kv_both",
+            kv_load_failure_policy=config.kv_load_failure_policy,
+        )
+        if pulls
+        else None,
     )
     vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # vLLM turns it off for a CPU
     scheduler = (AsyncScheduler if config.async_scheduling else Scheduler)(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.enumerate_problems import optimum, priced, problems, step_of
 from oracles.optimality import require_agreement
@@ -25,6 +25,7 @@ _MOST = 1500  # allocations, for brute force
 def lending(draw: st.DrawFn) -> Problem:
     """A small problem with a pool that lends engines like one's own, slower, and not for the longest contexts."""
     own = replace(draw(problems(small=True)), use_all_devices=False, current=None)
+    assume(own.longest_context > 1)
     pool = Pool("lent", draw(st.integers(1, 3)), 1, serves=True)
     lent: list[EngineOption] = []
     for number in range(draw(st.integers(1, 2))):
@@ -35,7 +36,7 @@ def lending(draw: st.DrawFn) -> Problem:
                 shape=f"lent-{number}",
                 pool="lent",
                 devices=1,
-                holds=max(1, own.longest_context - 1),
+                holds=own.longest_context - 1,
                 stall=option.stall / share,
                 work=tuple(_slower(row, share) for row in option.work),
                 refresh=_slower(option.refresh, share),
@@ -127,6 +128,16 @@ def test_a_loan_that_helps_nobody_is_not_taken() -> None:
     assert "chat" not in [bucket.shape for bucket in solve_loans(Menu(slow), solve).allocation.buckets]
 
 
+@pytest.mark.parametrize(("work", "borrows"), [(15.92, False), (15.8, True)])
+def test_a_loan_that_gains_less_than_prices_tell_apart_is_not_taken(work: float, borrows: bool) -> None:
+    little = replace(PROBLEM, engines=(PROBLEM.engines[0], engine("chat", "chat", (work, work), 99)))
+    found = solve_loans(Menu(little), solve)
+    assert ("chat" in [bucket.shape for bucket in found.allocation.buckets]) is borrows
+    assert found.predicted.step == (work / 2 if borrows else 8.0)
+    assert found.proof.status == "optimal"
+    assert found.proof.bound == pytest.approx(work / 2, rel=2e-4)  # what is known to be possible is still said
+
+
 def allocation(*buckets: tuple[str, int]) -> Allocation:
     return Allocation(1, tuple(_buckets(buckets)), "t")
 
@@ -151,6 +162,11 @@ def _buckets(buckets: tuple[tuple[str, int], ...]) -> Iterator[Bucket]:
 )
 def test_what_is_left_when_lent_engines_are_away(before: Allocation, after: Allocation) -> None:
     assert before.without({"x"}) == after
+
+
+def test_nobody_lends_engines_for_the_longest_contexts() -> None:
+    with pytest.raises(ValueError, match="chat/8 is lent and holds the longest context of 100 tokens"):
+        replace(PROBLEM, engines=(PROBLEM.engines[0], engine("chat", "chat", (1.0, 1.0), 100)))
 
 
 def test_nothing_trains_where_users_are_served() -> None:

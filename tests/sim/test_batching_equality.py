@@ -221,8 +221,10 @@ def test_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     from benchmarks.fidelity.schedule import compare, summary
 
-    ahead = summary(compare(range(2000, 2000 + VLLM_CASES // 3), "async"))
-    assert ahead.difference is None
+    for kind in ("async", "pull", "pd"):
+        other = summary(compare(range(2000, 2000 + VLLM_CASES // 4), kind))
+        assert other.difference is None
+        assert other.preemptions > 0 and other.hits > 0
     found = summary(compare(range(1000, 1000 + VLLM_CASES)))
     assert found.difference is None
     assert found.cases == VLLM_CASES

@@ -154,6 +154,8 @@ def simulate(
                 limits=deployment.limits,
                 turn_tokens=deployment.turn_tokens,
                 updates=deployment.updates,
+                kv_transfer=deployment.kv_transfer,
+                decode_route=deployment.decode_policy(seed),
                 time_limit=limit,
                 exact=exact,
                 progress=progress,

@@ -58,10 +58,16 @@ class Certificate:
         """Requests/s of the certified load."""
         return self.harvest[-1].rate
 
+    @property
+    def covered(self) -> float:
+        """Requests/s up to which it says anything: the certified load, or the busiest minute of the replay where that
+        was less, as of a trace that is shorter."""
+        return min(self.rate, self.envelope.rate)
+
     def share_at(self, rate: float) -> float:
         """Share of the device that is lent at a rate: between two certified rates that of the higher one, as load takes
-        harvest; nothing beyond the certified load, nor beyond its envelope, whose rate is that of a busy minute."""
-        if rate > self.envelope.rate:
+        harvest; nothing beyond what is covered."""
+        if rate > self.covered:
             return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 

@@ -71,6 +71,9 @@ def make_lender(
     terms = pool.lends
     if terms is None:
         raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")
+    refused = model.tp_refusal(terms.tensor_parallel_size)
+    if refused is not None:
+        raise ValueError(f"tensor_parallel_size: {model.name}: {refused}")
     hardware = f"{terms.tensor_parallel_size} x {pool.nodes.gpu.name}"
     for name, certificate in certificates:
         mismatch = certificate.mismatch(model.name, hardware, Slo(terms.ttft, terms.tpot))

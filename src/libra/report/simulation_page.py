@@ -56,7 +56,7 @@ def simulation_page(view: SimulationView, title: str) -> str:
 
 def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
     metrics = view.metrics
-    lost = {status: getattr(metrics, status) for status in ("cancelled", "refused", "unfinished")}
+    lost = {status: getattr(metrics, status) for status in ("cancelled", "refused", "failed", "unfinished")}
     ended = ", ".join(f"{count(number)} {status}" for status, number in lost.items() if number)
     busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
     until = "time limit" if view.result.partial else "last end"

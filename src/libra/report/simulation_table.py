@@ -24,6 +24,7 @@ _NUMBERS = (
     "finished",
     "cancelled",
     "refused",
+    "failed",
     "unfinished",
     "trajectories",
     "trajectories_completed",
@@ -63,7 +64,7 @@ def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ..
 def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
     """(name, value) of every number that says something of this simulation."""
     values = {key: getattr(view.metrics, key) for key in _NUMBERS}
-    silent = {"interrupted", "cancelled", "refused", "unfinished", "trajectories", "trajectories_completed"}
+    silent = {"interrupted", "cancelled", "refused", "failed", "unfinished", "trajectories", "trajectories_completed"}
     return [
         (DEFINITIONS[key].name, worded(value, DEFINITIONS[key].unit))
         for key, value in values.items()

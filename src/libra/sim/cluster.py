@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from libra.route.policy import Policy
-from libra.sim.deployment import WeightUpdate, check_engines
+from libra.sim.deployment import WeightUpdate, check_engines, check_roles
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
+from libra.sim.kv_network import KVNetwork
 from libra.sim.placement import Placer
+from libra.sim.prefill_decode import Prefill, PrefillDecode
 from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.requests import Workload
 
@@ -36,7 +38,8 @@ class SimCluster:
 
     What happens may also add and close engines: see `at`. A request that no engine can hold is refused, or with
     `patient` waits until engines change. With `kv_moves` a trajectory's KV follows it to another engine where that is
-    quicker than to compute it again. Without `keep`, `requests` stays empty.
+    quicker than to compute it again. Engines may have roles: `kv_transfer` says how KV goes from prefill to decode, and
+    `decode_route` where. Without `keep`, `requests` stays empty.
     """
 
     def __init__(
@@ -55,13 +58,19 @@ class SimCluster:
         patient: bool = False,
         keep: bool = True,
         kv_moves: KVMoves | None = None,
+        kv_transfer: KVNetwork | None = None,
+        decode_route: Policy | None = None,
         interrupted: Callable[[Request, int], Request] | None = None,
     ) -> None:
         """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
         request of its own, numbered after all others."""
         check_engines(specs, limits)
-        if route is None and (len(specs) > 1 or patient):
-            raise ValueError(f"there are {len(specs)} engines and no policy: say where requests go")
+        check_roles(specs, kv_transfer is not None, [update.refresh for update in updates])
+        entries = sum(spec.role.takes == "prompt" for spec in specs)
+        if route is None and (entries > 1 or patient):
+            raise ValueError(f"there are {entries} engines and no policy: say where requests go")
+        if decode_route is None and len(specs) - entries > 1:
+            raise ValueError(f"there are {len(specs) - entries} engines that decode, and no decode_route: say where to")
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
         self.engines: list[SimEngine] = []  # all that there ever were
@@ -76,6 +85,17 @@ class SimCluster:
         self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
         self._patient, self._keep = patient, keep
         self._handovers = None if kv_moves is None else Handovers(kv_moves, self.engines, self.specs)
+        self.pairs: PrefillDecode | None = None
+        if kv_transfer is not None:
+            self.pairs = PrefillDecode(
+                kv_transfer,
+                Placer(decode_route, limits, turn_tokens),
+                self.specs,
+                at=self.at,
+                changed=self._changed,
+                ended=self._ended,
+                unplaced=self._unplaced_or_refused,
+            )
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
         self._unplaced: list[Request] = []
@@ -112,13 +132,16 @@ class SimCluster:
         """One more weight update, now."""
         if self._handovers is not None:
             self._handovers.refreshes += update.refresh
-        for engine in self.placer.engines():
+        engines = self.placer.engines() + ([] if self.pairs is None else self.pairs.decoders.engines())
+        for engine in engines:
             if update.engines is None or engine.index in update.engines:
                 self._changed(engine, engine.pause(Pause(update.pause, update.refresh), self.now))
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
         """From now on the engines, by name, serve these buckets."""
         self.placer.reallocate(limits, buckets)
+        if self.pairs is not None:
+            self.pairs.decoders.reallocate(limits, buckets)
         self._look_again()
 
     def add(self, spec: EngineSpec, make: EngineMaker = SimEngine) -> SimEngine:
@@ -129,7 +152,9 @@ class SimCluster:
 
     def close(self, name: str) -> None:
         """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere."""
-        engine = self.placer.remove(name)
+        of_pair = self.pairs is not None and name not in self.placer
+        placer = self.pairs.decoders if of_pair and self.pairs is not None else self.placer
+        engine = placer.remove(name)
         self._changed(engine, engine.close(self.now))
         if not engine.busy:
             self._empty(engine)
@@ -140,7 +165,13 @@ class SimCluster:
             make(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
             for place, spec in enumerate(specs)
         ]
-        self.placer.add(list(zip(specs, engines, strict=True)), lambda: self.now)
+        for placer, takes in (
+            (self.placer, "prompt"),
+            (None if self.pairs is None else self.pairs.decoders, "context"),
+        ):
+            if placer is not None:
+                mine = [it for it in zip(specs, engines, strict=True) if it[0].role.takes == takes]
+                placer.add(mine, lambda: self.now)
         self.engines += engines
         self.specs += specs
 
@@ -199,6 +230,8 @@ class SimCluster:
                     events.end(engine)
                 if engine.interrupted:
                     self._go_on(engine)
+                if engine.pulls or engine.failed:
+                    self._of_pulls(engine, now)
                 if watch is not None:
                     watch(engine, now)
             deciding.clear()
@@ -208,11 +241,15 @@ class SimCluster:
     def _commit(self, engine: SimEngine, now: int) -> None:
         self._deciding.add(engine.index)
         for request in engine.commit():
+            if isinstance(request.owner, Prefill):
+                assert self.pairs is not None
+                self.pairs.prefilled(request.owner, now)
+                continue
             # Whoever cancelled it while its last iteration was under way has gone on already.
             if request.cancel_at is None or request.cancel_at >= now:
                 self._ended(request)
         if engine.asked:
-            self.placer.ask_again(engine, now)
+            self._placer_of(engine).ask_again(engine, now)
         if engine.closing:
             self._empty(engine)
             self._deciding.discard(engine.index)
@@ -232,20 +269,51 @@ class SimCluster:
             request.status, request.finish = "cancelled", self.now
             self._ended(request)
             return
-        engine = self.placer.place(request, again=again) if self._routed else self.engines[0]
+        engine = None if self.pairs is None else self.pairs.stays(request, self.now)
         if engine is None:
-            if self._patient:
-                self._unplaced.append(request)
-                return
-            request.status, request.finish = "refused", self.now
-            request.reason = self.placer.refusal(request)
-            self._ended(request)
+            engine = self.placer.place(request, again=again) if self._routed or self.pairs else self.engines[0]
+        if engine is None:
+            self._unplaced_or_refused(request)
+            return
+        if self.specs[engine.index].role.hands_over:
+            self._prefill(request, engine)
             return
         handover = None if self._handovers is None else self._handovers.begin(request, engine, self.now)
         if handover is None:
             self._submit(request, engine)
         else:  # first its KV
             self.at(handover.end, lambda _: self._received(handover))
+
+    def _unplaced_or_refused(self, request: Request) -> None:
+        if self._patient:
+            self._unplaced.append(request)
+            return
+        request.status, request.finish = "refused", self.now
+        request.reason = self.placer.refusal(request)
+        self._ended(request)
+
+    def _prefill(self, request: Request, engine: SimEngine) -> None:
+        """Its prompt is computed on one engine, for another one to go on."""
+        assert self.pairs is not None
+        part = self.pairs.begin(request, engine)
+        self._changed(engine, engine.submit(part, self.now))
+        if part.status == "refused":
+            self.pairs.stopped(part)
+            request.status, request.reason, request.finish = "refused", part.reason, self.now
+            self._ended(request)
+        elif request.cancel_at is not None:
+            self._events.cancel(request.cancel_at, request)
+
+    def _of_pulls(self, engine: SimEngine, now: int) -> None:
+        """Pulls of KV that begin, or failed, with an engine's plan."""
+        assert self.pairs is not None
+        for request in engine.failed:
+            self._ended(request)
+        self.pairs.pull(engine, now)
+
+    def _placer_of(self, engine: SimEngine) -> Placer:
+        pairs = self.pairs
+        return pairs.decoders if pairs is not None and self.specs[engine.index].role.takes == "context" else self.placer
 
     def _received(self, handover: Handover) -> None:
         """On the way the engine may have been closed, or the request given up."""
@@ -272,8 +340,16 @@ class SimCluster:
     def _cancel(self, request: Request) -> None:
         if request.status in ("waiting", "running"):
             assert request.engine is not None
-            engine = self.engines[request.engine]
-            self._changed(engine, engine.cancel(request, self.now))
+            engine, given_up = self.engines[request.engine], request
+            if self.pairs is not None:
+                part = self.pairs.part_of(request)
+                if part is None:
+                    self.pairs.cancelled(request, self.now)
+                else:
+                    engine, given_up = part
+                    self.pairs.stopped(given_up)
+                    request.status, request.finish = "cancelled", self.now
+            self._changed(engine, engine.cancel(given_up, self.now))
             self._ended(request)
 
     def _empty(self, engine: SimEngine) -> None:
@@ -281,13 +357,19 @@ class SimCluster:
         if engine.plan(self.now) is not None:
             self._events.end(engine)
         self._go_on(engine)
+        if engine.closed and self.pairs is not None:
+            self.pairs.closed(engine, self.now)
 
     def _go_on(self, engine: SimEngine) -> None:
         """What was stopped on an engine arrives anew, now."""
         stopped, engine.interrupted = engine.interrupted, []
         for request in stopped:
+            if isinstance(request.owner, Prefill):
+                assert self.pairs is not None
+                self._arrive_again(self.pairs.stopped(request))
+                continue
             following = self._rest(request, self.now)
-            self.placer.goes_on(request, following)
+            self._placer_of(engine).goes_on(request, following)
             self.submit(following)
 
     def _changed(self, engine: SimEngine, sooner: bool) -> None:
@@ -300,6 +382,8 @@ class SimCluster:
         """Finished, given up or refused: see what follows."""
         if self._routed:
             self.placer.ended(request)
+        if self.pairs is not None:
+            self.pairs.decoders.ended(request)
         following = self.workload.finished(request, self.now)
         if following is not None:
             owner, after = request.owner, following.owner
@@ -318,6 +402,9 @@ class SimCluster:
             for request in engine.unfinished:
                 if request.status == "cancelled":
                     continue
+                request.status, request.reason = "unfinished", "the time limit came first"
+        for request in [] if self.pairs is None else self.pairs.under_way():
+            if request.status == "waiting":
                 request.status, request.reason = "unfinished", "the time limit came first"
         if not self._keep:
             return

@@ -17,8 +17,10 @@ from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
+from libra.sim.kv_network import KVNetwork
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
+DEFAULT_DECODE_ROUTE = "least-loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +57,68 @@ class Deployment:
     sticky: bool = True  # a later turn follows its prefix where it can
     updates: Sequence[WeightUpdate] = ()
     time_limit: float | None = None  # seconds
+    kv_transfer: KVNetwork | None = None  # where engines have roles
+    decode_route: str = DEFAULT_DECODE_ROUTE  # which engine goes on where a prompt is computed
 
     def __post_init__(self) -> None:
         check_engines(self.engines, self.limits)
+        check_roles(self.engines, self.kv_transfer is not None, [update.refresh for update in self.updates])
         if self.limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *self.limits))):
             raise ValueError(f"limits is {list(self.limits)}; list numbers of tokens that rise, shortest bucket first")
         if self.turn_tokens < 1:
             raise ValueError(f"turn_tokens is {self.turn_tokens}; a turn generates 1 token or more")
         self.policy()
+        self.decode_policy()
 
     @property
     def longest_context(self) -> int:
         """Tokens that some engine holds."""
         return max(engine.config.max_model_len for engine in self.engines)
 
+    def decode_policy(self, seed: int = 0) -> Policy | None:
+        """The same for the engines that decode; None where there are none."""
+        if self.kv_transfer is None:
+            return None
+        return policy_named(self.decode_route, sticky=self.sticky, seed=seed)
+
     def policy(self, seed: int = 0) -> Policy:
         """A new one, which has seen nothing. `seed` is for the rules that draw."""
         return policy_named(self.route, sticky=self.sticky, seed=seed)
+
+
+def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Sequence[bool]) -> None:
+    """Raises ValueError unless engines with roles have each other, and a way for their KV."""
+    of_role: dict[str, list[EngineSpec]] = {}
+    for engine in engines:
+        of_role.setdefault(engine.role.name, []).append(engine)
+    prefill, decode = of_role.get("prefill", []), of_role.get("decode", [])
+    if not prefill and not decode:
+        if transfers:
+            raise ValueError("kv_transfer is given, and no engine has the role prefill or decode: give them one")
+        return
+    for some, role, other in ((prefill, "prefill", "decode"), (decode, "decode", "prefill")):
+        if not some and not (role == "prefill" and "colocated" in of_role):
+            raise ValueError(f"engines have the role {other}, and none has {role}: add one, or make them colocated")
+    if not transfers:
+        raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")
+    first = prefill[0] if prefill else decode[0]
+    for engine in (*prefill, *decode):
+        if engine.config.block_size != first.config.block_size:
+            raise ValueError(
+                f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
+                f" {first.config.block_size}: KV is read block by block, so make them equal"
+            )
+        for option in ("pipeline_parallel_size", "async_scheduling"):
+            if getattr(engine.config, option) > 1 or getattr(engine.config, option) is True:
+                raise ValueError(
+                    f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
+                    " not simulated: leave it out"
+                )
+    for engine in decode:
+        if engine.kv_bytes <= 0:
+            raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
+    if any(refreshes):
+        raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")
 
 
 def check_engines(engines: Sequence[EngineSpec], limits: Sequence[int] | None) -> None:

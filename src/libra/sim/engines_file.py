@@ -22,9 +22,10 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
-from libra.sim.engine.config import EngineConfig, EngineSpec, SchedulingPolicy
+from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE, Deployment, WeightUpdate
+from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec, FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.kv_network import DEFAULT_LEASE, KVNetwork
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
@@ -34,6 +35,7 @@ _Duration = Annotated[float, Field(gt=0)]
 _Flag = Annotated[bool, Field(strict=True)]
 
 _BATCHED_TOKENS = 8192
+_KV_BYTES = 2  # of an element
 _NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
 _NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
 
@@ -70,6 +72,8 @@ class EngineSection(Section):
     reserve_full_prompt: _Flag = True
     capture_sizes: tuple[_Count, ...] = ()
     async_scheduling: _Flag = False
+    role: RoleName = "colocated"
+    kv_load_failure_policy: FailurePolicy = "fail"
     enforce_eager: _Flag = False  # no CUDA graphs
     host: str = "none"  # what comes to times of kernels: none, default, or a file of a fit beside this one
     overhead: OverheadSection = OverheadSection()
@@ -85,12 +89,23 @@ class UpdatesSection(Section):
     refresh: _Flag = False  # contexts are computed again
 
 
+class KVTransferSection(Section):
+    """From the engines with role prefill to those with role decode."""
+
+    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
+    latency: _Seconds = 0.0
+    lease: _Duration = DEFAULT_LEASE
+    local_below: _Index = 0
+    route: str = DEFAULT_DECODE_ROUTE
+
+
 class EnginesFile(Section):
     engines: tuple[EngineSection, ...] = Field(min_length=1)
     route: str = DEFAULT_ROUTE
     sticky: _Flag = True
     limits: tuple[_Count, ...] | None = None
     turn_tokens: _Count = 1
+    kv_transfer: KVTransferSection | None = None
     weight_updates: UpdatesSection | None = None
     time_limit: _Duration | None = None
 
@@ -104,7 +119,8 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
         engines = []
         for index, section in enumerate(file.engines):
             engines += _engines(section, f"engines.{index}", path.parent, note)
-        updates = file.weight_updates
+        _check_models(file)
+        updates, transfer = file.weight_updates, file.kv_transfer
         return Deployment(
             tuple(engines),
             file.limits,
@@ -115,6 +131,10 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
             if updates is None
             else WeightUpdate.every(updates.every, updates.times, updates.pause, refresh=updates.refresh),
             file.time_limit,
+            None
+            if transfer is None
+            else KVNetwork(transfer.bandwidth, transfer.latency, transfer.lease, transfer.local_below),
+            DEFAULT_DECODE_ROUTE if transfer is None else transfer.route,
         )
     except ValueError as error:
         raise refusal(path, str(error)) from None
@@ -163,7 +183,20 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
     numbers = range(section.count)
     names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
-    return [EngineSpec(name, config, cost, section.bucket) for name in names]
+    role, tp = ROLES[section.role], section.tensor_parallel_size
+    devices, kv_bytes = tp * section.pipeline_parallel_size, tp * model.kv_bytes_per_token(_KV_BYTES, tp)
+    return [
+        EngineSpec(name, config, cost, section.bucket, devices=devices, role=role, kv_bytes=kv_bytes) for name in names
+    ]
+
+
+def _check_models(file: EnginesFile) -> None:
+    """Raises ValueError where an engine could not use the KV of another one."""
+    apart = [(f"engines.{index}", it) for index, it in enumerate(file.engines) if it.role != "colocated"]
+    for key, section in apart:
+        first = apart[0][1].model
+        if load_model(section.model) != load_model(first):
+            raise ValueError(f"{key}.model is {section.model}, and {apart[0][0]}.model {first}: KV differs, name one")
 
 
 def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
@@ -196,7 +229,7 @@ def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
         section.gpu_memory_utilization,
         section.tensor_parallel_size,
         weight_bytes=_weight_bytes(section),
-        kv_bytes=2,
+        kv_bytes=_KV_BYTES,
         batched_tokens=section.max_num_batched_tokens,
         pp=section.pipeline_parallel_size,
     )

@@ -68,6 +68,10 @@ class Placer:
     def engines(self) -> list[SimEngine]:
         return list(self._by_name.values())
 
+    def __contains__(self, name: str) -> bool:
+        """Whether an engine of this name is in service."""
+        return name in self._by_name
+
     def serves(self, name: str, engine: SimEngine) -> bool:
         """Whether it is this engine that has the name."""
         return self._by_name.get(name) is engine
@@ -100,7 +104,8 @@ class Placer:
         """The engine that it goes to, or None where none holds it. `again`: the policy has been asked about the request
         before, and was told of the return that it follows."""
         route = self._route
-        assert route is not None
+        if route is None:
+            return next(iter(self._by_name.values()), None)
         placement = self._destined.pop(request.number, None)
         if placement is not None and placement.instance not in self._by_name:
             placement = None

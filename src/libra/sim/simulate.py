@@ -16,6 +16,7 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
+from libra.sim.kv_network import KVNetwork
 from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.workload.requests import Workload
@@ -41,6 +42,8 @@ def simulate(
     turn_tokens: int = 1,
     updates: Sequence[WeightUpdate] = (),
     time_limit: float | None = None,
+    kv_transfer: KVNetwork | None = None,
+    decode_route: Policy | str | None = None,
     seed: int = 0,
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
@@ -49,7 +52,8 @@ def simulate(
 
     `limits` are the largest final contexts of the engines' buckets, shortest first (not given: all are one bucket),
     `turn_tokens` the room that a turn needs beyond its context, `time_limit` seconds of simulated time, and `seed` that
-    of a named policy. `exact` visits every iteration: the same result, slower. `progress` is told every few thousand
+    of a named policy. Where engines have roles, `kv_transfer` says how KV goes to those that decode, and `decode_route`
+    to which engine. `exact` visits every iteration: the same result, slower. `progress` is told every few thousand
     decisions. Raises ValueError where engines, policy and limits do not fit together.
     """
     watcher = OccupancyRecorder()
@@ -63,6 +67,8 @@ def simulate(
         updates=updates,
         time_limit=None if time_limit is None else ticks(time_limit),
         exact=exact,
+        kv_transfer=kv_transfer,
+        decode_route=policy_named(decode_route, seed=seed) if isinstance(decode_route, str) else decode_route,
         watch=watcher if progress is None else lookout,
     )
     lookout.cluster = cluster

@@ -64,16 +64,16 @@ ACTION = st.one_of(
 
 
 @settings(deadline=None)
-@given(st.lists(ACTION, max_size=40), st.integers(0, 1500))
+@given(st.lists(ACTION, max_size=40), st.integers(0, 1500), st.integers(1, 3))
 def test_whoever_reads_when_he_likes_ends_with_the_latest_version(
-    actions: list[tuple[str, int, int]], kept_bytes: int
+    actions: list[tuple[str, int, int]], kept_bytes: int, threads: int
 ) -> None:
-    asyncio.run(_play(actions, kept_bytes))
+    asyncio.run(_play(actions, kept_bytes, threads))
 
 
-async def _play(actions: list[tuple[str, int, int]], kept_bytes: int) -> None:
+async def _play(actions: list[tuple[str, int, int]], kept_bytes: int, threads: int) -> None:
     feed = Feed(GRID, EVERYTHING, kept_bytes=kept_bytes)
-    source, version = Source(feed, "run"), 0
+    source, version = Source(feed, "run", threads=threads), 0
     followers = [Follower(), Follower(), Follower([False, True, True, False])]
     for action, who, count in [*actions, ("publish", 0, 0)]:
         match action:

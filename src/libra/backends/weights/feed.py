@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -180,9 +180,9 @@ class Feed:
         have = reader.have[item.number]
         return bool(reader.wanted[item.number]) and item.version > have and (item.whole or item.base == have)
 
-    async def changed(self) -> None:
-        """Wait for the next change."""
-        await self._changed.wait()
+    def changed(self) -> Coroutine[None, None, bool]:
+        """Wait for the next change after this call."""
+        return self._changed.wait()
 
     async def room(self) -> None:
         """Wait until no more is kept than may be. Readers elsewhere that are slow get whole chunks; the node's own

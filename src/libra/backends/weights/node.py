@@ -2,7 +2,8 @@
 
 Invariant: what comes is passed on chunk by chunk before this node has used it, and once to each reader, so a link to a
 cluster is crossed once if one of its nodes follows what is beyond and the others follow that node. A version reaches
-`load` only from a mirror that has checked it; newer chunks wait until `load` returns, and nobody waits for this node.
+`load` only from a mirror that has checked it, and the half where it lies is not written to before `load` has returned;
+newer chunks go to the other half meanwhile, and nobody waits for this node's engines.
 What is damaged, missing or of another base is asked for again, and not for ever: `UpstreamLostError`.
 """
 
@@ -157,6 +158,7 @@ class WeightsNode:
         self._upstream: set[asyncio.StreamWriter] = set()
         self._fruitless: dict[tuple[Address, ...], int] = {}  # attempts in a row
         self._failures = 0  # of chunks, since there was a version
+        self._ripe = False  # another version may be whole
         self.version = NOTHING  # that was loaded last
         self._begin("")
 
@@ -191,6 +193,8 @@ class WeightsNode:
                     reader, writer = await asyncio.open_connection(place.host, place.port)
                 with self._asking(writer):
                     await self._receive(ways, token, patience, reader, writer)
+            except UpstreamLostError:
+                raise
             except OSError as error:
                 why = f"{place.host}:{place.port}: {str(error) or type(error).__name__}"
         raise UpstreamLostError(f"no weights after {patience.attempts} attempts, the last at {why}")
@@ -219,7 +223,7 @@ class WeightsNode:
                             self._begin(message.lineage)
                     theirs = wanted & unrolled(message.own, len(feed.grid)).astype(np.bool_)
                 case NotServed():
-                    raise ConnectionRefusedError(message.why)
+                    raise UpstreamLostError(message.why)
                 case Chunk() | Complete() if theirs is not None:
                     self._require_sound(message, theirs)
                     await feed.turn(message, wanted & ~theirs)
@@ -264,35 +268,50 @@ class WeightsNode:
         self.feed.begin(lineage, self.mirror.have)
 
     async def _use(self) -> None:
-        """Put together what comes, and have engines load it."""
+        """Put together what comes, and have engines load it. What comes while they do goes to the other half."""
         feed = self.feed
-        while True:
-            async with self._using:
-                assert feed.first is not None
-                entry = feed.next(feed.first)
-                order = await self._take(entry.item) if entry is not None else None
-            if order is not None:
-                await self._load(order)
-                self.version = order.version
-            elif entry is None:
-                await feed.changed()
+        loading: asyncio.Task[None] | None = None
+        try:
+            while True:
+                if loading is not None and loading.done():
+                    loading.result()
+                    loading, self._ripe = None, True
+                async with self._using:
+                    assert feed.first is not None
+                    entry = feed.next(feed.first)
+                    if entry is not None:
+                        await self._take(entry.item)
+                    order = await self._settled() if self._ripe and loading is None else None
+                if order is not None:
+                    loading = asyncio.create_task(self._have_loaded(order))
+                elif entry is None:
+                    changed = asyncio.create_task(feed.changed())
+                    await asyncio.wait({changed, *([loading] if loading else [])}, return_when=asyncio.FIRST_COMPLETED)
+                    changed.cancel()
+        finally:
+            if loading is not None:
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
 
-    async def _take(self, item: Chunk | Complete) -> LoadWeights | None:
-        """What engines are to load now that this has come."""
+    async def _take(self, item: Chunk | Complete) -> None:
         mirror = self.mirror
         if isinstance(item, Complete):
             mirror.confirm(item)
+            self._ripe = True
+            return
+        try:
+            await asyncio.to_thread(mirror.take, item)
+        except WeightUpdateError:
+            self._failures += 1
+            if self._failures > _FAILURES:
+                raise
+            self._ask_again(item.number)
         else:
-            try:
-                await asyncio.to_thread(mirror.take, item)
-            except WeightUpdateError:
-                self._failures += 1
-                if self._failures > _FAILURES:
-                    raise
-                self._ask_again(item.number)
-                return None
-            if not mirror.is_late(item):
-                return None
+            self._ripe = self._ripe or mirror.is_late(item)
+
+    async def _settled(self) -> LoadWeights | None:
+        """What engines are to load now."""
+        mirror, self._ripe = self.mirror, False
         if not mirror.settle():
             return None
         self._failures = 0
@@ -303,3 +322,7 @@ class WeightsNode:
         if checksum is None:
             checksum = await asyncio.to_thread(zlib.crc32, mirror.content().data)
         return LoadWeights(mirror.held, mirror.half, checksum)
+
+    async def _have_loaded(self, order: LoadWeights) -> None:
+        await self._load(order)
+        self.version = order.version

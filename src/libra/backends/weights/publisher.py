@@ -35,6 +35,7 @@ class PublishWeights(msgspec.Struct, frozen=True):
     descriptor: int
     host: str
     token: str
+    threads: int = 1  # that make deltas
 
 
 async def publish(order: PublishWeights) -> None:
@@ -46,7 +47,7 @@ async def publish(order: PublishWeights) -> None:
     latest: asyncio.Queue[LoadWeights] = asyncio.Queue(1)
     async with served(feed, order.host, order.token) as address:
         print(msgspec.json.encode(FollowerPlace(address.port)).decode(), flush=True)
-        publishing = asyncio.create_task(_publish(feed, memory, latest))
+        publishing = asyncio.create_task(_publish(feed, memory, latest, order.threads))
         try:
             while told := await owner.readline():
                 if latest.full():
@@ -59,9 +60,9 @@ async def publish(order: PublishWeights) -> None:
             await asyncio.gather(publishing, return_exceptions=True)
 
 
-async def _publish(feed: Feed, memory: Vector, latest: asyncio.Queue[LoadWeights]) -> None:
+async def _publish(feed: Feed, memory: Vector, latest: asyncio.Queue[LoadWeights], threads: int) -> None:
     size = feed.grid.size
-    source = Source(feed, secrets.token_hex(8))
+    source = Source(feed, secrets.token_hex(8), threads=threads)
     while True:
         weights = await latest.get()
         content = memory[weights.buffer * size : (weights.buffer + 1) * size]
@@ -69,7 +70,7 @@ async def _publish(feed: Feed, memory: Vector, latest: asyncio.Queue[LoadWeights
             await source.publish(weights.version, content, weights.checksum)
         except WeightUpdateError as error:
             print(f"weights: {error}; all who follow get everything of the next", file=sys.stderr, flush=True)
-            source = Source(feed, secrets.token_hex(8))
+            source = Source(feed, secrets.token_hex(8), threads=threads)
 
 
 def main() -> None:

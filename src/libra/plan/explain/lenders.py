@@ -12,7 +12,7 @@ from dataclasses import replace
 from libra.plan.allocation import Allocation
 from libra.plan.decision import expected
 from libra.plan.explain.explanation import LenderView
-from libra.plan.loan import loan_cases, loans_of, without
+from libra.plan.loan import LEAST_GAIN, loan_cases, loans_of, without
 from libra.plan.model.solve import solve
 from libra.plan.options.menu import Menu
 from libra.plan.options.price import own_training, price
@@ -55,7 +55,10 @@ def _why_not(menu: Menu, allocation: Allocation, pool: Pool, lends: bool) -> str
     cases, mine = loan_cases(menu), price(menu.problem, allocation)
     best = solve(menu.problem).allocation
     if not any(loan.pool == pool.name for loan in loans_of(menu.lent, best)):
-        return f"no step would be shorter: it is bound by {mine.bottleneck}"
+        return f"no step would be shorter: it is {mine.bottleneck}-bound"
+    gain = 1 - price(menu.problem, best).step / mine.step
+    if gain < LEAST_GAIN:
+        return f"a step is {mine.bottleneck}-bound and would be {100 * gain:.2g} % shorter: too little to borrow for"
     return (
         f"a step would take {price(menu.problem, best).step:,.2f} s while engines are lent, but"
         f" {expected(cases, best).step:,.2f} s on average, as traffic may take them all away; without them it takes"

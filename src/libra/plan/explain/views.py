@@ -14,6 +14,7 @@ import numpy as np
 
 from libra.plan.allocation import Allocation
 from libra.plan.explain.explanation import Bound, BucketView, PlanView, PoolView
+from libra.plan.loan import LEAST_GAIN
 from libra.plan.model.ranges import NEVER, RangeTable
 from libra.plan.options.menu import Rejected
 from libra.plan.options.price import (
@@ -83,6 +84,8 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
         training, generating = used[pool.name]
         idle = pool.devices - (max(training, generating) if problem.colocated else training + generating)
         why = _why_idle(problem, allocation, pool.name, rejected) if idle else ""
+        if pool.serves and not generating and any(option.pool == pool.name for option in problem.engines):
+            why = f"a loan would save less than {LEAST_GAIN:.0%} of a step on average"
         views.append(PoolView(pool.name, pool.devices, training, generating, idle, why, pool.serves))
     return tuple(views)
 
@@ -94,7 +97,8 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
         return f"no engine there: {next(there, 'none fits')}"
     if _serves(problem, allocation, engines):
         return "others suffice: the step would not be shorter with them"
-    if _serves(problem, allocation, tuple(replace(option, holds=problem.longest_context) for option in engines)):
+    longest = problem.longest_context - problem.pool(pool).serves
+    if _serves(problem, allocation, tuple(replace(option, holds=longest) for option in engines)):
         holds = max(option.holds for option in engines)
         return f"engines there hold {holds:,} tokens at most, fewer than what they would serve"
     step = price(problem, allocation).step

@@ -81,7 +81,7 @@ def lent_engine(
             shape,
             "lends nothing",
             f"{least:.3g} requests/s or more are expected of an engine, and lending is certified up to"
-            f" {certificate.rate:.3g}: certify a higher rate, or spread the traffic over more engines",
+            f" {certificate.covered:.3g}: certify a higher rate, or spread the traffic over more engines",
         )
     if model.tp_refusal(tp) is not None:
         return Rejected(shape, "does not divide", f"{model.name} on {tp} devices: {model.tp_refusal(tp)}")

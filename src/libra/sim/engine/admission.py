@@ -7,6 +7,7 @@ arrives.
 
 from __future__ import annotations
 
+from libra.sim.engine.arriving import admit_arrived, start_pull
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import settle
@@ -21,15 +22,29 @@ def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached
     size = config.block_size
     contexts = 0
     state.blocked = False
-    while waiting and budget > 0 and len(running) < config.max_num_seqs:
-        request = waiting.head
-        room = _room(state, request, budget)
+    first: Request | None = None  # that holds blocks no more, but its place in the queue
+    if state.ready:
+        budget, first = admit_arrived(state, budget, chunks, cached)
+        contexts += sum(found + 1 for _, found in cached)
+    while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
+        request = first or waiting.head
+        if request.pull:
+            if not start_pull(state, request):
+                state.blocked = not chunks and not state.is_written(request)
+                break
+            waiting.pop_head()
+            continue
+        room = _room(state, request, budget) if first is None or state.arriving[first] == "to compute" else None
         if room is None:
             # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
             state.blocked = not chunks and config.reserve_full_prompt and not state.is_written(request)
             break
-        waiting.pop_head()
+        if first is None:
+            waiting.pop_head()
+        else:
+            del state.arriving[request]
+            state.ready -= 1
         found, new = room
         tokens = found * size
         if found:
@@ -38,18 +53,17 @@ def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached
         if request.scheduled is None:
             request.scheduled = now
             request.cached_tokens = tokens
-        state.admissions += 1
-        request.admission = state.admissions
-        request.status = "running"
+        state.start_running(request, tokens)
         request.written = found
-        request.computed = tokens
-        request.target = request.prompt_tokens + request.generated
         contexts += request.target
-        running[request] = None
         chunks.append((new, tokens))
         cached.append((request.number, tokens))
         budget -= new
         state.compute(request, new)
+        if first is not None:
+            before = len(cached)
+            budget, first = admit_arrived(state, budget, chunks, cached)
+            contexts += sum(found + 1 for _, found in cached[before:])
     return contexts
 
 

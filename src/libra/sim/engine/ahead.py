@@ -13,7 +13,15 @@ from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import count_stretch
 from libra.sim.engine.preemption import stop_generating
 from libra.sim.engine.request import Request
-from libra.sim.engine.running import count_iteration, finish, nothing_fits, schedule, start_generating, tell_asked
+from libra.sim.engine.running import (
+    count_iteration,
+    finish,
+    nothing_fits,
+    schedule,
+    start_generating,
+    tell_asked,
+    tell_first_token,
+)
 from libra.sim.engine.state import EngineState
 
 
@@ -105,7 +113,7 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
     """What came of the iteration that has ended."""
     for request in before.started:
         if request.first_token is None:
-            request.prefill_end = request.first_token = now
+            tell_first_token(request, now)
     for request, tokens in before.asks:
         if request.ask_at == tokens:
             tell_asked(state, request)

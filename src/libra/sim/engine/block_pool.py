@@ -8,6 +8,7 @@ is findable of a context is always its beginning, without a gap.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.sim.engine.request import Chain, Owner, Path, Request
@@ -57,7 +58,7 @@ class BlockPool:
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
-        self._own_copies: dict[Request, Run] = {}  # a block that it computed although another copy of it was found
+        self._own_copies: dict[Request, list[Run]] = {}  # blocks that it has although other copies of them were found
 
     @property
     def free(self) -> int:
@@ -187,13 +188,31 @@ class BlockPool:
                     runs.append(Run(owner, begin, end, 1))
             elif end == begin + 1 and begin < newest.high and not own_copy:
                 # The whole prompt was found, and its last block is computed again for the logits.
-                copy = self._own_copies[request] = Run(owner, begin, end, 1)
-                self._copies.setdefault(owner, {}).setdefault(begin, []).append(copy)
+                self._copy(request, owner, begin)
             else:
                 raise ValueError(
                     f"{owner} is written from block {begin} on, but goes to block {newest.high} already: two requests"
                     " generate on it; give each its own fork"
                 )
+
+    def write_arrived(self, request: Request, full: int) -> None:
+        """The same of blocks whose tokens came from elsewhere: meanwhile others may have written them, too."""
+        for owner, start, end in request.path:
+            begin, end = max(start, request.written), min(end, full)
+            if begin >= end:
+                continue
+            runs = self._runs.setdefault(owner, [])
+            known = min(end, runs[-1].high) if runs else begin
+            for block in range(begin, known):
+                self._copy(request, owner, block)
+            if max(begin, known) < end:
+                runs.append(Run(owner, max(begin, known), end, 1))
+        request.written = max(request.written, full)
+
+    def _copy(self, request: Request, owner: Owner, block: int) -> None:
+        copy = Run(owner, block, block + 1, 1)
+        self._own_copies.setdefault(request, []).append(copy)
+        self._copies.setdefault(owner, {}).setdefault(block, []).append(copy)
 
     def adopt(self, path: Path, blocks: int) -> int:
         """The first `blocks` blocks of a context come from elsewhere: as if a request had computed those that are not
@@ -210,16 +229,16 @@ class BlockPool:
             begin, end = max(start, found), min(end, here)
             if begin < end:
                 self._runs.setdefault(owner, []).append(Run(owner, begin, end, 1))
-        self._let_go(path, here, None)
+        self._let_go(path, here, ())
         return here
 
     def release(self, request: Request, held: int) -> None:
         """Let go of the `held` blocks of a request; those that it has written stay findable."""
         self.blank += held - request.written
-        self._let_go(request.path, request.written, self._own_copies.pop(request, None))
+        self._let_go(request.path, request.written, self._own_copies.pop(request, ()))
 
-    def _let_go(self, path: Path, blocks: int, copy: Run | None) -> None:
-        """One holder less of the first `blocks` blocks of a context; of one of them it may have held a copy."""
+    def _let_go(self, path: Path, blocks: int, copies: Sequence[Run]) -> None:
+        """One holder less of the first `blocks` blocks of a context; of some of them it may have held copies."""
         free = self._free
         for owner, start, end in reversed(path):
             if start >= blocks:
@@ -232,13 +251,15 @@ class BlockPool:
                 last -= 1
             for index in range(last, -1, -1):
                 run = runs[index]
-                if copy is not None and copy.owner is owner and copy.low == run.low and copy is not run:
-                    copy.holders -= 1  # the other copy has other holders
-                    if copy.holders:
-                        self.shared -= 1
-                    else:
-                        self.findable += 1
-                        free[copy] = None
+                mine = copies and [it for it in copies if it.owner is owner and run.low <= it.low < run.high]
+                if mine and mine[0] is not run:
+                    for copy in reversed(mine):  # the other copy of each has other holders
+                        copy.holders -= 1
+                        if copy.holders:
+                            self.shared -= 1
+                        else:
+                            self.findable += 1
+                            free[copy] = None
                     continue
                 run.holders -= 1
                 if run.holders:

@@ -12,6 +12,8 @@ from typing import Literal
 from libra.sim.engine.iteration_cost import IterationCost
 
 SchedulingPolicy = Literal["fcfs", "priority"]
+FailurePolicy = Literal["fail", "recompute"]
+RoleName = Literal["colocated", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class EngineConfig:
     reserve_full_prompt: bool = True  # admit what fits whole, not just its first chunk: `scheduler_reserve_full_isl`
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
+    kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
 
     def __post_init__(self) -> None:
@@ -50,6 +53,8 @@ class EngineConfig:
             )
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy is {self.policy!r}; set it to fcfs or priority")
+        if self.kv_load_failure_policy not in ("fail", "recompute"):
+            raise ValueError(f"kv_load_failure_policy is {self.kv_load_failure_policy!r}; set it to fail or recompute")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it is a share of the blocks: 0 or more, and less than 1")
         if self.kv_blocks * self.block_size < self.max_model_len:
@@ -85,6 +90,21 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRole:
+    """What an engine does of a request."""
+
+    name: RoleName
+    takes: Literal["prompt", "context"]  # what comes to it: requests, or those whose prompts were computed elsewhere
+    hands_over: bool  # another engine goes on where the prompt is computed
+
+
+COLOCATED = EngineRole("colocated", "prompt", hands_over=False)
+PREFILL = EngineRole("prefill", "prompt", hands_over=True)
+DECODE = EngineRole("decode", "context", hands_over=False)
+ROLES: dict[RoleName, EngineRole] = {role.name: role for role in (COLOCATED, PREFILL, DECODE)}
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine of a cluster."""
 
@@ -94,3 +114,5 @@ class EngineSpec:
     bucket: int = 0
     node: str = ""  # where it is; engines of one node move KV over its links
     devices: int = 1  # GPUs
+    role: EngineRole = COLOCATED
+    kv_bytes: float = 0.0  # of a token, on all devices together: what a pull of it reads

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from libra.sim.clock import TICKS
 from libra.sim.engine.admission import cached_blocks, refusal, take_in
 from libra.sim.engine.ahead import complete_ahead, drain_ahead, plan_ahead
+from libra.sim.engine.arriving import see
 from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settle
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
-from libra.sim.engine.state import EngineState, Pause
+from libra.sim.engine.state import EngineState, Pause, PullEnd, Sent
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -28,8 +29,12 @@ class SimEngine(EngineState):
     at that tick. After any of them but `ask` an engine that is not busy, or is open, is to be planned; after `adopt`
     too.
 
+    Pulls of KV begin with a plan; `pull_ended` says that one is over, `sent` that a request's kept KV is not needed.
+
     `asked` are the running requests that reached their `ask_at` with the last commit; `interrupted` those that left,
-    unfinished, with the last plan. Both are cleared by the next commit or plan, whichever comes first.
+    unfinished, with the last plan; `pulls` those whose KV is to be pulled from then on, and of how many blocks;
+    `failed` those that ended because theirs did not come. All are cleared by the next commit or plan, whichever comes
+    first.
     """
 
     open: bool = field(default=False, init=False)  # may decide on more before `end`
@@ -138,6 +143,17 @@ class SimEngine(EngineState):
             steps = 1
         return self.busy and steps < self.steps and cut_stretch(self, end_of(self.pieces, steps))
 
+    def pull_ended(self, request: Request, now: int, failure: str | None = None) -> bool:
+        """The KV of a request's prompt has come, or did not, and why: seen at the end of the iteration under way. Of a
+        request that was given up meanwhile, its blocks are free then."""
+        self.notices.append(PullEnd(request, failure))
+        return cut_stretch(self, now)
+
+    def sent(self, request: Request, now: int) -> bool:
+        """The blocks that a finished request keeps are free from the end of the iteration under way on."""
+        self.notices.append(Sent(request))
+        return cut_stretch(self, now)
+
     def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
         """The KV of a context's first `tokens` tokens has come from another engine. Returns how many of them are here
         now and were not before.
@@ -168,7 +184,7 @@ class SimEngine(EngineState):
     @property
     def unfinished(self) -> list[Request]:
         """Requests accepted and not finished: running ones first."""
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.arriving, *self.waiting]
 
     def generated_by(self, request: Request, now: int) -> int:
         """Tokens that a request which runs or waits here has generated at tick `now`."""
@@ -204,11 +220,13 @@ class SimEngine(EngineState):
     def plan(self, now: int) -> int | None:
         """Decide at an iteration's boundary what to do until when. None: there is nothing to do, and if the engine
         closes, it is closed now."""
-        if self.asked or self.interrupted:
+        if self.asked or self.interrupted or self.pulls or self.failed:
             self._forget_told()
         if now > self.seen:
             self.count_held(now)
         self.steps = 0
+        if self.notices:
+            see(self, now)
         if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
             self._close(now)
             return None
@@ -220,7 +238,7 @@ class SimEngine(EngineState):
             under_way = fill(self, now)
             self.busy, self.open = under_way > 0, under_way < len(self.flights.all)
             return self.end if under_way else None
-        if not self.running and not self.waiting and self.under_way is None:
+        if not (self.running or self.waiting or self.ready) and self.under_way is None:
             self.busy = False
             return None
         return self._iterate(now)
@@ -233,7 +251,11 @@ class SimEngine(EngineState):
         if self.config.async_scheduling:
             plan_ahead(self, now)
         elif not schedule(self, now, self.most_steps):
-            raise nothing_fits(self)
+            if not (self.arriving or self.orphans or self.sending):
+                raise nothing_fits(self)
+            self.events -= 1
+            self.busy = False
+            return None
         return self.end
 
     def _drain(self, now: int) -> int:
@@ -251,7 +273,7 @@ class SimEngine(EngineState):
 
     def commit(self) -> list[Request]:
         """Make happen what was planned; returns the requests that finished with it, in order."""
-        if self.asked or self.interrupted:
+        if self.asked or self.interrupted or self.pulls or self.failed:
             self._forget_told()
         self.busy = False
         if self._pause is not None:
@@ -290,14 +312,15 @@ class SimEngine(EngineState):
 
     def _forget_told(self) -> None:
         """Start new lists; a caller that has the old ones keeps them."""
-        self.asked, self.interrupted = [], []
+        self.asked, self.interrupted, self.pulls, self.failed = [], [], [], []
 
     def _close(self, now: int) -> None:
         """Give back all unfinished requests at the last boundary."""
-        for request in self.unfinished:
+        unfinished = self.unfinished
+        for request in unfinished:
             if request not in self.leaving:
                 mark(self, request, "interrupted")
-        leave(self, self.unfinished, now)
+        leave(self, unfinished, now)
         self.leaving.clear()  # of those that finished
         self.closed, self.busy, self.open = True, False, False
         self.start = now

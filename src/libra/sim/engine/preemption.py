@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from libra.sim.engine.arriving import give_up
 from libra.sim.engine.request import Request, Status
 from libra.sim.engine.state import EngineState
 
@@ -138,11 +139,15 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
             _let_go(state, request)
             if state.under_way is not None:
                 state.under_way.forget(request)
+        elif request in state.arriving:
+            give_up(state, request)
         elif request.status == "waiting":
             state.waiting.remove(request)
             state.blocked = False
         else:
             continue
-        request.status, request.finish, request.path = status, now, ()
+        request.status, request.finish = status, now
+        if request not in state.orphans:
+            request.path = ()
         if status == "interrupted":
             state.interrupted.append(request)

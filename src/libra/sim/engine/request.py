@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 Stop = Literal["length", "eos"]
-Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "unfinished"]
+Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "failed", "unfinished"]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,8 @@ class Request:
     stop: Stop = "length"
     cancel_at: int | None = None
     ask_at: int | None = None
+    pull: bool = False  # the KV of its prompt is on another engine, and comes from there
+    keeps: bool = False  # its blocks stay when it finishes, for another engine to pull them
     owner: object = None  # whoever submitted it
     status: Status = field(default="waiting", init=False)
     reason: str | None = field(default=None, init=False)  # why it was refused, or did not finish

@@ -25,7 +25,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         most
         and generation.count
         and partial is None
-        and (not state.waiting or state.blocked or len(state.running) >= config.max_num_seqs)
+        and (not (state.waiting or state.ready) or state.blocked or len(state.running) >= config.max_num_seqs)
         and demand <= pool.free
     ):
         plan_stretch(state, now, most)
@@ -130,7 +130,7 @@ def complete(state: EngineState) -> list[Request]:
         finishing, flight.finishing = flight.finishing, []
         for request in finishing:
             if request.first_token is None:
-                request.prefill_end = request.first_token = now
+                tell_first_token(request, now)
             request.generated += 1
             if request.generated < request.output_tokens:
                 if request.generated == request.ask_at:
@@ -149,6 +149,13 @@ def count_iteration(state: EngineState) -> None:
     state.seen = now
     state.busy_ticks += now - state.start
     state.iterations += 1
+
+
+def tell_first_token(request: Request, now: int) -> None:
+    """Its prompt is computed here, unless another engine did so before."""
+    request.first_token = now
+    if request.prefill_end is None:
+        request.prefill_end = now
 
 
 def tell_asked(state: EngineState, request: Request) -> None:
@@ -180,5 +187,8 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
         state.load_tokens -= request.prompt_tokens
     if state.pool.caching and (request.chain is not None or request.written):
         state.write(request, known)
+    if request.keeps:
+        state.keep(request, tokens)
+        return
     state.release(request, tokens, known)
     request.path = ()

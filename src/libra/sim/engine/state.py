@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import Literal
 
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
@@ -74,6 +75,7 @@ class PriorityQueue:
 
 _KEPT = 1024
 _BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
+Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
 
@@ -88,6 +90,24 @@ class Iteration:
     preempted: tuple[int, ...]
     cached: tuple[tuple[int, int], ...]  # (request, tokens found), of those admitted
     free_blocks: int  # after scheduling
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnd:
+    """A pull has ended since the last boundary."""
+
+    request: Request
+    failure: str | None  # why nothing came
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Nobody will pull the KV of this request any more."""
+
+    request: Request
+
+
+Notice = PullEnd | Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +133,11 @@ class EngineState:
     trace: Callable[[Iteration], None] | None = None
     pool: BlockPool = field(init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
+    arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
+    ready: int = field(default=0, init=False)  # of those, whose KV is not under way
+    orphans: list[Request] = field(default_factory=list, init=False)  # given up, with their KV under way
+    sending: dict[Request, int] = field(default_factory=dict, init=False)  # finished; blocks of so many tokens stay
+    notices: list[Notice] = field(default_factory=list, init=False)  # to be seen at the next boundary
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
     partial: Request | None = field(default=None, init=False)  # its prompt is not computed yet: the last admitted
     blocked: bool = field(default=False, init=False)  # the head of the queue fits only once something is let go
@@ -127,6 +152,8 @@ class EngineState:
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
     interrupted: list[Request] = field(default_factory=list, init=False)
+    pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # that begin, and of how many blocks
+    failed: list[Request] = field(default_factory=list, init=False)
     # Of what is planned
     busy: bool = field(default=False, init=False)  # until `end`
     start: int = field(default=0, init=False)  # tick
@@ -195,6 +222,15 @@ class EngineState:
 
     # Contexts of running requests
 
+    def start_running(self, request: Request, tokens: int) -> None:
+        """Admit a request of whose context so many tokens are here."""
+        self.admissions += 1
+        request.admission = self.admissions
+        request.status = "running"
+        request.computed = tokens
+        request.target = request.prompt_tokens + request.generated
+        self.running[request] = None
+
     def compute(self, request: Request, chunk: int) -> None:
         """Compute a chunk of a prompt in this iteration; the blocks for it are taken."""
         request.computed += chunk
@@ -230,6 +266,17 @@ class EngineState:
         """Stop running a request, and release the blocks of its computed tokens; so many of them are known."""
         del self.running[request]
         request.admission = request.flight = -1
+        self.let_go_blocks(request, tokens, known)
+
+    def keep(self, request: Request, tokens: int) -> None:
+        """Stop running a request, and keep its blocks."""
+        del self.running[request]
+        request.admission = request.flight = -1
+        self.sending[request] = tokens
+        self.blocked = False
+
+    def let_go_blocks(self, request: Request, tokens: int, known: int) -> None:
+        """Release the blocks of a request's computed tokens; so many of them are known."""
         size = self.config.block_size
         held = -(-tokens // size)
         if not self.pool.caching:

@@ -35,6 +35,7 @@ _DEFINITIONS = (
     ),
     Definition("cancelled", "cancelled", "count", "Requests that their caller gave up."),
     Definition("refused", "refused", "count", "Requests that no engine takes, such as a prompt that is too long."),
+    Definition("failed", "failed", "count", "Requests whose KV did not come from the engine that computed the prompt."),
     Definition("unfinished", "unfinished", "count", "Requests that had not ended, or not come, at the time limit."),
     Definition(
         "makespan",

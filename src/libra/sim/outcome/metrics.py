@@ -43,6 +43,7 @@ class Metrics:
     interrupted: int
     cancelled: int
     refused: int
+    failed: int
     unfinished: int
     makespan: float
     generated_tokens: int

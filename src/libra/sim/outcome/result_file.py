@@ -47,7 +47,7 @@ def document(result: SimulationResult) -> dict[str, Any]:
 FIELDS = {
     "number": "the request, unique in a workload",
     "engine": "name of the engine that it was sent to",
-    "status": "finished, interrupted, cancelled, refused or unfinished",
+    "status": "finished, interrupted, cancelled, refused, failed or unfinished",
     "reason": "why it did not finish; null also where the policy stopped it or its caller gave it up",
     "arrival": "s",
     "scheduled": "s, start of its first iteration",

@@ -1,0 +1,153 @@
+"""How long it takes to simulate engines that compute prompts and others that generate.
+
+Invariant: a case's time is the CPU time of a process of its own that makes the workload and runs it, with the engines'
+profiles made beforehand; memory is that process's peak.
+
+    python -m benchmarks.disaggregation [--repeats N] [--json FILE]
+
+"contended" has links of 1 GB/s, of which a decode engine's is busy most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.rows import Row, report
+from benchmarks.simulation import engine
+from libra.hardware.model_file import load_model
+from libra.route.baselines import RoundRobin, TwoChoices
+from libra.sim.cluster import SimCluster
+from libra.sim.engine.config import DECODE, PREFILL
+from libra.sim.kv_network import KVNetwork
+from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
+from libra.sim.workload.generated import generated_requests
+from libra.sim.workload.requests import Workload
+
+MODEL = "meta-llama/Llama-3.1-8B"
+PAIRS = 512
+MOST_MIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    cpu_seconds: float
+    peak_mib: float
+    finished: int
+    events: int
+    iterations: int
+    transfers: int
+    gigabytes: float  # moved
+    simulated_seconds: float
+    transfer_seconds: float  # mean, from the prompt's end to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    make: Callable[[], SimCluster]
+    seconds: float  # goal
+    mib: float | None = None
+
+
+def cluster(workload: Workload, bandwidth: float) -> SimCluster:
+    """Engines of one A100 each, half of them for prompts."""
+    spec = replace(engine(MODEL, "A100", 1, 16384), kv_bytes=load_model(MODEL).kv_bytes_per_token(2))
+    specs = [replace(spec, name=f"prefill-{number}", role=PREFILL) for number in range(PAIRS)]
+    specs += [replace(spec, name=f"decode-{number}", role=DECODE) for number in range(PAIRS)]
+    transfer = KVNetwork(bandwidth)
+    return SimCluster(specs, workload, RoundRobin(), kv_transfer=transfer, decode_route=TwoChoices(seed=0))
+
+
+def at_once() -> SimCluster:
+    """1,024 requests, all at the beginning."""
+    return cluster(generated_requests(1024, AtOnce(), Constant(2048), Constant(256), seed=0), 50e9)
+
+
+def mixed() -> SimCluster:
+    """100,000 requests of mixed lengths in groups of four samples of a prompt, and links that have much to do."""
+    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
+    workload = generated_requests(25_000, Poisson(PAIRS * 1.6), prompts, outputs, seed=0, samples_per_prompt=4)
+    return cluster(workload, 1e9)
+
+
+CASES = {
+    "512 + 512, 1,024 requests": Case(at_once, 0.5),
+    "512 + 512, 100,000 mixed requests, contended": Case(mixed, 15, MOST_MIB),
+}
+
+
+def figures(case: Case) -> Figures:
+    """Run a case in this process."""
+    engine(MODEL, "A100", 1, 16384)
+    began = time.process_time()
+    run = case.make()
+    run.run()
+    took = time.process_time() - began
+    assert run.pairs is not None
+    ends = Counter(request.status for request in run.requests)
+    waits = [
+        it.first_token - it.prefill_end
+        for it in run.requests
+        if it.first_token is not None and it.prefill_end is not None
+    ]
+    return Figures(
+        cpu_seconds=took,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        finished=ends["finished"],
+        events=sum(it.events for it in run.engines),
+        iterations=sum(it.iterations for it in run.engines),
+        transfers=run.pairs.transfers,
+        gigabytes=run.pairs.transferred_bytes / 1e9,
+        simulated_seconds=run.now / 1e12,
+        transfer_seconds=statistics.fmean(waits) / 1e12,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.disaggregation")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes for each case (3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # in a process of its own
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(asdict(figures(CASES[options.case]))))
+        return 0
+    rows: list[Row] = []
+    for name, case in CASES.items():
+        command = [sys.executable, "-m", "benchmarks.disaggregation", "--case", name]
+        runs = [
+            Figures(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            for _ in range(options.repeats)
+        ]
+        took, first = statistics.median(run.cpu_seconds for run in runs), runs[0]
+        peak = max(run.peak_mib for run in runs)
+        rows.append(Row(name, "CPU time", took, "s", f"< {case.seconds} s", took < case.seconds))
+        if case.mib is None:
+            rows.append(Row(name, "peak memory", peak, "MiB"))
+        else:
+            rows.append(Row(name, "peak memory", peak, "MiB", f"< {case.mib} MiB", peak < case.mib))
+        for metric, unit in (
+            ("finished", ""),
+            ("events", ""),
+            ("iterations", ""),
+            ("transfers", ""),
+            ("gigabytes", "GB"),
+            ("simulated_seconds", "s"),
+            ("transfer_seconds", "s"),
+        ):
+            rows.append(Row(name, metric.replace("_", " "), getattr(first, metric), unit))
+    report(rows, options.json)
+    return int(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

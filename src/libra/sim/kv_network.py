@@ -1,0 +1,28 @@
+"""How KV goes from the engines that compute prompts to those that generate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+DEFAULT_LEASE = 30.0  # seconds, as vLLM's `kv_lease_duration`
+
+
+@dataclass(frozen=True, slots=True)
+class KVNetwork:
+    """How KV goes from prefill to decode."""
+
+    bandwidth: float  # bytes/s of the network of each of an engine's devices, in each direction
+    latency: float = 0.0  # seconds from the last byte's sending to its arrival
+    lease: float = DEFAULT_LEASE  # seconds that KV is kept for a request of which nothing is heard
+    local_below: int = 0  # prompts with fewer tokens to compute stay on the engine that generates
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "lease"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise ValueError(f"kv_transfer.{name} is {value}; give a finite number above 0")
+        if not (isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"kv_transfer.latency is {self.latency}; give seconds, 0 or more")
+        if self.local_below < 0:
+            raise ValueError(f"kv_transfer.local_below is {self.local_below}; give tokens, 0 or more")

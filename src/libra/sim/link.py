@@ -1,0 +1,118 @@
+"""Links that transfers share: the network of every engine.
+
+Invariant: a transfer goes over the links of both its ends, and each of these divides its bandwidth evenly among its
+transfers at any moment; a transfer has the lesser of the two shares. Times are whole ticks, and bytes are counted in
+whole small parts, so that the order in which anything was asked does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from libra.sim.clock import TICKS
+
+_PARTS = 1 << 32  # of a byte: a link of 1 GB/s sends 4 million of them in a tick
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One direction of an engine's network, in parts of bytes a tick."""
+
+    rate: int
+    transfers: dict[Transfer, None] = field(default_factory=dict)
+    moved: int = 0  # bytes that have passed, of transfers that ended
+
+    @property
+    def share(self) -> int:
+        return max(1, self.rate // len(self.transfers))
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Bytes on their way; `left` as of tick `since`."""
+
+    key: Hashable
+    links: tuple[Link, Link]
+    size: int
+    left: int  # parts
+    since: int
+    rate: int = 0  # parts a tick
+    end: int = 0  # tick, if nothing changes
+
+
+class Network:
+    """Transfers under way, and when the next of them ends."""
+
+    __slots__ = ("_ends", "_serial", "_transfers")
+
+    def __init__(self) -> None:
+        self._transfers: dict[Hashable, Transfer] = {}
+        self._ends: list[tuple[int, int, Transfer]] = []  # also some that are no longer true
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._transfers
+
+    def begin(self, key: Hashable, source: Link, target: Link, size: int, now: int) -> None:
+        """Send `size` >= 1 bytes from now on."""
+        transfer = Transfer(key, (source, target), size, size * _PARTS, now)
+        self._transfers[key] = transfer
+        source.transfers[transfer] = target.transfers[transfer] = None
+        self._share_anew(transfer, now)
+
+    def drop(self, key: Hashable, now: int) -> None:
+        """Send no more of a transfer."""
+        self._leave(self._transfers.pop(key), now)
+
+    def next_end(self) -> int | None:
+        """The tick at which the next transfer ends, unless others begin before that."""
+        ends = self._ends
+        while ends:
+            tick, _, transfer = ends[0]
+            if transfer.end == tick and transfer.key in self._transfers:
+                return tick
+            heappop(ends)
+        return None
+
+    def ended(self, now: int) -> list[Hashable]:
+        """Take out the transfers that have ended by now, in the order in which they were to."""
+        done: list[Hashable] = []
+        while (tick := self.next_end()) is not None and tick <= now:
+            transfer = heappop(self._ends)[2]
+            del self._transfers[transfer.key]
+            for link in transfer.links:
+                link.moved += transfer.size
+            self._leave(transfer, now)
+            done.append(transfer.key)
+        return done
+
+    def _leave(self, transfer: Transfer, now: int) -> None:
+        for link in transfer.links:
+            link.transfers.pop(transfer, None)
+        transfer.end = -1
+        self._share_anew(transfer, now)
+
+    def _share_anew(self, changed: Transfer, now: int) -> None:
+        """The shares of all that have a link in common with one that came or went."""
+        source, target = changed.links
+        for transfer in {**source.transfers, **target.transfers}:
+            one, other = transfer.links
+            rate = min(one.share, other.share)
+            if rate == transfer.rate:
+                continue
+            transfer.left = max(0, transfer.left - (now - transfer.since) * transfer.rate)
+            transfer.since, transfer.rate = now, rate
+            transfer.end = now + -(-transfer.left // rate)
+            self._serial += 1
+            heappush(self._ends, (transfer.end, self._serial, transfer))
+
+
+def link(bandwidth: float) -> Link:
+    """Of `bandwidth` bytes/s."""
+    numerator, denominator = float(bandwidth).as_integer_ratio()
+    return Link(max(1, numerator * _PARTS // (denominator * TICKS)))

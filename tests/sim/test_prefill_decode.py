@@ -1,0 +1,249 @@
+"""Prefill and decode apart: pulls, leases, what is lost, and that nothing is lost without a word.
+
+That both engines decide what two of vLLM's schedulers decide is seen with vLLM, in `test_vllm_itself`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.fidelity.random_workloads import random_case
+from libra.route.catalogue import policy_named
+from libra.sim.clock import TICKS
+from libra.sim.cluster import SimCluster
+from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, FailurePolicy
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.state import Iteration
+from libra.sim.kv_network import KVNetwork
+from libra.sim.workload.requests import Requests
+
+TEN = AffineCost(10)  # ticks for any iteration
+CONFIG = EngineConfig(max_model_len=64, kv_blocks=32, block_size=4, max_num_seqs=4)
+BYTE_A_TICK = KVNetwork(bandwidth=float(TICKS))
+
+
+def pair(
+    requests: Sequence[Request],
+    transfer: KVNetwork = BYTE_A_TICK,
+    *,
+    decode: EngineConfig = CONFIG,
+    at: Sequence[tuple[int, str, str]] = (),
+) -> tuple[SimCluster, list[Iteration]]:
+    """A prefill engine P and a decode engine D, and what happens to them: (tick, "close" or "break", name)."""
+    iterations: list[Iteration] = []
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL), EngineSpec("D", decode, TEN, role=DECODE, kv_bytes=1.0)]
+    ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
+    cluster = SimCluster(specs, Requests(lambda: ordered, {}), kv_transfer=transfer, trace=iterations.append)
+    for tick, what, name in at:
+        cluster.at(tick, lambda now, what=what, name=name: happen(cluster, what, name, now))  # type: ignore[misc]
+    cluster.run()
+    return cluster, iterations
+
+
+def happen(cluster: SimCluster, what: str, name: str, now: int) -> None:
+    assert cluster.pairs is not None
+    placer = cluster.placer if name in cluster.placer else cluster.pairs.decoders
+    engines = {instance.id: instance.engine for instance in placer.fleet.instances}
+    if name in engines and what == "break":
+        cluster.pairs.fail(engines[name], now)
+    elif name in engines and len(engines) > 1:
+        cluster.close(name)
+
+
+def test_the_way_of_a_request() -> None:
+    """8 tokens are 8 bytes: they are pulled from 10 to 18. Then the last prompt token is computed again, and three
+    tokens take three iterations."""
+    request = Request(0, 0, 8, 3)
+    cluster, iterations = pair([request])
+    assert [(it.engine, it.start, it.scheduled, it.cached) for it in iterations] == [
+        (0, 0, ((0, 8),), ((0, 0),)),
+        (1, 18, ((0, 1),), ((0, 7),)),
+        (1, 28, ((0, 1),), ()),
+        (1, 38, ((0, 1),), ()),
+    ]
+    assert (request.scheduled, request.prefill_end, request.first_token, request.finish) == (0, 10, 28, 48)
+    assert cluster.pairs is not None and cluster.pairs.transferred_bytes == 8
+
+
+def test_what_the_decode_engine_has_is_not_pulled() -> None:
+    prompt = Chain("prompt")
+    requests = [Request(number, 100 * number, 8, 2, chain=Chain(f"s{number}", prompt, 8)) for number in range(2)]
+    cluster, _ = pair(requests)
+    assert cluster.pairs is not None and cluster.pairs.transferred_bytes == 8 + 4  # not the last block: it is needed
+    assert requests[1].cached_tokens == 4  # on the prefill engine
+    assert [engine.pool.held for engine in cluster.engines] == [0, 0]
+
+
+def test_samples_pulled_at_once_are_copies_until_they_end() -> None:
+    """Nobody finds what is still on its way."""
+    prompt = Chain("prompt")
+    requests = [Request(number, 0, 16, 4, chain=Chain(f"s{number}", prompt, 16)) for number in range(3)]
+    cluster, iterations = pair(requests)
+    assert cluster.pairs is not None and cluster.pairs.transferred_bytes == 3 * 16
+    assert min(it.free_blocks for it in iterations if it.engine == 1) <= 32 - 3 * 4
+    later = Request(9, 0, 16, 1, chain=Chain("late", prompt, 16))
+    assert cluster.engines[1].cached_tokens(later.chain or later, 10_000) == 16
+    assert cluster.engines[1].pool.free == 32
+
+
+def test_a_pull_holds_blocks_and_no_seat() -> None:
+    """A second request is pulled while the first has the only seat, and cannot begin; a third has no room."""
+    config = replace(CONFIG, kv_blocks=16, max_num_seqs=2)
+    requests = [Request(number, 0, 20, 20) for number in range(3)]
+    _, iterations = pair(requests, decode=config)
+    assert all(len(it.scheduled) <= 2 for it in iterations if it.engine == 1)
+    assert all(request.status == "finished" for request in requests)
+
+
+@pytest.mark.parametrize(("policy", "status"), [("fail", "failed"), ("recompute", "finished")])
+def test_a_dead_engine_in_the_middle_of_a_pull(policy: FailurePolicy, status: str) -> None:
+    request = Request(0, 0, 32, 3)
+    decode = replace(CONFIG, kv_load_failure_policy=policy)
+    cluster, iterations = pair([request], decode=decode, at=[(20, "break", "P")])
+    assert request.status == status
+    if policy == "fail":
+        assert (request.reason, request.finish) == ("nothing comes from P", 20)
+    else:
+        assert next((it.start, it.scheduled) for it in iterations if it.engine == 1) == (20, ((0, 32),))
+    assert cluster.engines[1].pool.held == 0
+
+
+def test_the_lease_ends_what_nobody_reads() -> None:
+    """The engine that would read it closed at 20: the lease of 100 ticks began at 10."""
+    requests = [Request(0, 0, 32, 3), Request(1, 300, 8, 1)]
+    iterations: list[Iteration] = []
+    transfer = replace(BYTE_A_TICK, lease=100 / TICKS)
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL)]
+    specs += [EngineSpec(name, CONFIG, TEN, role=DECODE, kv_bytes=1.0) for name in ("D", "E")]
+    cluster = SimCluster(
+        specs,
+        Requests(lambda: requests, {}),
+        kv_transfer=transfer,
+        decode_route=policy_named("round-robin"),
+        trace=iterations.append,
+    )
+    cluster.at(20, lambda now: cluster.close("D"))
+    held: list[tuple[int, int]] = []
+    for tick in (109, 111):
+        cluster.at(tick, lambda now: held.append((now, cluster.engines[0].pool.held)))
+    cluster.run()
+    assert held == [(109, 8), (111, 0)]  # until then the request was computed a second time, and pulled
+    assert requests[0].status == "interrupted"
+    assert [request.status for request in cluster.requests] == ["interrupted", "finished", "finished"]
+
+
+def test_a_short_prompt_stays() -> None:
+    requests = [Request(0, 0, 8, 2), Request(1, 0, 40, 2)]
+    cluster, iterations = pair(requests, replace(BYTE_A_TICK, local_below=16))
+    assert [it.scheduled for it in iterations if it.engine == 0] == [((1, 40),)]
+    assert requests[0].first_token == requests[0].prefill_end == 10
+    assert cluster.pairs is not None and cluster.pairs.transfers == 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    requests: list[tuple[object, ...]]
+    iterations: list[Iteration]
+
+
+def with_faults(seed: int, *, exact: bool) -> Outcome:
+    """Several engines of both kinds, some of which close, or cannot be read from any more."""
+    random = Random(seed)
+    config, requests = random_case(seed)
+    cost = AffineCost(random.randint(1, 2000), random.randint(0, 50), random.randint(0, 3), random.randint(0, 40))
+    for request in requests:
+        request.arrival *= cost.step
+        if request.cancel_at is not None:
+            request.cancel_at *= cost.step
+    config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
+    larger = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
+    specs = [EngineSpec(f"p{number}", larger, cost, role=PREFILL) for number in range(random.randint(1, 3))]
+    kv_bytes = random.choice((1.0, 37.0, 1000.0))
+    specs += [
+        EngineSpec(f"d{number}", config, cost, role=DECODE, kv_bytes=kv_bytes) for number in range(random.randint(1, 3))
+    ]
+    transfer = KVNetwork(
+        bandwidth=random.choice((1e11, 1e13, 1e15)),
+        latency=random.choice((0.0, 1e-9, 1e-12)),
+        lease=random.choice((1e-8, 1e-7, 30.0)),
+        local_below=random.choice((0, 0, 16)),
+    )
+    ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
+    iterations: list[Iteration] = []
+    cluster = SimCluster(
+        specs,
+        Requests(lambda: ordered, {}),
+        policy_named("round-robin"),
+        exact=exact,
+        trace=iterations.append,
+        kv_transfer=transfer,
+        decode_route=policy_named("least-loaded"),
+    )
+    latest = max(request.arrival for request in requests) + 50 * cost.step
+    for _ in range(random.choice((0, 1, 3))):
+        what, name = random.choice(("close", "break")), random.choice(specs).name
+        cluster.at(
+            random.randint(0, latest),
+            lambda now, what=what, name=name: happen(cluster, what, name, now),  # type: ignore[misc]
+        )
+    cluster.run()
+    assert cluster.pairs is not None
+    for engine in cluster.engines:
+        if not engine.closed:
+            assert engine.pool.held == 0 and engine.load_tokens == 0
+            assert not engine.arriving and not engine.sending and not engine.orphans and engine.ready == 0
+    assert cluster.pairs.idle
+    sent, received = cluster.pairs.moved_bytes
+    assert sent == received <= cluster.pairs.transferred_bytes
+    for request in cluster.requests:
+        assert request.status in ("finished", "cancelled", "interrupted") or request.reason
+        if request.status == "finished":
+            assert request.generated == request.output_tokens
+            assert request.prefill_end is not None and request.first_token is not None and request.finish is not None
+            assert request.prefill_end <= request.first_token <= request.finish
+    return Outcome(
+        [
+            (it.number, it.status, it.reason, it.scheduled, it.prefill_end, it.first_token, it.finish, it.generated)
+            for it in cluster.requests
+        ],
+        sorted(iterations, key=lambda it: (it.engine, it.start, it.end)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int) -> None:
+    """Blocks, bytes and tokens are conserved whatever breaks; and visiting every iteration makes no difference."""
+    assert with_faults(seed, exact=False) == with_faults(seed, exact=True)
+
+
+def refused(specs: Sequence[EngineSpec], transfer: KVNetwork | None = BYTE_A_TICK) -> str:
+    with pytest.raises(ValueError) as error:
+        SimCluster(specs, Requests(lambda: [], {}), kv_transfer=transfer)
+    return str(error.value)
+
+
+def test_engines_that_cannot_work_together_are_refused() -> None:
+    prefill = EngineSpec("P", CONFIG, TEN, role=PREFILL)
+    decode = EngineSpec("D", CONFIG, TEN, role=DECODE, kv_bytes=1.0)
+    assert "none has prefill" in refused([decode])
+    assert "none has decode" in refused([prefill])
+    assert "kv_transfer is missing" in refused([prefill, decode], None)
+    assert "no engine has the role" in refused([EngineSpec("C", CONFIG, TEN)])
+    assert "block_size of D is 16, that of P 4" in refused(
+        [prefill, replace(decode, config=replace(CONFIG, block_size=16))]
+    )
+    assert "async_scheduling of D is True" in refused(
+        [prefill, replace(decode, config=replace(CONFIG, async_scheduling=True))]
+    )
+    assert "kv_bytes of D is 0.0" in refused([prefill, replace(decode, kv_bytes=0.0)])
+    for name, value in (("bandwidth", 0.0), ("lease", -1.0), ("latency", -1.0), ("local_below", -1)):
+        with pytest.raises(ValueError, match=f"kv_transfer.{name} is {value}"):
+            replace(BYTE_A_TICK, **{name: value})  # type: ignore[arg-type]
