@@ -242,9 +242,9 @@ class WeightsNode:
             raise DamagedError(f"chunks {start} to {stop} of v{item.version}, where there are {len(newest)} chunks")
         missing = 0
         if isinstance(item, Complete):
-            missing = np.count_nonzero(theirs[start:stop] & (newest[start:stop] < item.version))
+            missing = int(np.count_nonzero(theirs[start:stop] & (newest[start:stop] < item.version)))
         elif self.feed.begins(item):
-            missing = np.count_nonzero(theirs & (newest < newest.max()))
+            missing = int(np.count_nonzero(theirs & (newest < newest.max())))
         if missing:
             raise DamagedError(f"{missing} chunks did not come before v{item.version}")
 
