@@ -15,7 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from libra.backends.lend.device_token import BorrowerToken, FencedError, LendingError, ServingStep, ServingToken
+from libra.backends.lend.device_token import (
+    BorrowerToken,
+    FencedError,
+    LenderToken,
+    LendingError,
+    ServingStep,
+    ServingToken,
+)
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
 
@@ -129,7 +136,31 @@ def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_p
     ):
         borrower.wish(wish)
         serving.publish(view, KVView(), 0.1)
-        assert not serving._can_spare(time.monotonic())
+        assert not serving.can_spare(time.monotonic())
+
+
+def test_a_step_that_can_wait_is_put_off_after_one_grant(tmp_path: Path) -> None:
+    """Who came meanwhile has to be said before another grant may follow."""
+    serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
+    lender = LenderToken(tmp_path / "device")
+
+    def borrow() -> None:
+        while not borrower.look().wants:
+            time.sleep(0.001)
+        borrower.release()
+
+    for lease, spare, put_off in ((math.inf, 100.0, True), (math.inf, 0.1, False), (0.0, 100.0, False)):
+        lender.extend(lease)
+        borrower.wish(10.0)
+        serving.publish(ServingView(2, 0, time.monotonic() + spare), KVView(), 0.1)
+        assert borrower.try_take(time.monotonic() + 60)
+        thread = threading.Thread(target=borrow)
+        thread.start()
+        assert serving.acquire() is not put_off
+        thread.join()
+        assert serving.lent and serving.fenced == 0
+        serving.release()
+    lender.close()
 
 
 def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:
