@@ -90,6 +90,7 @@ class _Lending(_Shaped):
         self._began = 0.0
         self._steps_since_grant = 0
         self._came = 0  # requests, ever
+        self._publish()
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)

@@ -217,6 +217,7 @@ class WeightsNode:
                 case Beat():
                     if theirs is not None and np.any(feed.completed[theirs] < message.version):
                         raise DamagedError(f"not all came of v{message.version}")
+                    self._fruitless[ways] = 0
                 case Welcome():
                     if message.lineage != feed.lineage:
                         async with self._using:
@@ -239,12 +240,13 @@ class WeightsNode:
         start, stop = (item.number, item.number + 1) if isinstance(item, Chunk) else (item.start, item.stop)
         if not 0 <= start < stop <= len(newest) or item.version < 0:
             raise DamagedError(f"chunks {start} to {stop} of v{item.version}, where there are {len(newest)} chunks")
+        missing = 0
         if isinstance(item, Complete):
-            missing = theirs[start:stop] & (newest[start:stop] < item.version)
-        else:
-            missing = theirs & (newest < newest.max()) & self.feed.begins(item)
-        if missing.any():
-            raise DamagedError(f"{missing.sum()} chunks did not come before v{item.version}")
+            missing = int(np.count_nonzero(theirs[start:stop] & (newest[start:stop] < item.version)))
+        elif self.feed.begins(item):
+            missing = int(np.count_nonzero(theirs & (newest < newest.max())))
+        if missing:
+            raise DamagedError(f"{missing} chunks did not come before v{item.version}")
 
     @contextlib.contextmanager
     def _asking(self, writer: asyncio.StreamWriter) -> Iterator[None]:
