@@ -41,15 +41,15 @@ SERVING = EngineSpec(
     EngineConfig(8192, 30_000, max_num_seqs=256, max_num_batched_tokens=2048),
     AffineCost(step=7000 * _US, per_sequence=20 * _US, per_context_token=_US // 40, per_new_token=32 * _US),
 )
-_ROLLOUT = EngineSpec(
+ROLLOUT = EngineSpec(
     "rollout",
     EngineConfig(8192, 8_000, max_num_seqs=32, max_num_batched_tokens=512),
     AffineCost(step=7500 * _US, per_sequence=20 * _US, per_context_token=_US // 17, per_new_token=36 * _US),
 )
-_TURNS = 32  # of rollout, always under way
+TURNS = 32  # of rollout, always under way
 SLO = Slo(ttft=0.5, tpot=0.15)  # ROSE's of 7B models
 USE = 0.8
-_LONGEST = 0.03  # seconds of a grant
+LONGEST = 0.03  # seconds of a grant
 _LOADS = (0.2, 0.3, 0.4, 0.5, 0.6)
 _GOAL_SHARE = 0.75  # of a GPU of its own
 RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
@@ -75,7 +75,7 @@ def measured(traffic: Path, rate: float) -> list[Row]:
     start = second[0].arrival
     second = [replace(it, arrival=it.arrival - start) for it in second]
     trained, held = (
-        LendingCase(SERVING, "7B", "1 x H800", SLO, traffic.name, tuple(half), _LONGEST) for half in (first, second)
+        LendingCase(SERVING, "7B", "1 x H800", SLO, traffic.name, tuple(half), LONGEST) for half in (first, second)
     )
     (certificate,) = certify(trained, [USE], sorted({*_LOADS, rate}))
     own = _tokens_a_second_alone()
@@ -88,7 +88,7 @@ def measured(traffic: Path, rate: float) -> list[Row]:
     met = {it.number for it in alone} - misses(alone, SLO.ttft, SLO.tpot).any
     for name, rule, use in _rules(certificate):
         began = time.process_time()
-        borrower = RolloutBorrower(_ROLLOUT, _TURNS, _turns())
+        borrower = RolloutBorrower(ROLLOUT, TURNS, make_turns())
         device = SharedDevice(SERVING, rule(), borrower, pace=ticks(SLO.pace(use)), prompt=held.prompt)
         outcome = device.run(held.arrivals(rate).start())
         spent = time.process_time() - began
@@ -97,7 +97,7 @@ def measured(traffic: Path, rate: float) -> list[Row]:
 
 
 def _rules(certificate: Certificate) -> list[tuple[str, Callable[[], SharingRule], float]]:
-    longest = ticks(_LONGEST)
+    longest = ticks(LONGEST)
     return [
         ("serving alone", NoLending, 1.0),
         ("serve first", lambda: ServeFirst(longest), 1.0),
@@ -125,13 +125,13 @@ def _rows(name: str, outcome: DeviceOutcome, of_own: float, met: set[int], spent
     ]
 
 
-def _turns() -> Callable[[int, int], Request]:
+def make_turns() -> Callable[[int, int], Request]:
     rng = np.random.default_rng(0)
     return lambda number, now: Request(10**7 + number, now, int(rng.integers(300, 3000)), int(rng.integers(50, 600)))
 
 
 def _tokens_a_second_alone() -> float:
-    borrower, now = RolloutBorrower(_ROLLOUT, _TURNS, _turns()), 0
+    borrower, now = RolloutBorrower(ROLLOUT, TURNS, make_turns()), 0
     while now < ticks(300.0):
         now += borrower.spend(now, ticks(1000.0))
     return borrower.generated / seconds(now)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.enumerate_problems import optimum, priced, problems, step_of
 from oracles.optimality import require_agreement
@@ -25,6 +25,7 @@ _MOST = 1500  # allocations, for brute force
 def lending(draw: st.DrawFn) -> Problem:
     """A small problem with a pool that lends engines like one's own, slower, and not for the longest contexts."""
     own = replace(draw(problems(small=True)), use_all_devices=False, current=None)
+    assume(own.longest_context > 1)
     pool = Pool("lent", draw(st.integers(1, 3)), 1, serves=True)
     lent: list[EngineOption] = []
     for number in range(draw(st.integers(1, 2))):
@@ -35,7 +36,7 @@ def lending(draw: st.DrawFn) -> Problem:
                 shape=f"lent-{number}",
                 pool="lent",
                 devices=1,
-                holds=max(1, own.longest_context - 1),
+                holds=own.longest_context - 1,
                 stall=option.stall / share,
                 work=tuple(_slower(row, share) for row in option.work),
                 refresh=_slower(option.refresh, share),
@@ -161,6 +162,11 @@ def _buckets(buckets: tuple[tuple[str, int], ...]) -> Iterator[Bucket]:
 )
 def test_what_is_left_when_lent_engines_are_away(before: Allocation, after: Allocation) -> None:
     assert before.without({"x"}) == after
+
+
+def test_nobody_lends_engines_for_the_longest_contexts() -> None:
+    with pytest.raises(ValueError, match="chat/8 is lent and holds the longest context of 100 tokens"):
+        replace(PROBLEM, engines=(PROBLEM.engines[0], engine("chat", "chat", (1.0, 1.0), 100)))
 
 
 def test_nothing_trains_where_users_are_served() -> None:

@@ -11,7 +11,8 @@ import yaml
 
 from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.host import capture_sizes, default_host
+from libra.cost.graphs import capture_sizes
+from libra.cost.host import default_host
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model

@@ -102,8 +102,8 @@ def test_in_a_cluster_it_is_the_shared_device(records, rule, under_way) -> None:
     cluster._patient = True
     cluster.run()
     assert came_of(device.serve_out(shared.end)) == came_of(shared.requests)
-    there = [(it.number, it.first_token, it.finish) for it in turns.turns if it.finish is not None]
-    assert there == [(it.number, it.first_token, it.finish) for it in again.turns][: len(there)]
+    found = {it.number: (it.first_token, it.finish) for it in again.turns}
+    assert all(found[it.number] == (it.first_token, it.finish) for it in turns.turns if it.finish is not None)
     assert device.lent >= shared.lent
 
 

@@ -22,6 +22,7 @@ from libra.sim.workload.request_file import RequestFormatError, read_azure_reque
 from libra.sim.workload.requests import Workload, recorded_requests
 from libra.trajectory import read_trajectories, read_workload
 
+LENT = "lent engines have their share of the device at any moment: serving and recalls are not simulated"
 _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
 _OF_REQUESTS = ("--rate-scale", "--start")
@@ -79,7 +80,7 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     if source["log"] < len(log):
         notes.append(f"{len(log) - source['log']:,} of {len(log):,} trajectories in the log left out: unfinished")
     if plan.loans:
-        notes.append("lent engines have their share of the device at any moment: serving and recalls are not simulated")
+        notes.append(LENT)
     return Asked(deployment, workload, tuple(notes), forecast_of(plan, source["steps"]))
 
 

@@ -91,6 +91,7 @@ def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from libra.cli.simulation_input import LENT
     from libra.plan.options.cluster_request import ClusterRequest
     from libra.report.words import duration, percent, plural, signed_percent
 
@@ -105,6 +106,7 @@ def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
         f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
         f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
         f" {percent(outcome.engine_share, 0)} of theirs.",
+        *([f"{LENT.capitalize()}."] if plan.loans else ()),
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     table = Table("step", "waited", "training", "ended at", "longest context", "mean staleness")

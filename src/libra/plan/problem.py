@@ -254,6 +254,12 @@ class Problem:
         for option in self.training:
             if option.pool in serving:
                 raise ValueError(f"{option.layout} trains on pool {option.pool}, which serves; train on another")
+        for engine in self.engines:
+            if engine.pool in serving and engine.holds >= self.longest_context:
+                raise ValueError(
+                    f"{engine.name} is lent and holds the longest context of {self.longest_context} tokens; engines of"
+                    " one's own must serve that: let it hold less"
+                )
         named = [(option.layout, option.replicas) for option in self.training]
         if len(set(named)) < len(named):
             raise ValueError("two training options have the same layout and replicas; list each once")

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.cost.graphs import padded
 from libra.cost.grid import Array, EngineGrid, linear_layers
-from libra.cost.host import SERVING, HostCost, padded
+from libra.cost.host import SERVING, HostCost
 from libra.cost.kernels import KernelTerms
 from libra.cost.lines import least_squares
 

@@ -97,7 +97,8 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
         return f"no engine there: {next(there, 'none fits')}"
     if _serves(problem, allocation, engines):
         return "others suffice: the step would not be shorter with them"
-    if _serves(problem, allocation, tuple(replace(option, holds=problem.longest_context) for option in engines)):
+    longest = problem.longest_context - problem.pool(pool).serves
+    if _serves(problem, allocation, tuple(replace(option, holds=longest) for option in engines)):
         holds = max(option.holds for option in engines)
         return f"engines there hold {holds:,} tokens at most, fewer than what they would serve"
     step = price(problem, allocation).step

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from libra.cost.graphs import graph_of, padded
 from libra.cost.grid import EngineGrid, linear_layers
-from libra.cost.host import HostCost, padded
+from libra.cost.host import HostCost
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch
@@ -49,6 +50,7 @@ class GridCost:
         "_longest",
         "_request",
         "_saved",
+        "_seqs",
         "_spread",
         "_together",
         "_unpadded",
@@ -70,7 +72,7 @@ class GridCost:
             ) from None
         self._grid, terms = grid, grid.terms
         self._host = host = grid.host if host is None else host
-        self._captures = sizes
+        self._captures, self._seqs = sizes, config.max_num_seqs
         self._lines: dict[tuple[int, ...], tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         run = [padded(tokens, sizes) for tokens in range(most + 1)]
@@ -85,7 +87,7 @@ class GridCost:
         self._request = round(host.request * TICKS)
         self._least: list[int] = []  # by tokens; empty where there is none
         if host.piecewise or host.eager:
-            self._least = [round(host.least(tokens, sizes, prefill=True) * TICKS) for tokens in range(most + 1)]
+            self._least = [round(self._launching(tokens, uniform=False) * TICKS) for tokens in range(most + 1)]
         self.uneven = terms.uneven or host.admits
         self._spread, self._saved = round(terms.spread * _SCALE), round(terms.shared * _SCALE)
         self._longest = round(terms.longest * TICKS)  # ticks per token
@@ -148,6 +150,10 @@ class GridCost:
         base, slope, limit = pieces[bisect_right(limits, context + counted)]
         return base + slope * counted, slope, limit - counted
 
+    def _launching(self, tokens: int, *, uniform: bool) -> float:
+        kind, _ = graph_of(tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=uniform)
+        return self._host.launching(kind)
+
     def _counted(self, batch: DecodeBatch) -> int:
         """Tokens that a batch's context counts more than it has: for what contexts differ by, less what they share. It
         is the same in all iterations of a stretch."""
@@ -157,7 +163,7 @@ class GridCost:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
         requests, host = batch.requests, self._host
         size = padded(requests, self._captures)
-        cpu, least = host.seconds(requests), host.least(requests * batch.tokens_each, self._captures, prefill=False)
+        cpu, least = host.seconds(requests), self._launching(requests * batch.tokens_each, uniform=True)
         if host.overlapped:
             least = max(least, cpu)
         contexts: Sequence[int] = self._grid.contexts

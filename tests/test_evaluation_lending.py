@@ -1,0 +1,49 @@
+"""The evaluation of lending: a cell of every kind of system on two nodes, and rows made of what cells return."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.evaluation import lending_cell
+from benchmarks.evaluation.cells import Result, canonical
+from benchmarks.evaluation.lending import EXPERIMENT, SYSTEMS
+from benchmarks.evaluation.lending_cell import LendingSetting, certificate, run
+
+SMALL = LendingSetting("search_r1", 1, 1, 10, 2, 1)
+
+
+@pytest.fixture(autouse=True)
+def _made_up_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lending_cell.VARIABLE, "/nowhere")
+    monkeypatch.setattr(lending_cell, "_READ", [])
+    monkeypatch.setattr(lending_cell, "_HOUR", 600.0)
+    monkeypatch.setattr(lending_cell, "_CERTIFIED", 120.0)
+    monkeypatch.setattr(lending_cell, "_certified", certificate)
+
+
+@pytest.mark.parametrize("system", ["gate", "half-device"])
+def test_a_cell_says_what_became_of_a_system(system: str) -> None:
+    values = run(SMALL.arguments(), system)
+    canonical(values, system)
+    assert values["seconds"] > 0 and values["steady"] > 0
+    assert (values["borrowed"] > 0) is (system != "fixed")
+    assert (values["requests"] > 0) is (system in lending_cell.RULES) is (values["lent"] > 0)
+    assert values["attributable"] <= values["missed"]
+
+
+def test_rows_and_tables_are_made_of_the_cells() -> None:
+    cells = EXPERIMENT.cells(True)
+    shape = {"steady": 1.0, "waited": 2.0, "lent": 0.5, "away": 0.1, "training": 8, "borrowed": 4, "requests": 9}
+    results = [Result(it, {**shape, "attributable": 0}, 1.0, found=False) for it in cells]
+    rows, tables = EXPERIMENT.rows(results), EXPERIMENT.tables(results)
+    assert len({(row.case, row.metric) for row in rows}) == len(rows)
+    met = {row.metric: row.met for row in rows if row.met is not None}
+    assert met == {
+        "gate over fixed": False,
+        "gate: attributable misses": True,
+        "rollout time of elastic over the gate's": False,
+        "rollout time of published over the gate's": True,
+    }
+    (table,) = tables.values()
+    assert all(f"| {system} |" in table for system in SYSTEMS)
+    assert EXPERIMENT.figures(results)["systems"].startswith("<svg")
