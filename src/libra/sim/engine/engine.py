@@ -150,8 +150,7 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def sent(self, request: Request, now: int) -> bool:
-        """The blocks that a finished request keeps are free from the end of the iteration under way on: now, if there is
-        none."""
+        """The blocks that a finished request keeps are free from the end of the iteration under way on, or from now."""
         self.notices.append(Sent(request))
         if not self.busy:
             self.count_held(now)
