@@ -170,7 +170,7 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
         EngineSpec(f"d{number}", config, cost, role=DECODE, kv_bytes=kv_bytes) for number in range(random.randint(1, 3))
     ]
     transfer = KVNetwork(
-        bandwidth=random.choice((1e11, 1e13, 1e15)),
+        bandwidth=kv_bytes * TICKS / (cost.step * random.choice((0.01, 0.2, 2))),  # a token in so many steps
         latency=random.choice((0.0, 1e-9, 1e-12)),
         lease=random.choice((1e-8, 1e-7, 30.0)),
         local_below=random.choice((0, 0, 16)),
