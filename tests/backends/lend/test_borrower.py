@@ -169,6 +169,27 @@ def test_serving_that_waits_for_a_grant_to_be_over_waits_for_one(shared: Shared)
     assert shared.borrower.step(shared.engine) is not None
 
 
+def test_a_grant_that_is_out_never_becomes_longer(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving comes between the borrower's two looks, and waits from then on."""
+    shared.learn()
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    token, told = shared.borrower._token, list[float]()
+    take = token.try_take
+
+    def taken_slowly(expires: float) -> bool:
+        told.append(expires)
+        taken = take(expires)
+        shared.clock.now += 0.01
+        shared.serving._wants = True
+        shared.serving.publish(IDLE, KVView(), TERMS.pace)
+        return taken
+
+    monkeypatch.setattr(token, "try_take", taken_slowly)
+    shared.borrower.step(shared.engine)
+    assert shared.serving.expires == told[0]
+    assert shared.clock.now <= told[0]
+
+
 def test_a_page_that_was_left_half_written_is_waited_for(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("libra.backends.lend.device_token._PATIENCE", 0.01)
     page = shared.serving._page.bytes

@@ -122,16 +122,18 @@ class GatedBorrower:
         if not token.try_take(grant.expires):
             self._device.sleep(POLL)
             return None
-        made, overstayed = None, False
+        made, overstayed, expires = None, False, grant.expires
         try:
             again = token.look()
             if again.at != notice.at:  # somebody has come
-                grant = self._ask(again)
-                if grant is None:
+                changed = self._ask(again)
+                if changed is None:
                     return None
-                token.shorten(grant.expires)
+                # Never later than serving was told: it may be waiting for that moment already.
+                expires = min(expires, changed.expires)
+                token.shorten(expires)
             began = clock()
-            tokens = min(tokens, self._budget.within(grant.expires - began, queue))
+            tokens = min(tokens, self._budget.within(expires - began, queue))
             if not tokens or token.lease <= began:
                 return None
             self._device.begin()
