@@ -58,7 +58,7 @@ _STAGE = 30  # version of the drift whose lengths these are
 _KNOWN, _BEFORE = 64, 1_000_000  # groups that planner and router have seen, and the number of the first
 _WEIGHTS = 20.0  # seconds: 14B of bf16, of which a delta of 2 % goes over 0.25 Gb/s
 _HOUR = 3600.0
-_CERTIFIED = 1200.0  # seconds of another lender's traffic that are replayed
+_CERTIFIED = _HOUR  # seconds of the traffic of a lender that is in no run
 _LOADS = (0.5, 0.8, 1.0, 1.2)
 _SLICE, _LENDER = 0x736C696365, 0x6C656E646572  # streams of one seed
 
