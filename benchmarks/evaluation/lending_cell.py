@@ -204,7 +204,8 @@ def _system(where: LendingSetting, name: str) -> System:
     inside = Envelope(**_certified("gate")["envelope"])
     if name == "half-device":  # both always at half of the speed
         return make(where.plan(where.lending, 0.5, inside))
-    share, rule = float(_certified(name)["share"]), RULES[name]
+    # ROSE's rule lends nearly as much as the gate: with one plan for both, what differs is the rule.
+    share, rule = float(_certified("gate" if name == "published" else name)["share"]), RULES[name]
     plan = where.plan(where.lending, share, inside)
     if name == "gate":
         rule = lambda: WatchedRule(Gate(_GRANT, 1), inside, Recall(RECALL), float(TICKS))  # noqa: E731
