@@ -174,7 +174,7 @@ def run(setting: dict[str, Any], system: str) -> dict[str, Any]:
     assert made.plan.layout is not None
     return {
         "seconds": outcome.seconds,
-        "steady": _steady(outcome, where.staleness),
+        "throughput": outcome.throughput,
         "waited": sum(step.waited for step in outcome.steps) / len(outcome.steps),
         "trainer_share": outcome.trainer_share,
         "training": made.plan.layout.devices,
@@ -184,13 +184,6 @@ def run(setting: dict[str, Any], system: str) -> dict[str, Any]:
         "interrupted": outcome.interrupted,
         **_lent(where, system, made, outcome),
     }
-
-
-def _steady(outcome: SimulatedRun, staleness: int) -> float:
-    """Tokens/s that are trained on once the batches that staleness lets run ahead have been."""
-    before = outcome.steps[min(staleness, len(outcome.steps) - 2)]
-    after = [step for step in outcome.steps if step.version > before.version]
-    return sum(step.generated_tokens for step in after) / (after[-1].ended - before.ended)
 
 
 def _system(where: LendingSetting, name: str) -> System:
