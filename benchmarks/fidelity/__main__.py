@@ -6,11 +6,12 @@ page is one set of findings.
     python -m benchmarks.fidelity [--quick] [--schedule-cases N] [--models small,tiny] [--repeats N]
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
+    python -m benchmarks.fidelity --graphs [--json FILE]
     python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
 
-The second compares schedules of one kind, and no times. The third predicts engines that were measured on GPUs, from the
-files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the third. Exits with 1 if a schedule
-differs, or a bar of an engine on a GPU is missed.
+The second compares schedules of one kind, and no times; the third which CUDA graph runs a batch. The last predicts
+engines that were measured on GPUs, from the files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but
+for the last two. Exits with 1 if a schedule or a graph differs, or a bar of an engine on a GPU is missed.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ QUICK = Effort(schedule_cases=60, models="tiny", repeats=2)
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(given)
+    if options.graphs:
+        from benchmarks.fidelity import graphs
+
+        compared_graphs = graphs.rows(graphs.GOAL)
+        report(compared_graphs, options.json)
+        return int(any(row.met is False for row in compared_graphs))
     if options.gpu_runs is not None:
         return _gpu_runs(options.gpu_runs, options.save, options.json)
     environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
@@ -134,6 +141,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
         "--save", type=Path, metavar="FOLDER", help="keep what is measured, or fitted, a file for each model"
     )
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
+    parser.add_argument("--graphs", action="store_true", help="compare which CUDA graph runs a batch")
     parser.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")

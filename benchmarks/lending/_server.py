@@ -25,7 +25,8 @@ def _run_delay() -> float:
 
 
 class WatchedScheduler(SynchronousLending):
-    """Tells how long it waited for the token, less what the machine made it wait for a core."""
+    """Tells how long it waited for the token, less what the machine made it wait for a core; and how much of the grant
+    was left as it asked, which is what it has to wait."""
 
     waits: list[tuple[float, float]]
 
@@ -38,7 +39,8 @@ class WatchedScheduler(SynchronousLending):
             began, delayed = time.monotonic(), _run_delay()
             have = acquire()
             waited = time.monotonic() - began
-            self.waits.append((waited, max(0.0, waited - (_run_delay() - delayed))))
+            left = self._token.expires - began if self._token.lent else 0.0
+            self.waits.append((max(0.0, waited - (_run_delay() - delayed)), left))
             return have
 
         self._token.acquire = watched  # type: ignore[method-assign]

@@ -122,7 +122,7 @@ class Pair:
         self.device, page = PairScheduler.device, directory / "device"
         os.environ[DEVICE] = str(page)
         self.serving = serving_engine(directory, PairScheduler)
-        self.lender = LenderToken(page, self.device.clock)
+        self.lender = LenderToken(page)
         self.lender.extend(float("inf"))
         self._page, self._directory, self._runs = page, directory, 0
         self.rollout = rollout_engine(start_rollout(directory, page, _TERMS))
@@ -130,7 +130,7 @@ class Pair:
     def serve(self, requests: list[Asked], rule: SharingRule | None, record: Path | None = None) -> Served:
         """`rule` None: serving alone. A record is written of a rule that is the one of `_TERMS`."""
         self._runs += 1
-        token = BorrowerToken(self._page, _TERMS.pace, self.device.clock)
+        token = BorrowerToken(self._page, _TERMS.pace)
         written = None if record is None else LendingRecord(record, _TERMS, print)
         borrower = None
         if rule is not None:

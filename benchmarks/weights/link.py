@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Iterator
 from statistics import median
 
 import msgspec
+import psutil
 import torch
 
 from benchmarks.rows import Row
@@ -53,15 +54,17 @@ async def _measured() -> list[Row]:
             nodes.append(relay)
             for _ in range(_NODES - 1):
                 nodes.append(await stack.enter_async_context(_following(grid, token, relay.address)))
-        seconds, crossed, sizes = list[float](), list[int](), list[int]()
+        seconds, crossed, sizes, computed = list[float](), list[int](), list[int](), list[float]()
         last = next(weights)
         for version in range(_VERSIONS + 1):
             content = next(weights) if version else last
             if version:
                 sizes.append(len(difference(last, content)))
             last, before = content, await link.crossed()
+            spent = sum(node.computed() for node in (publisher, *nodes))
             began = publisher.publish(version, content)
             seconds.append(await _loaded(nodes, version, content) - began)
+            computed.append(sum(node.computed() for node in (publisher, *nodes)) - spent)
             crossed.append(await link.crossed() - before)
     full, took, least = seconds[0], median(seconds[1:]), grid.size / _RATE
     whole, most = crossed[0] / grid.size, max(each / one for each, one in zip(crossed[1:], sizes, strict=True))
@@ -72,6 +75,7 @@ async def _measured() -> list[Row]:
         Row(case, "crossed the link, of everything", whole, "times", "<= 1.05", whole <= 1.05),
         Row(case, "everything at the link's rate", least, "s"),
         Row(case, "a version to all nodes, median", took, "s"),
+        Row(case, "a version, CPU time of all processes", median(computed[1:]), "s"),
         Row(case, "everything over a version", full / took, "x", ">= 15", full >= 15 * took),
         Row(case, "everything at the link's rate, over a version", least / took, "x"),
         Row(case, "a version, of everything", 100 * median(sizes) / grid.size, "% of dense"),
@@ -124,6 +128,11 @@ class _Node:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         return msgspec.json.decode(line, type=FollowerWord)  # type: ignore[no-any-return]
+
+    def computed(self) -> float:
+        """Seconds of CPU time so far."""
+        spent = psutil.Process(self._process.pid).cpu_times()
+        return spent.user + spent.system
 
     def tell(self, line: bytes) -> None:
         assert self._process.stdin is not None

@@ -67,6 +67,7 @@ def test_an_explanation_says_what_the_loan_is_worth(planned: tuple[Path, Result]
     assert "chat lends" in told and "shorter; with training as it would be without, the loan would save" in told
     assert "one more node of chat, as busy as the others" in told and "no loan" in told
     page = (tmp_path / "p.html").read_text()
+    assert "6 x 8 A800 + 2 x 8 H100 that serve" in page
     assert "What is borrowed" in page and "chat lends" in page
 
 

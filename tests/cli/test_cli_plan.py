@@ -201,7 +201,9 @@ def test_as_json_there_is_nothing_else_on_standard_output(tmp_path: Path) -> Non
     assert found.request.recipe.batch == 64
     assert found.request.cluster.devices == 16
     assert found.request.model.name == SMALL
-    assert result.stderr == "note: 1 trajectory of 21 in the log unfinished: counted as at least as long as they are\n"
+    first, alternate = result.stderr.splitlines()
+    assert first == "note: 1 trajectory of 21 in the log unfinished: counted as at least as long as they are"
+    assert "is the mean of steps that alternate" in alternate
     assert str(tmp_path) not in result.stdout
 
 
@@ -225,8 +227,27 @@ def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
 def test_a_cluster_is_planned_with_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     arguments = Asked(options=("--json",)).arguments(tmp_path)
     first, second = (process(*arguments, hash_seed=seed) for seed in ("1", "2"))
-    assert (first.returncode, first.stderr) == (0, "")
+    assert first.returncode == 0
+    assert first.stderr == second.stderr
     assert first.stdout == second.stdout == libra(*arguments).stdout
+
+
+def test_the_host_is_priced_unless_told_otherwise(tmp_path: Path) -> None:
+    steps = {}
+    for host in ("default", "none"):
+        result = Asked(options=("--json", "--host", host)).call(tmp_path)
+        found = parse_plan(result.stdout)
+        assert isinstance(found.request, ClusterRequest)
+        assert found.request.profiles[0].host.priced == (host == "default")
+        steps[host] = found.predicted.step
+    assert steps["default"] > steps["none"]
+    unsaid = Asked(options=("--json",)).call(tmp_path)
+    assert parse_plan(unsaid.stdout).predicted.step == steps["default"]
+    assert "host of a800" in Asked().call(tmp_path).stdout
+    absent = Asked(options=("--host", "absent.json")).call(tmp_path)
+    assert absent.exit_code == 2
+    assert "absent.json" in absent.stderr
+    assert "give none or default" in absent.stderr
 
 
 WHAT_IFS = [

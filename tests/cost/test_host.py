@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from libra.cost.graphs import CudagraphMode, capture_sizes, graph_of, padded
 from libra.cost.grid import EngineGrid, EngineProfile
-from libra.cost.host import NO_HOST, HostCost, capture_sizes, default_host, padded
+from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
 
 GRID = EngineGrid(1, (1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)), (1, 2), (0, 1), ((1.0, 1.0), (2.0, 2.0)))
@@ -36,16 +37,28 @@ def test_a_batch_runs_at_the_next_size(tokens: int, wanted: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "prefill", "sizes", "wanted"),
+    ("tokens", "mode", "decodes", "mixed"),
     [
-        *((4, False, (4, 8), 0.0), (4, True, (4, 8), 1.0), (8, True, (4, 8), 1.0), (9, True, (4, 8), 3.0)),
-        *((9, False, (4, 8), 3.0), (1, False, (), 3.0)),
+        (3, "FULL_AND_PIECEWISE", ("FULL", 4), ("PIECEWISE", 4)),
+        (5, "FULL_AND_PIECEWISE", ("PIECEWISE", 8), ("PIECEWISE", 8)),  # a graph of more than 6 requests has no decodes
+        (9, "FULL_AND_PIECEWISE", ("NONE", 9), ("NONE", 9)),
+        (3, "FULL_DECODE_ONLY", ("FULL", 4), ("NONE", 3)),
+        (3, "FULL", ("FULL", 4), ("FULL", 4)),
+        (3, "PIECEWISE", ("PIECEWISE", 4), ("PIECEWISE", 4)),
+        (3, "NONE", ("NONE", 3), ("NONE", 3)),
     ],
 )
-def test_what_is_launched_takes_at_least_that(
-    tokens: int, prefill: bool, sizes: tuple[int, ...], wanted: float
+def test_a_graph_is_chosen_by_size_and_kind_of_batch(
+    tokens: int, mode: CudagraphMode, decodes: tuple[str, int], mixed: tuple[str, int]
 ) -> None:
-    assert HostCost(piecewise=1.0, eager=3.0).least(tokens, sizes, prefill=prefill) == wanted
+    assert graph_of(tokens, (1, 2, 4, 8), 6, mode, uniform=True) == decodes
+    assert graph_of(tokens, (1, 2, 4, 8), 6, mode, uniform=False) == mixed
+    assert graph_of(tokens, (), 6, mode, uniform=True) == ("NONE", tokens)
+
+
+def test_what_is_launched_takes_at_least_that() -> None:
+    host = HostCost(piecewise=1.0, eager=3.0)
+    assert [host.launching(kind) for kind in ("FULL", "PIECEWISE", "NONE")] == [0.0, 1.0, 3.0]
 
 
 def test_launching_grows_with_the_layers_and_nothing_else_does() -> None:

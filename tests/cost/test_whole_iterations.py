@@ -9,8 +9,9 @@ import pytest
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
+from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid, whole_iterations
-from libra.cost.host import NO_HOST, HostCost, capture_sizes, default_host
+from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.sources.engine_fit import EngineFit
@@ -41,10 +42,10 @@ def grid_of(host: HostCost = HOST, terms: KernelTerms = TERMS) -> EngineGrid:
 @pytest.mark.parametrize("batch", KERNELS.batches[::3])
 @pytest.mark.parametrize("context", [256, 4096, 32768])
 def test_a_decode_takes_what_it_takes_the_simulator(batch: int, context: int, overlapped: bool) -> None:
-    grid = grid_of(replace(HOST, overlapped=overlapped))
+    grid = grid_of(replace(HOST, overlapped=overlapped), replace(TERMS, decode=1.2))
     base, slope, _ = GridCost(grid, CONFIG).line(DecodeBatch(batch), batch * context)
     wanted = (base + slope * batch * context) / TICKS
-    assert whole_iterations(grid, SIZES).decode_seconds(batch, context) == pytest.approx(wanted, rel=1e-6)
+    assert whole_iterations(grid, 512, 8192).decode_seconds(batch, context) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("chunk", KERNELS.chunks[:-1:2])
@@ -53,17 +54,17 @@ def test_a_chunk_takes_what_it_takes_the_simulator_beside_what_the_host_takes_an
     cost = GridCost(grid_of(), CONFIG)
     host = HOST.seconds(1) + HOST.admitting(1, chunk + prefix, prefix)
     wanted = cost.mixed(DecodeBatch(0), 0, [(chunk, prefix)], Admitted(1, chunk + prefix, prefix)) / TICKS - host
-    assert whole_iterations(grid_of(), SIZES).prefill_seconds(chunk, prefix) == pytest.approx(wanted, rel=0.01)
+    assert whole_iterations(grid_of(), 512, 8192).prefill_seconds(chunk, prefix) == pytest.approx(wanted, rel=0.01)
 
 
 def test_kernels_alone_stay_as_they_are() -> None:
-    assert whole_iterations(KERNELS, SIZES) == KERNELS
+    assert whole_iterations(KERNELS, 512, 8192) == KERNELS
     uneven = KernelTerms(spread=0.7, shared=0.5)  # which no planner sees
-    assert whole_iterations(grid_of(NO_HOST, uneven), SIZES) == KERNELS
+    assert whole_iterations(grid_of(NO_HOST, uneven), 512, 8192) == KERNELS
 
 
 def test_bounds_from_below_have_the_host() -> None:
-    whole = whole_iterations(grid_of(), SIZES)
+    whole = whole_iterations(grid_of(), 512, 8192)
     lines = iteration_lines(whole, 256, contexts=(256.0, 8192.0))
     for batch in (1, 7, 64, 200):
         for context in (300, 5000):
@@ -74,7 +75,7 @@ def test_bounds_from_below_have_the_host() -> None:
     assert prefill_line(whole, 8192).per_token > 1.1 * prefill_line(KERNELS, 8192).per_token
     slow = grid_of().slowed(2.0)
     assert slow.host.iteration == 2 * HOST.iteration
-    assert whole_iterations(slow, SIZES).decode_seconds(9, 999) == pytest.approx(2 * whole.decode_seconds(9, 999))
+    assert whole_iterations(slow, 512, 8192).decode_seconds(9, 999) == pytest.approx(2 * whole.decode_seconds(9, 999))
 
 
 def test_a_profile_gets_the_host_that_was_asked_for(tmp_path: Path) -> None:

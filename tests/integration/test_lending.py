@@ -53,14 +53,19 @@ def serve(engine):
         for output in engine.step():
             if output.finished:
                 made[output.request_id] = list(output.outputs[0].token_ids)
+        if engine is not first:
+            ceded.append(engine.engine_core.engine_core.scheduler._kv.view().ceded)
     return made
 
-alone = serve(make(None))
+ceded = []
+first = make(None)
+alone = serve(first)
 assert not os.path.exists(os.environ["LIBRA_LEND_DEVICE"])  # nothing is lent, no file is touched
 engine = make("libra.backends.lend.scheduler.LendingScheduler")
 print("ready", flush=True)
 sys.stdin.readline()
 print(json.dumps([serve(engine) == alone for _ in range(int(sys.argv[2]))]), flush=True)
+print(max(ceded), flush=True)
 sys.stdin.readline()
 """
 
@@ -123,7 +128,8 @@ def write_loan(directory: Path) -> Path:
             "max_model_len": 256,
             "max_num_seqs": 8,
             "dtype": "float32",
-            "kv_cache": "16 MiB",
+            "kv_cache": "1 MiB",
+            "borrowed_kv": "4 MiB",
         },
         "quiet": 0.2,
         "record": "lending.jsonl",
@@ -190,6 +196,8 @@ def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> 
             busy = asyncio.run(turns(tmp_path / "device.agent", 40))  # another controller, and users beside it
             assert same_as_alone(lent) == [True] * ROUNDS
             assert set(idle) == set(busy) == {30}
+            assert lent.stdout is not None
+            assert int(lent.stdout.readline()) > 3 << 20  # bytes of KV that were rollout's for a while
             lent.send_signal(signal.SIGKILL)
             for line in agent.stdout:
                 if json.loads(line)["why"] == "the serving engine has ended":

@@ -14,7 +14,7 @@ from benchmarks.fidelity.__main__ import main
 from benchmarks.fidelity.gpu_cases import Sessions, measured_outcomes, predicted_outcomes, requests
 from benchmarks.fidelity.gpu_data import CaseRequest, read_runs
 from libra.config.yaml_file import ConfigError
-from libra.cost.host import capture_sizes
+from libra.cost.graphs import capture_sizes
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost

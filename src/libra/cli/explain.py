@@ -97,7 +97,9 @@ def _title(plan: Plan) -> str:
     if isinstance(request, SlotRequest):
         return f"{request.profile.model} on {request.fleet.devices} slots"
     nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in request.cluster.nodes)
-    return f"{request.model.name} on {nodes}"
+    lending = [request.lending_nodes(lender) for lender in request.lenders]
+    lent = "".join(f" + {n.count} x {n.gpus} {n.gpu.name} that serve" for n in lending)
+    return f"{request.model.name} on {nodes}{lent}"
 
 
 def _distribution(plan: Plan) -> list[tuple[int, float]]:

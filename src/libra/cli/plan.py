@@ -48,7 +48,8 @@ def plan(
     host: Annotated[
         str | None,
         typer.Option(
-            "--host", help="What comes to engine times of kernels: none (default), default, or a file of a fit."
+            "--host",
+            help="What comes to engine times of kernels: default (of vLLM, by layers), none, or a file of a fit.",
         ),
     ] = None,
     truncate_context: Annotated[
@@ -115,7 +116,7 @@ def plan(
                 model,
                 request,
                 profile or "auto",
-                host or "none",
+                host or "default",
                 truncate_context,
                 what_if or [],
                 longest_tool_call,

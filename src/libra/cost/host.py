@@ -13,8 +13,9 @@ every kernel is launched by itself ("eager"). A batch with a graph is padded to 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
+
+from libra.cost.graphs import GraphKind
 
 # A host that serves takes longer than one that measures the same batch again and again: requests come and go, the
 # garbage collector has more to look at. Read off four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
@@ -67,11 +68,9 @@ class HostCost:
         """Seconds of an iteration of which the device takes so many, and the host so many."""
         return max(device, cpu) if self.overlapped else device + cpu
 
-    def least(self, tokens: int, sizes: tuple[int, ...], *, prefill: bool) -> float:
-        """Seconds that an iteration of so many tokens takes the device at least, with graphs of these sizes."""
-        if not sizes or tokens > sizes[-1]:
-            return self.eager
-        return self.piecewise if prefill else 0.0
+    def launching(self, kind: GraphKind) -> float:
+        """Seconds that an iteration takes the device at least, by the kind of its graph."""
+        return {"FULL": 0.0, "PIECEWISE": self.piecewise, "NONE": self.eager}[kind]
 
 
 NO_HOST = HostCost()
@@ -92,21 +91,3 @@ def default_host(layers: int) -> HostCost:
         eager=SERVING * _EAGER_LAYER * layers,
         source="default: vLLM 0.26 beside an H100, by layers",
     )
-
-
-def capture_sizes(max_num_seqs: int, max_num_batched_tokens: int, *, most: int = 512) -> tuple[int, ...]:
-    """The sizes for which vLLM captures CUDA graphs unless told: 1, 2, 4, 8 to 248 by 8, then by 16, up to twice
-    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself."""
-    largest = min(2 * max_num_seqs, most, max_num_batched_tokens)
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
-    if max_num_batched_tokens <= largest:
-        sizes.add(max_num_batched_tokens)
-    if max_num_seqs <= min(most, max_num_batched_tokens):
-        sizes.add(max_num_seqs)
-    return tuple(sorted(size for size in sizes if size <= largest))
-
-
-def padded(tokens: int, sizes: tuple[int, ...]) -> int:
-    """The size of the CUDA graph that runs so many tokens; without one that large they run as they are."""
-    place = bisect_left(sizes, tokens)
-    return sizes[place] if place < len(sizes) else tokens

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from libra.cost.device import SwitchCost
 from libra.cost.grid import whole_iterations
-from libra.cost.host import capture_sizes
 from libra.cost.lines import prefill_line
 from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import fabric, weight_sync
@@ -55,7 +54,7 @@ def live_refill(request: ClusterRequest) -> float:
     for profile in request.profiles:
         for grid in profile.engines:
             budget = recipe.max_batched_tokens
-            prefill = prefill_line(whole_iterations(grid, capture_sizes(grid.batches[-1], budget)), budget)
+            prefill = prefill_line(whole_iterations(grid, grid.batches[-1], budget), budget)
             timing = EngineTiming((), prefill.per_token, prefill.per_token_context, per_turn=0.0)
             each = sum(cls.share * refill_seconds(timing, cls) for cls in request.classes)
             dearest = max(dearest, alive * each * grid.tp)

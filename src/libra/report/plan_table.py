@@ -155,6 +155,8 @@ def _proof(plan: Plan) -> Table:
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
             table.add_row(f"engine times of {cell(nodes.name)}", cell(profile.source))
+            if profile.host.priced:
+                table.add_row(f"host of {cell(nodes.name)}", cell(profile.host.source))
         for lender, profile in zip(plan.request.lenders, plan.request.lent_profiles, strict=True):
             table.add_row(f"engine times of {cell(lender.pool)}", cell(profile.source))
     return table

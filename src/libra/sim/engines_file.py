@@ -16,8 +16,9 @@ from pydantic import Field
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, Section, read_section, refusal, unknown
 from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
-from libra.cost.host import HostCost, capture_sizes
+from libra.cost.host import HostCost
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
+from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
-from libra.cost.host import capture_sizes
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.menu import LentEngine

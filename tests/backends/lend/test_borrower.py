@@ -105,9 +105,9 @@ class Shared:
 def shared(tmp_path: Path) -> Iterator[Shared]:
     clock, page, told = Clock(), tmp_path / "device", list[str]()
     serving = ServingToken(page, CHAT, clock.clock)
-    lender = LenderToken(page, clock.clock)
+    lender = LenderToken(page)
     lender.extend(math.inf)
-    token = BorrowerToken(page, TERMS.pace, clock.clock)
+    token = BorrowerToken(page, TERMS.pace)
     record = LendingRecord(tmp_path / "lending.jsonl", TERMS, told.append)
     rule = TERMS.rule()
     borrower = GatedBorrower(
@@ -154,6 +154,30 @@ def test_nothing_is_borrowed_while_serving_decodes_before_its_steps_are_known(sh
         assert shared.borrower.step(shared.engine) is None
         shared.serving.note(ServingStep(1, 0, 50, 0.003))
     assert shared.borrower.tally.why == "299 of 399 steps of serving seen so far"
+
+
+def test_serving_that_waits_for_a_grant_to_be_over_waits_for_one(shared: Shared) -> None:
+    shared.learn()
+    shared.serving._wants = True
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    steps = len(shared.engine.began)
+    for _ in range(50):
+        assert shared.borrower.step(shared.engine) is None
+    assert len(shared.engine.began) == steps
+    shared.serving._wants = False
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    assert shared.borrower.step(shared.engine) is not None
+
+
+def test_a_page_that_was_left_half_written_is_waited_for(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.backends.lend.device_token._PATIENCE", 0.01)
+    page = shared.serving._page.bytes
+    whole = page[64:72]
+    page[64:72] = b"\xff" * 8
+    assert shared.borrower.step(shared.engine) is None
+    assert "the serving engine ended as it wrote" in shared.lender.tally.why
+    page[64:72] = whole
+    assert shared.borrower.step(shared.engine) is not None
 
 
 def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
@@ -225,7 +249,7 @@ def test_without_turns_serving_is_left_alone(shared: Shared) -> None:
     assert shared.borrower.step(shared.engine) is None
     shared.lender.extend(math.inf)
     shared.serving.publish(ServingView(1, 0, shared.clock.now + 9), KVView(), TERMS.pace)
-    assert not shared.serving._can_spare(shared.clock.now)
+    assert not shared.serving.can_spare(shared.clock.now)
 
 
 def test_bounds_that_let_nothing_through_are_learnt_again(shared: Shared) -> None:

@@ -15,7 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from libra.backends.lend.device_token import BorrowerToken, FencedError, LendingError, ServingStep, ServingToken
+from libra.backends.lend.device_token import (
+    BorrowerToken,
+    FencedError,
+    LenderToken,
+    LendingError,
+    ServingStep,
+    ServingToken,
+)
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
 
@@ -129,7 +136,31 @@ def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_p
     ):
         borrower.wish(wish)
         serving.publish(view, KVView(), 0.1)
-        assert not serving._can_spare(time.monotonic())
+        assert not serving.can_spare(time.monotonic())
+
+
+def test_a_step_that_can_wait_is_put_off_after_one_grant(tmp_path: Path) -> None:
+    """Who came meanwhile has to be said before another grant may follow."""
+    serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
+    lender = LenderToken(tmp_path / "device")
+
+    def borrow() -> None:
+        while not borrower.look().wants:
+            time.sleep(0.001)
+        borrower.release()
+
+    for lease, spare, put_off in ((math.inf, 100.0, True), (math.inf, 0.1, False), (0.0, 100.0, False)):
+        lender.extend(lease)
+        borrower.wish(10.0)
+        serving.publish(ServingView(2, 0, time.monotonic() + spare), KVView(), 0.1)
+        assert borrower.try_take(time.monotonic() + 60)
+        thread = threading.Thread(target=borrow)
+        thread.start()
+        assert serving.acquire() is not put_off
+        thread.join()
+        assert serving.lent and serving.fenced == 0
+        serving.release()
+    lender.close()
 
 
 def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:
@@ -142,6 +173,14 @@ def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:
     serving.release()
     assert borrower.try_take(time.monotonic() + 1)
     borrower.release()  # within its grant
+
+
+def test_the_agent_says_that_a_borrower_which_was_killed_has_no_memory(tmp_path: Path) -> None:
+    serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
+    lender = LenderToken(tmp_path / "device")
+    borrower.say_kv(asked=250, held=200)
+    lender.borrower_gone()
+    assert (serving.kv_asked, serving.kv_held) == (0, 0)
 
 
 def test_a_server_that_comes_back_goes_on_with_the_same_borrower(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
     assert lender.start.loan is not None and lender.start.loan.record == str(tmp_path / "lending.jsonl")
     assert lender.listen == tmp_path / "device.agent"
     assert load(tmp_path, {"serving.use": 0.7}).terms.pace == pytest.approx(0.07)
+    assert (lender.start.kv_cache_bytes, lender.start.loan.kv_beside) == (64 << 20, None)
+    more = load(tmp_path, {"rollout.kv_cache": "0.01 MiB", "rollout.borrowed_kv": "1 GiB"}).start
+    assert more.loan is not None
+    assert (more.kv_cache_bytes, more.loan.kv_beside) == ((1 << 30) + int(0.01 * 2**20), int(0.01 * 2**20))
     lax = load(tmp_path, {"serving.tpot": 1.0})
     assert lax.terms.pace == pytest.approx(0.08)  # what was certified, not what would be allowed
 
@@ -85,6 +89,11 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
         ({"rollout.model": "none"}, "holds no config.json"),
         ({"rollout.kv_cache": "64"}, "write a number and one of"),
         ({"rollout.kv_cache": "0.01 MiB"}, "one context of max_model_len takes"),
+        (
+            {"rollout.kv_cache": "0.01 MiB", "rollout.borrowed_kv": "0.02 MiB"},
+            "kv_cache is 0.01 MiB, borrowed_kv 0.02 MiB",
+        ),
+        ({"rollout.borrowed_kv": "much"}, "rollout.borrowed_kv"),
         ({"shortest_grant": 0.04}, "shortest_grant is 0.04 s, more than the 0.03 s"),
         ({"most_quiet": 1.0}, "most_quiet is 1 s, less than quiet, 5 s; raise it"),
         ({"certificate": "none.json"}, "give a certificate that `libra lend check` has written"),

@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from fakes.tampering_link import TamperingLink
@@ -329,11 +330,18 @@ async def test_places_that_give_nothing_are_not_asked_for_ever() -> None:
         for token, way, grid, why in (
             ("wrong", publisher.address, GRID, "the other end closed the connection"),
             (TOKEN, Address("127.0.0.1", 1), GRID, "Connect call failed"),
-            (TOKEN, publisher.address, Grid(500, "float32", 1024), "and Grid.size=500.* were asked for"),
         ):
             node = WeightsNode(grid, (np.zeros(grid.size, np.uint8), np.zeros(grid.size, np.uint8)), _never)
             with pytest.raises(UpstreamLostError, match=f"no weights after 3 attempts, the last at .*{why}"):
                 await node.follow([[way]], token, quick)
+
+
+async def test_a_node_of_other_weights_is_told_so_at_once() -> None:
+    async with publishing() as publisher:
+        for grid in (Grid(500, "float32", 1024), msgspec.structs.replace(GRID, layout=42)):
+            node = WeightsNode(grid, (np.zeros(grid.size, np.uint8), np.zeros(grid.size, np.uint8)), _never)
+            with pytest.raises(UpstreamLostError, match=r"these weights are Grid\(.*, and Grid\(.* were asked for"):
+                await node.follow([[publisher.address]], TOKEN, PATIENCE)
 
 
 async def _never(order: LoadWeights) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -77,3 +78,14 @@ def test_all_ranks_together_read_everything(ranks: set[int], of: int) -> None:
 def test_ranks_that_there_are_not_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks \[4\] of 4"):
         list(rank_ranges(LAYOUT, [4], 4))
+
+
+def test_weights_that_lie_elsewhere_are_others() -> None:
+    grid = Grid.of(LAYOUT, SIZE)
+    assert (grid.size, grid.dtype) == (SIZE, "bfloat16")
+    turned, _ = make_layout([(tensor.name, tensor.shape[::-1]) for tensor in LAYOUT], "bfloat16")
+    assert Grid.of(turned, SIZE) != grid == Grid.of(tuple(LAYOUT), SIZE)
+    mixed = [LAYOUT[0], msgspec.structs.replace(LAYOUT[1], dtype="float32")]
+    for layout, kinds in ((mixed, "bfloat16 and float32"), ([], "no type")):
+        with pytest.raises(ValueError, match=f"weights of {kinds}: deltas are of one type"):
+            Grid.of(layout, SIZE)

@@ -150,7 +150,7 @@ class LendingAgent:
             self._unrecorded = True
             self._told("the record has no room any more: lending goes on, unrecorded from here on")
         seconds, grants = now - then, tally.grants - before.grants
-        why = self.why or (tally.why if self._turns and not grants else None)
+        why = self.why or ((tally.why or "no step has ended") if self._turns and not grants else None)
         return LendingPeriod(
             seconds=seconds,
             lent=min(1.0, (tally.lent - before.lent) / seconds) if seconds > 0 else 0.0,
@@ -163,7 +163,7 @@ class LendingAgent:
             live=notice.view.live,
             longest_step=tally.longest_step or None,
             pace=self._lender.terms.pace,
-            why=why or None,
+            why=why,
         )
 
     # The word
@@ -204,6 +204,7 @@ class LendingAgent:
             link.channel.close()
             self._hang_up()
             await self._launcher.gone(link)
+            self._token.borrower_gone()
 
     async def _hear(self, link: WorkerLink) -> str:
         last = "it went away"

@@ -1,24 +1,29 @@
 """A rollout engine whose device is lent, as its worker drives it.
 
-Invariant: what it computes on the device it computes within a grant. Nobody else borrows the device from before the
-engine is made until its process ends.
+Invariant: what it computes on the device it computes within a grant, in the blocks of KV that it has at that moment.
+Nobody else borrows the device from before the engine is made until its process ends.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.backends.lend.borrower import GatedBorrower
 from libra.backends.lend.device import device_here
 from libra.backends.lend.device_token import BorrowerToken
+from libra.backends.lend.kv_loan import BorrowedKV
 from libra.backends.lend.record import LendingRecord
 from libra.backends.transport.engine_messages import DeviceLoan, Generate
 
 if TYPE_CHECKING:
     from libra.backends.vllm.engine import VllmEngine
     from libra.backends.vllm.report import Sampled
+
+_LOOK = 0.02  # seconds between two looks at what serving needs, of an engine that has memory and nothing to do
+_NO_MEMORY = 0.001  # likewise of one that has turns and no memory
 
 
 class BorrowingEngine:
@@ -30,6 +35,7 @@ class BorrowingEngine:
         self._token = BorrowerToken(Path(loan.device), terms.pace)
         self._record = None if loan.record is None else LendingRecord(Path(loan.record), terms, _tell)
         self._loan = loan
+        self._memory: BorrowedKV | None = None  # None: all of the engine's KV memory is its own
 
     def lend(self, engine: VllmEngine) -> None:
         """From now on. What the engine sets up with its first steps is part of its start."""
@@ -38,6 +44,16 @@ class BorrowingEngine:
         engine.add(Generate("warm-up", [4 + index % 16 for index in range(16)], 4, 1.0, -1, 0, salt="warm-up"))
         while engine.busy:
             engine.step()
+        beside = self._loan.kv_beside
+        if beside is not None:
+            engine.forget()
+            self._memory = BorrowedKV(
+                engine.scheduler,
+                self._token,
+                context=engine.scheduler.max_model_len,
+                quiet=terms.recall.quiet,
+                beside=beside,
+            )
         self._borrower = GatedBorrower(
             self._token,
             rule,
@@ -48,13 +64,32 @@ class BorrowingEngine:
             record=self._record,
         )
 
+    def settle(self) -> list[str]:
+        """Between two steps: give memory back, or take what there is. Turns that had to be put out for it."""
+        memory, engine = self._memory, self._engine
+        if memory is None:
+            return []
+        turns = [engine.put_out(request) for request in memory.in_the_way(time.monotonic())]
+        memory.settle()
+        return turns
+
     def step(self) -> list[Sampled] | None:
         """One step if there is a grant; else None, after a moment."""
+        if self._memory is not None and not self._memory.own:
+            self._borrower.rest()
+            time.sleep(_NO_MEMORY)
+            return None
         return self._borrower.step(self._engine)
 
-    def rest(self) -> None:
-        """There are no turns."""
+    def rest(self) -> float | None:
+        """There are no turns. Seconds after which to `settle` all the same; None: nothing is to be given back."""
         self._borrower.rest()
+        return _LOOK if self._memory is not None and self._memory.own else None
+
+    def trained(self) -> None:
+        """The weights of another training step are here."""
+        if self._memory is not None:
+            self._memory.trained()
 
 
 def _tell(line: str) -> None:

@@ -18,7 +18,8 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -31,6 +32,8 @@ _LAYOUT = 2
 _HEADER = struct.Struct("<8sQ")
 _SERVING = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _VIEW_FIELDS = len(fields(ServingView))
+# `astuple` copies deeply, which a step of serving would feel.
+_fields, _kv_fields = (attrgetter(*(it.name for it in fields(kind))) for kind in (ServingView, KVView))
 _COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 _STEP = struct.Struct("<qqqd")
@@ -162,14 +165,14 @@ class _Page:
             raise LendingError(f"{self.path}: it does not say which engine serves; start the serving engine again")
         return EngineFacts(**json.loads(text))
 
-    def notice(self, clock: Callable[[], float]) -> ServingNotice:
-        until = clock() + _PATIENCE
+    def notice(self) -> ServingNotice:
+        until = time.monotonic() + _PATIENCE
         while True:
             read = self.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size]
             said, checksum = read[: _SERVING.size], _COUNT.unpack(read[_SERVING.size :])[0]
             if crc32(said) == checksum:
                 break
-            if clock() > until:
+            if time.monotonic() > until:
                 raise LendingError(f"{self.path}: the serving engine ended as it wrote; start it again")
             time.sleep(POLL)
         *views, wants, pace, at, pid = _SERVING.unpack(said)
@@ -212,6 +215,11 @@ class ServingToken:
         return float(_SECONDS.unpack_from(self._page.bytes, _PACE_AT)[0])
 
     @property
+    def expires(self) -> float:
+        """When the last grant is over, or was."""
+        return float(_SECONDS.unpack_from(self._page.bytes, _EXPIRES_AT)[0])
+
+    @property
     def kv_asked(self) -> int:
         """Bytes of KV that the borrower asks for."""
         return int(_COUNT.unpack_from(self._page.bytes, _KV_ASKED_AT)[0])
@@ -241,7 +249,7 @@ class ServingToken:
             return True
         page, began = self._page, self._clock()
         self.lent = False
-        free_until = began + _PICKUP if self._can_spare(began) else began
+        free_until = began + _PICKUP if self.can_spare(began) else began
         while page.lock():
             if self._clock() >= free_until:
                 self._held = True
@@ -251,7 +259,7 @@ class ServingToken:
         self.lent = self._wants = True
         self._write()
         while not page.lock():
-            if self._clock() >= _SECONDS.unpack_from(page.bytes, _EXPIRES_AT)[0]:
+            if self._clock() >= self.expires:
                 if page.lock():
                     break
                 self.fenced += 1
@@ -260,12 +268,13 @@ class ServingToken:
                 return True
             time.sleep(POLL)
         self._wants = False
-        self._held = not self._can_spare(self._clock())
+        self._held = not self.can_spare(self._clock())
         if not self._held:
             page.unlock()
         return self._held
 
-    def _can_spare(self, now: float) -> bool:
+    def can_spare(self, now: float) -> bool:
+        """Whether somebody would borrow the device, and what serving said last leaves enough."""
         view = self._said[0]
         wish, lease = (_SECONDS.unpack_from(self._page.bytes, at)[0] for at in (_WISH_AT, _LEASE_AT))
         return bool(lease > now and wish > 0 and view.live and not view.waiting and view.due - now >= wish)
@@ -290,18 +299,18 @@ class ServingToken:
 
     def _write(self) -> None:
         view, kv, pace = self._said
-        said = _SERVING.pack(*astuple(view), *astuple(kv), int(self._wants), pace, self._clock(), os.getpid())
+        said = _SERVING.pack(*_fields(view), *_kv_fields(kv), self._wants, pace, self._clock(), os.getpid())
         self._page.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size] = said + _COUNT.pack(crc32(said))
 
 
 class BorrowerToken:
     """The borrower's side. Raises LendingError where there is no page, or somebody else borrows."""
 
-    def __init__(self, path: Path, pace: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, pace: float) -> None:
         """`pace` is tau: seconds a token that serving may be slowed down to."""
         if not 0 < pace < math.inf:
             raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
-        self._page, self._clock = _Page(path, create=False), clock
+        self._page = _Page(path, create=False)
         try:
             self._only = self._page.only("borrower", "another borrower has this device; one at a time can")
         except LendingError:
@@ -325,7 +334,7 @@ class BorrowerToken:
 
     def look(self) -> ServingNotice:
         """What serving said last. Raises LendingError where its writer ended in the middle of it."""
-        return self._page.notice(self._clock)
+        return self._page.notice()
 
     def tell(self, tally: BorrowerTally) -> None:
         """What came of the loan so far."""
@@ -387,8 +396,8 @@ class LenderToken:
     """The side of the agent beside the server, whose word the loan hangs on. Raises LendingError where there is no
     page, or another agent lends."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._page, self._clock = _Page(path, create=False), clock
+    def __init__(self, path: Path) -> None:
+        self._page = _Page(path, create=False)
         try:
             self._only = self._page.only("lender", "another agent lends this device; one at a time can")
         except LendingError:
@@ -408,13 +417,19 @@ class LenderToken:
         """The device may be borrowed until then; 0: not any more."""
         _SECONDS.pack_into(self._page.bytes, _LEASE_AT, until)
 
+    def borrower_gone(self) -> None:
+        """Its process has ended, so it has no memory and asks for none: nobody else would say so for one that was
+        killed."""
+        _COUNT.pack_into(self._page.bytes, _KV_ASKED_AT, 0)
+        _COUNT.pack_into(self._page.bytes, _KV_HELD_AT, 0)
+
     def about(self) -> EngineFacts:
         """The engine that serves. Raises LendingError where it did not say."""
         return self._page.about()
 
     def look(self) -> ServingNotice:
         """What serving said last. Raises LendingError where its writer ended in the middle of it."""
-        return self._page.notice(self._clock)
+        return self._page.notice()
 
     @property
     def tally(self) -> BorrowerTally:

@@ -47,6 +47,7 @@ class RolloutSection(Section):
     max_num_seqs: _Count = 64
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the second where a CPU has no instructions for the first
     kv_cache: str  # memory for KV beside the server's, such as 2 GiB
+    borrowed_kv: str | None = None  # so much of the server's besides, at most, while the server can spare it
 
 
 class LenderFile(Section):
@@ -109,10 +110,12 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
     dtype = file.rollout.dtype
     kv_bytes = int(quantity("rollout.kv_cache", file.rollout.kv_cache, SIZES))
     one = file.rollout.max_model_len * kv_bytes_per_token(directory, dtype)
-    if kv_bytes < one:
+    borrowed = file.rollout.borrowed_kv
+    all_kv = kv_bytes if borrowed is None else kv_bytes + int(quantity("rollout.borrowed_kv", borrowed, SIZES))
+    if all_kv < one:
         raise ValueError(
-            f"rollout.kv_cache is {file.rollout.kv_cache}; one context of max_model_len takes {one / 2**20:.0f} MiB:"
-            " raise it"
+            f"rollout.kv_cache is {file.rollout.kv_cache}{'' if borrowed is None else f', borrowed_kv {borrowed}'}; one"
+            f" context of max_model_len takes {one / 2**20:.0f} MiB: raise it"
         )
     terms = LendingTerms(
         model=file.serving.model,
@@ -129,14 +132,20 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
         max_model_len=file.rollout.max_model_len,
         max_num_seqs=file.rollout.max_num_seqs,
         dtype=dtype,
-        kv_cache_bytes=kv_bytes,
+        kv_cache_bytes=all_kv,
         layout=(),
         buffer_bytes=1,
         seed=0,
         share=1.0,
         cores=tuple(sorted(os.sched_getaffinity(0))),
         refresh_kv=False,
-        loan=DeviceLoan(str(device), terms, None if file.record is None else str(beside / file.record), file.share),
+        loan=DeviceLoan(
+            str(device),
+            terms,
+            None if file.record is None else str(beside / file.record),
+            file.share,
+            None if borrowed is None else kv_bytes,
+        ),
     )
     listen = device.with_name(f"{device.name}.agent") if file.listen is None else Path(file.listen)
     return LoanOrder(device, listen, file.serving.model, file.lease, start)

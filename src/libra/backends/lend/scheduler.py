@@ -90,6 +90,7 @@ class _Lending(_Shaped):
         self._began = 0.0
         self._steps_since_grant = 0
         self._came = 0  # requests, ever
+        self._publish()
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -103,7 +104,8 @@ class _Lending(_Shaped):
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if not self._token.acquire():
+        # With asynchronous scheduling a step follows while one is out: then those have to end before anybody borrows.
+        if (self._under_way and self._token.can_spare(self.device.clock())) or not self._token.acquire():
             return self._nothing(*args, **kwargs)
         if self._token.lent:
             self._steps_since_grant = 0

@@ -29,6 +29,7 @@ class DeviceLoan(msgspec.Struct, frozen=True):
     terms: LendingTerms
     record: str | None  # file of views and answers
     share: float = 1.0  # of its cores that the device is; it is paced where that is below 1
+    kv_beside: int | None = None  # bytes of its KV memory that are not the other engine's; None: all
 
 
 class StartEngine(Message, frozen=True):

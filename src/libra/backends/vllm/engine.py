@@ -8,6 +8,7 @@ which tokens are of which version only with the end of a turn that it ended itse
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from vllm import EngineArgs, SamplingParams
@@ -106,6 +107,12 @@ class VllmEngine:
         self._engine.abort_request([turn])
         return True
 
+    def put_out(self, request: str) -> str:
+        """`interrupt` a turn that is named as the scheduler names requests; its own name."""
+        turn = self._engine.output_processor.request_states[request].external_req_id
+        self.interrupt(turn)
+        return turn
+
     def step(self) -> list[Sampled]:
         """One iteration; what it made of each turn that it served."""
         sampled = []
@@ -124,6 +131,11 @@ class VllmEngine:
         return sampled
 
     # Of an engine that borrows its device (`lend.borrower.SteppedEngine`)
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's."""
+        return self._scheduler
 
     @property
     def queue(self) -> RolloutQueue:

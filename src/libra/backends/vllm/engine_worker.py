@@ -40,9 +40,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
     busy_seconds, report = 0.0, Report(time.monotonic())
     while True:
         if not engine.busy:
-            if lent is not None:
-                lent.rest()
-            channel.poll(None)
+            channel.poll(None if lent is None else lent.rest())
         began = time.monotonic()
         while channel.poll():
             match message := channel.receive():
@@ -57,6 +55,8 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                     except WeightUpdateError as error:
                         channel.send(Failure(f"weight update to version {message.version}: {error}"))
                         continue
+                    if lent is not None:
+                        lent.trained()
                     pacer.pace()
                     channel.send(Loaded(message.version, time.monotonic() - began))
                 case Save():
@@ -74,6 +74,9 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                     return
                 case _:
                     raise TypeError(f"{type(message).__name__} is not a message for an engine")
+        if lent is not None:
+            for turn in lent.settle():
+                report.interrupted(turn)
         worked = engine.busy
         if engine.generating:
             sampled = engine.step() if lent is None else lent.step()

@@ -6,6 +6,7 @@ same weights has the same grid, or is refused.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
@@ -30,11 +31,21 @@ _BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """`size` are the bytes of the weights, `dtype` is the type of all of them."""
+    """`size` are the bytes of the weights, `dtype` is the type of all of them, `layout` the CRC-32 of which weight lies
+    where: of other ones the same bytes mean something else."""
 
     size: int
     dtype: Dtype
     chunk_bytes: int = CHUNK_BYTES
+    layout: int = 0
+
+    @classmethod
+    def of(cls, layout: Sequence[Tensor], size: int) -> Grid:
+        """Of weights as `make_layout` lays them out. Raises `ValueError` where they are of several types."""
+        kinds = sorted({tensor.dtype for tensor in layout})
+        if len(kinds) != 1:
+            raise ValueError(f"weights of {' and '.join(kinds) or 'no type'}: deltas are of one type")
+        return cls(size, kinds[0], layout=zlib.crc32(msgspec.json.encode(layout)))
 
     def __post_init__(self) -> None:
         width = DTYPE_BYTES[self.dtype]

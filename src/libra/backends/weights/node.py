@@ -193,6 +193,8 @@ class WeightsNode:
                     reader, writer = await asyncio.open_connection(place.host, place.port)
                 with self._asking(writer):
                     await self._receive(ways, token, patience, reader, writer)
+            except UpstreamLostError:
+                raise
             except OSError as error:
                 why = f"{place.host}:{place.port}: {str(error) or type(error).__name__}"
         raise UpstreamLostError(f"no weights after {patience.attempts} attempts, the last at {why}")
@@ -215,13 +217,14 @@ class WeightsNode:
                 case Beat():
                     if theirs is not None and np.any(feed.completed[theirs] < message.version):
                         raise DamagedError(f"not all came of v{message.version}")
+                    self._fruitless[ways] = 0
                 case Welcome():
                     if message.lineage != feed.lineage:
                         async with self._using:
                             self._begin(message.lineage)
                     theirs = wanted & unrolled(message.own, len(feed.grid)).astype(np.bool_)
                 case NotServed():
-                    raise ConnectionRefusedError(message.why)
+                    raise UpstreamLostError(message.why)
                 case Chunk() | Complete() if theirs is not None:
                     self._require_sound(message, theirs)
                     await feed.turn(message, wanted & ~theirs)
@@ -237,12 +240,13 @@ class WeightsNode:
         start, stop = (item.number, item.number + 1) if isinstance(item, Chunk) else (item.start, item.stop)
         if not 0 <= start < stop <= len(newest) or item.version < 0:
             raise DamagedError(f"chunks {start} to {stop} of v{item.version}, where there are {len(newest)} chunks")
+        missing = 0
         if isinstance(item, Complete):
-            missing = theirs[start:stop] & (newest[start:stop] < item.version)
-        else:
-            missing = theirs & (newest < newest.max()) & self.feed.begins(item)
-        if missing.any():
-            raise DamagedError(f"{missing.sum()} chunks did not come before v{item.version}")
+            missing = int(np.count_nonzero(theirs[start:stop] & (newest[start:stop] < item.version)))
+        elif self.feed.begins(item):
+            missing = int(np.count_nonzero(theirs & (newest < newest.max())))
+        if missing:
+            raise DamagedError(f"{missing} chunks did not come before v{item.version}")
 
     @contextlib.contextmanager
     def _asking(self, writer: asyncio.StreamWriter) -> Iterator[None]:

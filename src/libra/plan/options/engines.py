@@ -18,7 +18,6 @@ from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile, whole_iterations
-from libra.cost.host import capture_sizes
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.rollout import (
     EngineTiming,
@@ -119,7 +118,7 @@ def shape_options(
     shortest, longest = max(1.0, min(contexts)), max(1.0, *contexts)
     max_num_seqs = min(int(kv / shortest), grid.batches[-1])
     host = grid.host
-    grid = whole_iterations(grid, capture_sizes(max_num_seqs, recipe.max_batched_tokens))
+    grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens)
     try:
         prefill = prefill_line(grid, recipe.max_batched_tokens)
     except ValueError as error:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from libra.cost.graphs import graph_of, padded
 from libra.cost.grid import EngineGrid, linear_layers
-from libra.cost.host import HostCost, padded
+from libra.cost.host import HostCost
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch
@@ -47,8 +48,10 @@ class GridCost:
         "_linear",
         "_lines",
         "_longest",
+        "_more",
         "_request",
         "_saved",
+        "_seqs",
         "_spread",
         "_together",
         "_unpadded",
@@ -70,7 +73,7 @@ class GridCost:
             ) from None
         self._grid, terms = grid, grid.terms
         self._host = host = grid.host if host is None else host
-        self._captures = sizes
+        self._captures, self._seqs = sizes, config.max_num_seqs
         self._lines: dict[tuple[int, ...], tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         run = [padded(tokens, sizes) for tokens in range(most + 1)]
@@ -85,7 +88,8 @@ class GridCost:
         self._request = round(host.request * TICKS)
         self._least: list[int] = []  # by tokens; empty where there is none
         if host.piecewise or host.eager:
-            self._least = [round(host.least(tokens, sizes, prefill=True) * TICKS) for tokens in range(most + 1)]
+            self._least = [round(self._launching(tokens, uniform=False) * TICKS) for tokens in range(most + 1)]
+        self._more = terms.decode - 1
         self.uneven = terms.uneven or host.admits
         self._spread, self._saved = round(terms.spread * _SCALE), round(terms.shared * _SCALE)
         self._longest = round(terms.longest * TICKS)  # ticks per token
@@ -132,6 +136,8 @@ class GridCost:
             at = context + self._counted(batch)
             size = padded(requests, self._captures)
             seconds += self._grid.decode_seconds(size, at / size) + self._draft_seconds(batch)
+            if self._more:
+                seconds += self._more * self._grid.decode_seconds(size, 0)
         seconds = max(seconds, least / TICKS)
         return max(
             1, round(host.beside(seconds, host.seconds(requests + len(chunks)) + host.admitting(*admitted)) * TICKS)
@@ -148,6 +154,10 @@ class GridCost:
         base, slope, limit = pieces[bisect_right(limits, context + counted)]
         return base + slope * counted, slope, limit - counted
 
+    def _launching(self, tokens: int, *, uniform: bool) -> float:
+        kind, _ = graph_of(tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=uniform)
+        return self._host.launching(kind)
+
     def _counted(self, batch: DecodeBatch) -> int:
         """Tokens that a batch's context counts more than it has: for what contexts differ by, less what they share. It
         is the same in all iterations of a stretch."""
@@ -157,13 +167,15 @@ class GridCost:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
         requests, host = batch.requests, self._host
         size = padded(requests, self._captures)
-        cpu, least = host.seconds(requests), host.least(requests * batch.tokens_each, self._captures, prefill=False)
+        cpu, least = host.seconds(requests), self._launching(requests * batch.tokens_each, uniform=True)
         if host.overlapped:
             least = max(least, cpu)
         contexts: Sequence[int] = self._grid.contexts
         if least:  # it may be the longer one up to anywhere that the grid reaches
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
         drafts = self._draft_seconds(batch)
+        if self._more:
+            drafts += self._more * self._grid.decode_seconds(size, 0)
         knots = [(length * size, self._grid.decode_seconds(size, length) + drafts) for length in contexts]
         if least:
             knots = _at_least(knots, least)
@@ -188,7 +200,8 @@ class GridCost:
     def _alone_ticks(self, batch: tuple[int, int]) -> int:
         """What a batch takes without any context, of which an iteration with prefill has its linear layers."""
         size = padded(batch[0], self._captures)
-        return round((self._grid.decode_seconds(size, 0) + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
+        alone = (1 + self._more) * self._grid.decode_seconds(size, 0)
+        return round((alone + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
 
     def _draft_seconds(self, batch: DecodeBatch) -> float:
         """What the linear layers take longer for the drafts that are verified."""

@@ -1,0 +1,68 @@
+"""Which CUDA graph runs a batch, beside vLLM's own dispatcher, which needs no GPU for that.
+
+Invariant: modes, seats, budgets and batches are drawn from the seed of a case; sizes are those that Libra takes vLLM to
+capture, and both are asked about the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from types import SimpleNamespace
+from typing import cast, get_args
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from benchmarks.rows import Row
+from libra.cost.graphs import CudagraphMode, capture_sizes, graph_of
+
+GOAL = 10_000
+
+
+def differences(seeds: Iterable[int]) -> list[str]:
+    """What is said of the cases in which the two differ."""
+    return [found for found in map(_difference, seeds) if found is not None]
+
+
+def rows(cases: int) -> list[Row]:
+    found = differences(range(cases))
+    for difference in found[:10]:
+        print(difference)
+    return [
+        Row("CUDA graphs", "kind and size the dispatcher's", cases - len(found), "", f"all of {cases:,}", not found)
+    ]
+
+
+def _difference(seed: int) -> str | None:
+    random = Random(seed)
+    mode = random.choice(get_args(CudagraphMode))
+    seats, budget = random.randint(1, 600), random.choice((512, 2048, 8192))
+    seats = min(seats, budget)
+    sizes = capture_sizes(seats, budget, most=random.choice((512, 1024)))
+    uniform = random.random() < 0.5
+    tokens = random.randint(1, seats if uniform else budget)
+    kind, graph = _dispatcher(mode, seats, sizes).dispatch(tokens, uniform_decode=uniform)
+    theirs, ours = (kind.name, graph.num_tokens), graph_of(tokens, sizes, seats, mode, uniform=uniform)
+    if theirs == ours:
+        return None
+    return f"case {seed}: {mode}, {seats} seats, {tokens} tokens, uniform {uniform}: ours {ours}, vLLM's {theirs}"
+
+
+def _dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...]) -> CudagraphDispatcher:
+    theirs = CUDAGraphMode[mode]
+    config = SimpleNamespace(
+        num_speculative_tokens=0,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=seats),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=theirs,
+            max_cudagraph_capture_size=sizes[-1],
+            cudagraph_capture_sizes=list(sizes),
+            compile_sizes=None,
+            is_attention_compiled_piecewise=lambda: True,
+        ),
+    )
+    made = CudagraphDispatcher(cast(VllmConfig, config))
+    made.initialize_cudagraph_keys(theirs, 1)
+    return made
