@@ -93,7 +93,8 @@ def show(predicted: Sequence[Predicted], console: Console) -> None:
         )
         console.print(
             f"kernels: linear layers with prefill x {terms.linear:.3f}, {1e9 * terms.longest:.0f} ns a token of the"
-            f" longest context, shared tokens at {1 - terms.shared:.2f} of their price, spread x {terms.spread:.2f};"
+            f" longest context, shared tokens at {1 - terms.shared:.2f} of their price, spread x {terms.spread:.2f},"
+            f" decodes x {terms.decode:.2f};"
             f" error of {len(run.grid)} grid iterations {one.fit.error:.1%}, held out {one.fit.heldout_error:.1%}"
         )
         table = Table()
@@ -115,7 +116,8 @@ def _predict(run: EngineRun) -> Predicted:
     layers = run.model.layers
     host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
     source = f"measured: {run.name} on {run.gpu.name}, {run.software}"
-    fit = fit_engine(kernels.grid(1), run.config.capture_sizes, run.grid, host, terms, source)
+    experts = run.model.experts is not None
+    fit = fit_engine(kernels.grid(1), run.config.capture_sizes, run.grid, host, terms, source, experts=experts)
     if run.intake is not None:
         admission = fit.host.admission + run.intake.request
         fit = replace(fit, host=replace(fit.host, admission=admission, context_token=run.intake.token))

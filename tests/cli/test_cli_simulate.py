@@ -153,6 +153,16 @@ def test_engines_of_a_file_run_trajectories(route: str, tmp_path: Path) -> None:
     assert "note: 1 of 60 trajectories in the log unfinished: run as far as the log goes\n" in result.stderr
 
 
+def test_prefill_and_decode_apart() -> None:
+    found = document(simulate("--json", engines=ENGINES.with_name("prefill_decode.yaml")))
+    asked = {"bandwidth": 25e9, "latency": 1e-4, "lease": 30.0, "local_below": 0, "route": "least-loaded"}
+    assert found["run"]["kv_transfer"] == asked
+    metrics = found["metrics"]
+    assert metrics["finished"] == metrics["requests"] - 1 == 11
+    assert metrics["ttft"]["mean"] > metrics["ttft_prefill"]["mean"] > 0
+    assert [engine["requests"] for engine in found["engines"]] == [0, 0, 6, 6]
+
+
 def test_a_time_limit_stops_it_there_and_says_so() -> None:
     result = simulate("--time-limit", 5)
     assert result.exit_code == 0

@@ -92,6 +92,17 @@ def test_its_form_is_the_simulators() -> None:
     assert fit.heldout_error < 1e-3
 
 
+def test_decodes_of_experts_are_fitted_and_others_are_not() -> None:
+    slower = replace(TERMS, decode=1.3)
+    measured = iterations(HOST, slower, times=100)
+    fit = fit_engine(KERNELS, SIZES, measured, HOST, TERMS, "these", experts=True)
+    assert fit.terms.decode == pytest.approx(1.3, rel=0.05)
+    assert fit.error < 0.02
+    assert fit_engine(KERNELS, SIZES, measured, HOST, TERMS, "these").terms.decode == 1.0
+    exact = fit_engine(KERNELS, SIZES, measured, HOST, slower, "these", experts=True)
+    assert exact.error < 1e-3  # the form is the simulator's
+
+
 def test_the_error_that_is_told_is_that_of_iterations_left_out() -> None:
     noisy = iterations(HOST, TERMS, noise=0.1)
     fit = fit_engine(KERNELS, SIZES, noisy, HOST, TERMS, "these")

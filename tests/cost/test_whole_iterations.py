@@ -42,7 +42,7 @@ def grid_of(host: HostCost = HOST, terms: KernelTerms = TERMS) -> EngineGrid:
 @pytest.mark.parametrize("batch", KERNELS.batches[::3])
 @pytest.mark.parametrize("context", [256, 4096, 32768])
 def test_a_decode_takes_what_it_takes_the_simulator(batch: int, context: int, overlapped: bool) -> None:
-    grid = grid_of(replace(HOST, overlapped=overlapped))
+    grid = grid_of(replace(HOST, overlapped=overlapped), replace(TERMS, decode=1.2))
     base, slope, _ = GridCost(grid, CONFIG).line(DecodeBatch(batch), batch * context)
     wanted = (base + slope * batch * context) / TICKS
     assert whole_iterations(grid, 512, 8192).decode_seconds(batch, context) == pytest.approx(wanted, rel=1e-6)

@@ -21,6 +21,7 @@ from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engines_file import EngineSection, load_engines
+from libra.sim.kv_network import KVNetwork
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engines.yaml"
 SMALL: dict[str, Any] = {"name": "one", "model": "Qwen/Qwen3-0.6B", "gpu": "H100", "profile": "roofline"}
@@ -111,3 +112,67 @@ def test_the_example_is_two_engines_with_one_configuration() -> None:
     assert [engine.name for engine in found.engines] == ["a100-0", "a100-1"]
     assert len({engine.config for engine in found.engines}) == 1
     assert len({id(engine.cost) for engine in found.engines}) == 1
+
+
+PREFILL: dict[str, Any] = {"name": "p", "role": "prefill", "tensor_parallel_size": 2}
+DECODE: dict[str, Any] = {"name": "d", "role": "decode"}
+
+
+def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
+    found = load(tmp_path, PREFILL, DECODE, kv_transfer={"bandwidth": 1.0e9, "local_below": 64, "route": "round-robin"})
+    assert [(engine.role.name, engine.devices) for engine in found.engines] == [("prefill", 2), ("decode", 1)]
+    assert [engine.kv_bytes for engine in found.engines] == [2 * 28 * 8 * 128 * 2] * 2  # keys and values, 28 layers
+    assert found.kv_transfer == KVNetwork(1.0e9, local_below=64)
+    assert found.decode_route == "round-robin"
+    latent = {"model": "deepseek-ai/DeepSeek-V2-Lite", "kv_blocks": 20000, "max_model_len": 4096}
+    one, other = load(
+        tmp_path,
+        {**PREFILL, **latent},
+        {**DECODE, **latent, "tensor_parallel_size": 2},
+        kv_transfer={"bandwidth": 1.0e9},
+    ).engines
+    assert one.kv_bytes == other.kv_bytes == 2 * 27 * (512 + 64) * 2  # a latent vector goes whole to each GPU
+
+
+@pytest.mark.parametrize(
+    ("engines", "keys", "told"),
+    [
+        ([PREFILL], {"kv_transfer": {"bandwidth": 1e9}}, "engines have the role prefill, and none has decode: add one"),
+        ([DECODE], {"kv_transfer": {"bandwidth": 1e9}}, "engines have the role decode, and none has prefill: add one"),
+        ([PREFILL, DECODE], {}, "kv_transfer is missing: engines with roles need a way for their KV"),
+        ([{}], {"kv_transfer": {"bandwidth": 1e9}}, "no engine has the role prefill or decode: give them one"),
+        (
+            [PREFILL, {**DECODE, "block_size": 32}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "block_size of d is 32, that of p 16: KV is read block by block, so make them equal",
+        ),
+        (
+            [PREFILL, {**DECODE, "model": "Qwen/Qwen3-14B"}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "engines.1.model is Qwen/Qwen3-14B, and engines.0.model Qwen/Qwen3-0.6B: KV differs, name one",
+        ),
+        (
+            [PREFILL, {**DECODE, "async_scheduling": True}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "async_scheduling of d is True; with role decode it is not simulated: leave it out",
+        ),
+        (
+            [PREFILL, DECODE],
+            {
+                "kv_transfer": {"bandwidth": 1e9},
+                "weight_updates": {"every": 1.0, "times": 1, "pause": 0.1, "refresh": True},
+            },
+            "weight_updates.refresh with prefill and decode apart is not simulated: set it to false",
+        ),
+        ([PREFILL, DECODE], {"kv_transfer": {"bandwidth": 0}}, "kv_transfer.bandwidth"),
+        ([PREFILL, DECODE], {"kv_transfer": {"bandwidth": 1e9, "route": "nearest"}}, "nearest"),
+        ([{**PREFILL, "role": "encode"}], {}, "engines.0.role"),
+    ],
+)
+def test_engines_that_cannot_work_together_are_refused(
+    tmp_path: Path, engines: list[dict[str, Any]], keys: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, *engines, **keys)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)

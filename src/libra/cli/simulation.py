@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -218,6 +218,8 @@ def _document(result: SimulationResult, deployment: Deployment, seed: int, forec
         "time_limit": deployment.time_limit,
         "seed": seed,
     }
+    if deployment.kv_transfer is not None:
+        asked["kv_transfer"] = {**asdict(deployment.kv_transfer), "route": deployment.decode_route}
     compared: dict[str, Any] = {}
     if forecast is not None:
         simulated = seconds(result.makespan)

@@ -90,7 +90,7 @@ def whole_iterations(grid: EngineGrid, max_num_seqs: int, max_num_batched_tokens
     pay (`EngineTiming`). How even contexts are, and what they share, is for the simulator alone.
     """
     host, terms = grid.host, grid.terms
-    if not host.priced and terms.linear is None and not terms.longest:
+    if not host.priced and terms.linear is None and not terms.longest and terms.decode == 1:
         return replace(grid, terms=NO_TERMS, host=NO_HOST)
     sizes = capture_sizes(max_num_seqs, max_num_batched_tokens)
 
@@ -99,7 +99,13 @@ def whole_iterations(grid: EngineGrid, max_num_seqs: int, max_num_batched_tokens
         return host.launching(kind)
 
     decode = tuple(
-        tuple(host.beside(max(one, launching(batch, uniform=True)), host.seconds(batch)) for one in row)
+        tuple(
+            host.beside(
+                max(one + (terms.decode - 1) * grid.decode_seconds(batch, 0), launching(batch, uniform=True)),
+                host.seconds(batch),
+            )
+            for one in row
+        )
         for batch, row in zip(grid.batches, grid.decode, strict=True)
     )
     more = 0.0 if terms.linear is None else terms.linear - 1

@@ -6,6 +6,8 @@ Invariant: terms correct the kernels of one source; terms that correct nothing l
   context, in proportion to the number of requests times the standard deviation of their contexts.
 - Contexts that share blocks: what one request reads the others find in the L2 cache.
 - Prefill and decode together: all tokens of an iteration pass through its linear layers as one prefill does.
+- Experts: tables take them to be asked for by a power law, random weights ask for all alike, and routers that were
+  trained lie between. What a decode of a mixture of experts takes without its context is so much more, or less.
 - Beside prefill, attention is not divided along a context: the longest context of an iteration is read by one
   multiprocessor from end to end, however few tokens attend to it. Work that is shared out like this takes at most its
   even share and the longest piece of it (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 1).
@@ -25,6 +27,7 @@ class KernelTerms:
     shared: float = 0.0  # part of its price that a token saves which another request of the batch has in the same block
     linear: float | None = None  # linear layers of an iteration with prefill, over the grid's; None: decode's, and more
     longest: float = 0.0  # seconds for each token of the longest context, in an iteration with prefill
+    decode: float = 1.0  # a decode without its context, over the grid's
     source: str = "none"
 
     def __post_init__(self) -> None:

@@ -95,6 +95,7 @@ class SimCluster:
                 changed=self._changed,
                 ended=self._ended,
                 unplaced=self._unplaced_or_refused,
+                idle=self._look_at,
             )
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
@@ -310,6 +311,10 @@ class SimCluster:
         for request in engine.failed:
             self._ended(request)
         self.pairs.pull(engine, now)
+
+    def _look_at(self, engine: SimEngine) -> None:
+        if self._watch is not None:
+            self._watch(engine, self.now)
 
     def _placer_of(self, engine: SimEngine) -> Placer:
         pairs = self.pairs

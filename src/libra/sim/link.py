@@ -22,11 +22,12 @@ class Link:
 
     rate: int
     transfers: dict[Transfer, None] = field(default_factory=dict)
+    share: int = 0  # of each of them
     moved: int = 0  # bytes that have passed, of transfers that ended
 
-    @property
-    def share(self) -> int:
-        return max(1, self.rate // len(self.transfers))
+    def divide(self) -> None:
+        """Transfers came or went."""
+        self.share = max(1, self.rate // max(1, len(self.transfers)))
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +75,7 @@ class Network:
         ends = self._ends
         while ends:
             tick, _, transfer = ends[0]
-            if transfer.end == tick and transfer.key in self._transfers:
+            if transfer.end == tick:
                 return tick
             heappop(ends)
         return None
@@ -82,8 +83,11 @@ class Network:
     def ended(self, now: int) -> list[Hashable]:
         """Take out the transfers that have ended by now, in the order in which they were to."""
         done: list[Hashable] = []
-        while (tick := self.next_end()) is not None and tick <= now:
-            transfer = heappop(self._ends)[2]
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            tick, _, transfer = heappop(ends)
+            if transfer.end != tick:
+                continue
             del self._transfers[transfer.key]
             for link in transfer.links:
                 link.moved += transfer.size
@@ -93,23 +97,26 @@ class Network:
 
     def _leave(self, transfer: Transfer, now: int) -> None:
         for link in transfer.links:
-            link.transfers.pop(transfer, None)
+            del link.transfers[transfer]
         transfer.end = -1
         self._share_anew(transfer, now)
 
     def _share_anew(self, changed: Transfer, now: int) -> None:
         """The shares of all that have a link in common with one that came or went."""
         source, target = changed.links
-        for transfer in {**source.transfers, **target.transfers}:
-            one, other = transfer.links
-            rate = min(one.share, other.share)
-            if rate == transfer.rate:
-                continue
-            transfer.left = max(0, transfer.left - (now - transfer.since) * transfer.rate)
-            transfer.since, transfer.rate = now, rate
-            transfer.end = now + -(-transfer.left // rate)
-            self._serial += 1
-            heappush(self._ends, (transfer.end, self._serial, transfer))
+        source.divide()
+        target.divide()
+        for link in changed.links:
+            for transfer in link.transfers:
+                one, other = transfer.links
+                rate = one.share if one.share < other.share else other.share
+                if rate == transfer.rate:
+                    continue
+                transfer.left = max(0, transfer.left - (now - transfer.since) * transfer.rate)
+                transfer.since, transfer.rate = now, rate
+                transfer.end = now + -(-transfer.left // rate)
+                self._serial += 1
+                heappush(self._ends, (transfer.end, self._serial, transfer))
 
 
 def link(bandwidth: float) -> Link:

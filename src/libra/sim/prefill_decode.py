@@ -59,13 +59,16 @@ class PrefillDecode:
         changed: Callable[[SimEngine, bool], None],
         ended: Callable[[Request], None],
         unplaced: Callable[[Request], None],
+        idle: Callable[[SimEngine], None],
     ) -> None:
         """`at` does something at a tick; `changed` is told of engines that may have to decide anew, `ended` of requests
-        that did, `unplaced` of those that no engine goes on with."""
+        that did, `unplaced` of those that no engine goes on with, `idle` of engines that let go of blocks and have
+        nothing to decide."""
         self.settings, self.decoders = settings, decoders
         self.transferred_bytes = 0
         self.transfers = 0
         self._specs, self._at, self._changed, self._ended, self._unplaced = specs, at, changed, ended, unplaced
+        self._idle = idle
         self._latency, self._lease = ticks(settings.latency), ticks(settings.lease)
         self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is let go
         self._network = Network()
@@ -221,8 +224,13 @@ class PrefillDecode:
 
     def _let_go(self, prefill: Prefill, now: int) -> None:
         self._prefills.pop(prefill.request, None)
-        if not prefill.engine.closed:
-            self._changed(prefill.engine, prefill.engine.sent(prefill.part, now))
+        engine = prefill.engine
+        if not engine.closed:
+            sooner = engine.sent(prefill.part, now)
+            if engine.busy or engine.waiting:
+                self._changed(engine, sooner)
+            else:
+                self._idle(engine)
 
     def _link(self, engine: SimEngine, out: bool) -> Link:
         key = (engine.index, out)

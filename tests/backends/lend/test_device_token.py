@@ -175,6 +175,14 @@ def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:
     borrower.release()  # within its grant
 
 
+def test_the_agent_says_that_a_borrower_which_was_killed_has_no_memory(tmp_path: Path) -> None:
+    serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
+    lender = LenderToken(tmp_path / "device")
+    borrower.say_kv(asked=250, held=200)
+    lender.borrower_gone()
+    assert (serving.kv_asked, serving.kv_held) == (0, 0)
+
+
 def test_a_server_that_comes_back_goes_on_with_the_same_borrower(tmp_path: Path) -> None:
     first = ServingToken(tmp_path / "device")
     borrower = BorrowerToken(tmp_path / "device", 0.1)

@@ -58,6 +58,7 @@ def test_two_requests() -> None:
         interrupted=0,
         cancelled=0,
         refused=0,
+        failed=0,
         unfinished=0,
         makespan=3.0,
         generated_tokens=4,

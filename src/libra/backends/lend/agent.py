@@ -204,6 +204,7 @@ class LendingAgent:
             link.channel.close()
             self._hang_up()
             await self._launcher.gone(link)
+            self._token.borrower_gone()
 
     async def _hear(self, link: WorkerLink) -> str:
         last = "it went away"

@@ -422,6 +422,12 @@ class LenderToken:
         """The device may be borrowed until then; 0: not any more."""
         _SECONDS.pack_into(self._page.bytes, _LEASE_AT, until)
 
+    def borrower_gone(self) -> None:
+        """Its process has ended, so it has no memory and asks for none: nobody else would say so for one that was
+        killed."""
+        _COUNT.pack_into(self._page.bytes, _KV_ASKED_AT, 0)
+        _COUNT.pack_into(self._page.bytes, _KV_HELD_AT, 0)
+
     def about(self) -> EngineFacts:
         """The engine that serves. Raises LendingError where it did not say."""
         return self._page.about()

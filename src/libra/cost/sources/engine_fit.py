@@ -4,9 +4,10 @@ Invariant: the iterations are those of single batches on a grid, and no workload
 of `HostCost` or `KernelTerms`, none is negative, and what the iterations say little about stays near what it was
 before. The error that is told belongs to iterations that the fit did not see.
 
-Least squares of relative errors with a Gaussian prior: nine constants, each as likely to be `_TRUSTED` off as its
-default says, and iterations of which a measurement is `_NOISE` off and the form of the price `_FORM`. Which of two
-parallel things an iteration waits for, kernels or launching, is found by turns with the constants.
+Least squares of relative errors with a Gaussian prior: nine constants (ten with experts), each as likely to be
+`_TRUSTED` off as its default says, and iterations of which a measurement is `_NOISE` off and the form of the price
+`_FORM`. Which of two parallel things an iteration waits for, kernels or launching, is found by turns with the
+constants.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from libra.cost.kernels import KernelTerms
 from libra.cost.lines import least_squares
 
 _TRUSTED = 0.2  # relative standard deviation of a constant before anything is measured
+_ROUTING, _KNOWN = 0.5, 1e-6  # of linear layers of a mixture of experts, and of a dense model's decodes
 _NOISE, _FORM = 0.15, 0.05  # relative: of one measured iteration, of the form of the price
 _OUTLIER = 3.0  # standard deviations beyond which an iteration counts less: a warm-up is no price
 _TURNS = 40
@@ -63,9 +65,12 @@ def fit_engine(
     host: HostCost,
     terms: KernelTerms,
     source: str,
+    *,
+    experts: bool = False,
 ) -> EngineFit:
     """Constants near `host` and `terms`, of an engine with CUDA graphs of these sizes whose kernels take what `grid`
-    says. `source` says what was measured. Raises ValueError where too little was."""
+    says. `source` says what was measured. Of a mixture of `experts` the grid is trusted less, and decodes are fitted,
+    too. Raises ValueError where too little was measured."""
     if len(iterations) < 2 * _FOLDS:
         raise ValueError(f"{len(iterations)} iterations are too few to fit an engine: measure {2 * _FOLDS} or more")
     if terms.linear is None:
@@ -75,9 +80,12 @@ def fit_engine(
         [
             *(host.iteration / SERVING, host.request, host.admission, host.cached_token),
             *(host.piecewise / SERVING, host.eager / SERVING),
-            *(terms.linear, terms.longest, 1 - terms.shared),
+            *(terms.linear, terms.longest, 1 - terms.shared, terms.decode),
         ]
     )
+    parts.trusted[-1] = _KNOWN
+    if experts:
+        parts.trusted[[6, -1]] = _ROUTING
     every = np.ones(len(iterations), dtype=bool)
     constants = _solve(parts, before, every)
     error = np.abs(parts.seconds_at(constants) / parts.measured - 1)
@@ -85,7 +93,7 @@ def fit_engine(
     for fold in range(_FOLDS):
         out = np.arange(len(iterations)) % _FOLDS == fold
         heldout[out] = np.abs(parts.seconds_at(_solve(parts, before, ~out))[out] / parts.measured[out] - 1)
-    iteration, request, admission, cached, piecewise, eager, linear, longest, unshared = (
+    iteration, request, admission, cached, piecewise, eager, linear, longest, unshared, decode = (
         float(value) for value in constants
     )
     return EngineFit(
@@ -99,7 +107,14 @@ def fit_engine(
             eager=SERVING * eager,
             source=source,
         ),
-        replace(terms, linear=linear, longest=longest, shared=min(0.95, max(0.0, 1 - unshared)), source=source),
+        replace(
+            terms,
+            linear=linear,
+            longest=longest,
+            shared=min(0.95, max(0.0, 1 - unshared)),
+            decode=decode if experts else terms.decode,
+            source=source,
+        ),
         float(error.mean()),
         float(heldout.mean()),
     )
@@ -116,6 +131,8 @@ class _Parts:
         self.deviation = np.hypot(_FORM, _NOISE / np.sqrt([it.times for it in iterations]))
         self.host = np.zeros((rows, 4))
         self.linear, self.longest, self.fixed = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+        self.alone = np.zeros(rows)  # of a batch that only decodes, without its context
+        self.trusted = np.full(10, _TRUSTED)
         self.shared = np.zeros(rows)  # seconds that the shared tokens would take if they were not
         self.graph = np.array([bool(sizes) and it.tokens <= sizes[-1] for it in iterations])
         self.prefill = np.array([bool(it.chunks) for it in iterations])
@@ -134,7 +151,8 @@ class _Parts:
                 self.longest[row] = max(decoding, *(before for _, before in it.chunks))
                 self.fixed[row] = attention + reads - self.shared[row]
             else:
-                self.fixed[row] = alone + reads - self.shared[row]
+                self.alone[row] = alone
+                self.fixed[row] = reads - self.shared[row]
 
     def launched_later(self, constants: Array) -> NDArray[np.bool_]:
         """Whether launching takes each iteration longer than its kernels do."""
@@ -151,8 +169,11 @@ class _Parts:
         return launching
 
     def _kernels(self, constants: Array) -> Array:
-        kernels: Array = self.fixed + np.column_stack([self.linear, self.longest, self.shared]) @ constants[6:]
+        kernels: Array = self.fixed + self._device() @ constants[6:]
         return kernels
+
+    def _device(self) -> Array:
+        return np.column_stack([self.linear, self.longest, self.shared, self.alone])
 
     def off(self, constants: Array) -> Array:
         """Distances from what was measured, in standard deviations."""
@@ -161,7 +182,7 @@ class _Parts:
 
     def rows(self, launching: NDArray[np.bool_]) -> tuple[Array, Array]:
         """[iterations, constants], and the seconds that no constant multiplies."""
-        device = np.column_stack([self.linear, self.longest, self.shared])
+        device = self._device()
         device[launching] = 0.0
         piecewise, eager = launching * self.graph, launching * ~self.graph
         return np.column_stack([self.host, piecewise, eager, device]), np.where(launching, 0.0, self.fixed)
@@ -176,13 +197,13 @@ def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
 
 def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: float) -> Array:
     """Constants by turns with what each iteration waits for."""
-    constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1])
+    constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1, 1])
     trust = np.ones(len(parts.measured))
     for _ in range(_TURNS):
         rows, fixed = parts.rows(parts.launched_later(constants))
         weights = np.sqrt(trust) / parts.deviation / parts.measured
-        scaled = np.vstack([(rows * weights[:, None] * before)[used], np.eye(len(before)) / _TRUSTED])
-        wanted = np.concatenate([((parts.measured - fixed) * weights)[used], np.full(len(before), 1 / _TRUSTED)])
+        scaled = np.vstack([(rows * weights[:, None] * before)[used], np.diag(1 / parts.trusted)])
+        wanted = np.concatenate([((parts.measured - fixed) * weights)[used], 1 / parts.trusted])
         constants += (before * least_squares(scaled, wanted) - constants) / 2
         trust = np.minimum(1.0, _OUTLIER / np.maximum(parts.off(constants), 1e-9))
     return constants
@@ -192,5 +213,5 @@ def _misfit(parts: _Parts, before: Array, used: NDArray[np.bool_], constants: Ar
     """Sum of squares, and beyond an outlier's distance linear (Huber 1964), with that of the prior."""
     off = parts.off(constants)[used]
     near = np.minimum(off, _OUTLIER)
-    moved = (constants / before - 1) / _TRUSTED
+    moved = (constants / before - 1) / parts.trusted
     return float(np.sum(near * (2 * off - near)) + np.sum(moved**2))

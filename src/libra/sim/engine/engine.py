@@ -150,8 +150,11 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def sent(self, request: Request, now: int) -> bool:
-        """The blocks that a finished request keeps are free from the end of the iteration under way on."""
+        """The blocks that a finished request keeps are free from the end of the iteration under way on, or from now."""
         self.notices.append(Sent(request))
+        if not self.busy:
+            self.count_held(now)
+            see(self, now)
         return cut_stretch(self, now)
 
     def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:

@@ -48,6 +48,7 @@ class GridCost:
         "_linear",
         "_lines",
         "_longest",
+        "_more",
         "_request",
         "_saved",
         "_seqs",
@@ -88,6 +89,7 @@ class GridCost:
         self._least: list[int] = []  # by tokens; empty where there is none
         if host.piecewise or host.eager:
             self._least = [round(self._launching(tokens, uniform=False) * TICKS) for tokens in range(most + 1)]
+        self._more = terms.decode - 1
         self.uneven = terms.uneven or host.admits
         self._spread, self._saved = round(terms.spread * _SCALE), round(terms.shared * _SCALE)
         self._longest = round(terms.longest * TICKS)  # ticks per token
@@ -134,6 +136,8 @@ class GridCost:
             at = context + self._counted(batch)
             size = padded(requests, self._captures)
             seconds += self._grid.decode_seconds(size, at / size) + self._draft_seconds(batch)
+            if self._more:
+                seconds += self._more * self._grid.decode_seconds(size, 0)
         seconds = max(seconds, least / TICKS)
         return max(
             1, round(host.beside(seconds, host.seconds(requests + len(chunks)) + host.admitting(*admitted)) * TICKS)
@@ -170,6 +174,8 @@ class GridCost:
         if least:  # it may be the longer one up to anywhere that the grid reaches
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
         drafts = self._draft_seconds(batch)
+        if self._more:
+            drafts += self._more * self._grid.decode_seconds(size, 0)
         knots = [(length * size, self._grid.decode_seconds(size, length) + drafts) for length in contexts]
         if least:
             knots = _at_least(knots, least)
@@ -194,7 +200,8 @@ class GridCost:
     def _alone_ticks(self, batch: tuple[int, int]) -> int:
         """What a batch takes without any context, of which an iteration with prefill has its linear layers."""
         size = padded(batch[0], self._captures)
-        return round((self._grid.decode_seconds(size, 0) + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
+        alone = (1 + self._more) * self._grid.decode_seconds(size, 0)
+        return round((alone + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
 
     def _draft_seconds(self, batch: DecodeBatch) -> float:
         """What the linear layers take longer for the drafts that are verified."""

@@ -20,7 +20,7 @@ from libra.sim.engine.request import Request, Status
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
 from libra.sim.workload.caller import Caller
 
-ENDS: tuple[Status, ...] = ("finished", "interrupted", "cancelled", "refused", "failed", "unfinished")
+ENDS: tuple[Status, ...] = ("finished", "interrupted", "cancelled", "refused", "unfinished", "failed")
 
 Column = NDArray[np.int64]
 
