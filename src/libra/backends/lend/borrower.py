@@ -29,6 +29,7 @@ _REST = 0.001  # seconds between two looks at a device that is not to be had bef
 _STUCK = 1.0  # seconds in which no step fits into any grant
 _RECALLED = 0.02  # likewise where time alone brings the loan back
 
+_NO_WORD = "the lender has not given its word"
 _WHY: dict[Reason, str] = {
     "first token": "a request waits for its first token",
     "due": "the next token is due",
@@ -94,10 +95,9 @@ class GatedBorrower:
             self.rest()
             return None
         if token.lease <= clock():
-            self._wait("the lender has not given its word")
+            self._wait(_NO_WORD)
             return None
-        for seen in token.steps():
-            self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
+        self._learn()
         try:
             notice = token.look()
         except LendingError as error:
@@ -149,12 +149,28 @@ class GatedBorrower:
         self._account(LentStep(began, spent, self._budget.bound(tokens, queue), tokens, overstayed), engine.shape)
         return made
 
+    def watch(self) -> None:
+        """Ask without anything to compute: only who asks hears that a loan has come back."""
+        if self._token.lease <= self._device.clock():
+            self._say(_NO_WORD)
+            return
+        self._learn()
+        try:
+            self._ask(self._token.look())
+        except LendingError as error:
+            self._say(str(error))
+        self._token.wish(0.0)
+
     def rest(self) -> None:
         """There is nothing to compute: serving need not leave anything."""
         self._token.wish(0.0)
         self._say("")
         if self._record is not None:
             self._record.flush(all_of_it=True)
+
+    def _learn(self) -> None:
+        for seen in self._token.steps():
+            self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
 
     def _ask(self, notice: ServingNotice) -> Grant | None:
         now, (breach, self._breach) = self._device.clock(), (self._breach, None)
