@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
@@ -105,7 +105,9 @@ def _config_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[s
     for name, field in section.model_fields.items():
         inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)), None)
         if inner is not None:
-            yield from _config_keys(inner, f"{prefix}{name}." + ("*." if inner is not field.annotation else ""))
+            kinds = (field.annotation, *get_args(field.annotation))
+            several = any(get_origin(kind) in (dict, tuple) for kind in kinds)
+            yield from _config_keys(inner, f"{prefix}{name}." + ("*." if several else ""))
         elif field.is_required():
             yield prefix + name, "required"
         else:

@@ -25,7 +25,7 @@ def _made_up_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cell_says_what_became_of_a_system(system: str) -> None:
     values = run(SMALL.arguments(), system)
     canonical(values, system)
-    assert values["seconds"] > 0 and values["steady"] > 0
+    assert values["seconds"] > 0 and values["throughput"] > 0
     assert (values["borrowed"] > 0) is (system != "fixed")
     assert (values["requests"] > 0) is (system in lending_cell.RULES) is (values["lent"] > 0)
     assert values["attributable"] <= values["missed"]
@@ -33,7 +33,16 @@ def test_a_cell_says_what_became_of_a_system(system: str) -> None:
 
 def test_rows_and_tables_are_made_of_the_cells() -> None:
     cells = EXPERIMENT.cells(True)
-    shape = {"steady": 1.0, "waited": 2.0, "lent": 0.5, "away": 0.1, "training": 8, "borrowed": 4, "requests": 9}
+    shape = {
+        "seconds": 9.0,
+        "throughput": 1.0,
+        "waited": 2.0,
+        "lent": 0.5,
+        "away": 0.1,
+        "training": 8,
+        "borrowed": 4,
+        "requests": 9,
+    }
     results = [Result(it, {**shape, "attributable": 0}, 1.0, found=False) for it in cells]
     rows, tables = EXPERIMENT.rows(results), EXPERIMENT.tables(results)
     assert len({(row.case, row.metric) for row in rows}) == len(rows)

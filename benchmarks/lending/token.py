@@ -187,8 +187,8 @@ async def _load(lender: LoanOrder) -> None:
             turns.add(asyncio.create_task(engine.generate(turn(number, 40 + number % 300, 100), lambda piece: None)))
             if len(turns) >= _TURNS:
                 done, turns = await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
-                for each in done:
-                    each.result()
+                if any([each.exception() for each in done]):
+                    return
     except (WorkerLostError, WorkerFailedError):
         pass
     finally:

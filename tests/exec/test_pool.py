@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from libra.exec.pool import (
@@ -241,6 +243,39 @@ def test_between_two_plans_engines_of_both_have_a_bucket() -> None:
 def test_an_allocation_is_fitted_to_who_is_left(kinds: list[frozenset[Role]], wanted: Allocation) -> None:
     workers = [worker(slot, kind) for slot, kind in enumerate(kinds)]
     assert fitted(allocation(2, short=1, long=2), workers) == wanted
+
+
+WITH_LENT = Allocation(
+    2, (Bucket("short", 1, 0, 100), Bucket("lent", 2, 100, 150), Bucket("long", 2, 150, 200))
+)  # for 2 replicas, 3 engines and 2 lent devices
+
+
+@pytest.mark.parametrize(
+    ("own", "lent", "wanted"),
+    [
+        (5, 2, WITH_LENT),
+        (5, 1, replace(WITH_LENT, buckets=(WITH_LENT.buckets[0], Bucket("lent", 1, 100, 150), WITH_LENT.buckets[2]))),
+        (5, 0, replace(WITH_LENT, buckets=(WITH_LENT.buckets[0], Bucket("long", 2, 100, 200)))),
+        (4, 2, replace(WITH_LENT, buckets=(*WITH_LENT.buckets[:2], Bucket("long", 1, 150, 200)))),
+        (3, 2, Allocation(2, (Bucket("lent", 2, 0, 150), Bucket("long", 1, 150, 200)))),
+    ],
+)
+def test_a_lent_device_is_no_substitute_for_one_of_ones_own(own: int, lent: int, wanted: Allocation) -> None:
+    kinds = [CORE, HYBRID, ROLLOUT, ROLLOUT, ROLLOUT][:own]
+    workers = [worker(slot, kind) for slot, kind in enumerate(kinds)]
+    workers += [replace(worker(own + slot, ROLLOUT), lent="lent") for slot in range(lent)]
+    assert fitted(WITH_LENT, workers, {"lent"}) == wanted
+
+
+def test_lent_devices_are_the_last_of_the_pool() -> None:
+    pool = make_pool(1, 0, 1, lent=2, lent_shape="lent")
+    assert [(it.id, it.slot, it.device.lent) for it in pool.all()] == [
+        ("core-0", 0, None),
+        ("rollout-0", 1, None),
+        ("lent-0", 2, "lent"),
+        ("lent-1", 3, "lent"),
+    ]
+    assert pool.lent_shapes() == {"lent"}
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,14 @@ class Script:
             take(piece)
 
 
-class ScriptedEngine:
+class OnItsOwnDevice:
+    """What an engine says of a loan that there is none of."""
+
+    lent, away, loan, recall_rate = False, "", None, 0.0
+    version = 0
+
+
+class ScriptedEngine(OnItsOwnDevice):
     """As much of an `EngineHandle` as the agent loop uses."""
 
     def __init__(self, name: str, script: Script) -> None:
@@ -180,7 +187,7 @@ class ScriptedEngine:
         self.interrupted.append(turn)
 
 
-class QuickEngine:
+class QuickEngine(OnItsOwnDevice):
     """Answers after some turns of the event loop: sometimes right, sometimes wrong, so that groups give signal."""
 
     def __init__(self, chance: random.Random) -> None:
@@ -197,7 +204,7 @@ class QuickEngine:
         take(Piece(request.id, self.version, tokens, [-1.0] * len(tokens)))
 
 
-class HeldEngine:
+class HeldEngine(OnItsOwnDevice):
     """As much of an `EngineHandle` as the agent loop uses; a turn waits until it is told to end."""
 
     def __init__(self, name: str, version: int) -> None:

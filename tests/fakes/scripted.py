@@ -81,6 +81,7 @@ class Told:
         self.loads: list[tuple[str, int, float]] = []
         self.back_again: list[str] = []
         self.joins: list[str] = []
+        self.recalls: list[tuple[str, str]] = []
 
     def role(self, worker: Worker) -> None:
         pass
@@ -96,6 +97,9 @@ class Told:
 
     def load(self, worker: str) -> None:
         pass
+
+    def recalled(self, worker: str, why: str) -> None:
+        self.recalls.append((worker, why))
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
         self.joins.append(worker)

@@ -118,3 +118,21 @@ async def test_only_the_next_change_wakes() -> None:
     assert not waiting.done()
     fleet.remove("s")
     await asyncio.wait_for(waiting, 20)
+
+
+def test_a_lent_engine_is_in_the_view_while_its_device_is_lent_and_its_weights_are_new() -> None:
+    fleet, _ = make()
+    own, borrowed = engine("s"), engine("b")
+    own.version, borrowed.lent = 2, True
+    fleet.add(instance(own, "short", 60))
+    fleet.add(instance(borrowed, "short", 60))
+
+    def seen(seeded: bool = False) -> list[str]:
+        return [it.id for it in fleet.view(16, 2, seeded).instances]
+
+    borrowed.version = 1
+    assert seen() == ["s"]
+    borrowed.version = 2
+    assert seen() == ["s", "b"] and seen(seeded=True) == ["s"]
+    borrowed.away = "4 requests/s, certified to 3"
+    assert seen() == ["s"]

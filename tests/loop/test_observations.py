@@ -23,6 +23,8 @@ def engine(link: int, busy: float, iterations: int, generated: int, prefilled: i
         generated_tokens=generated,
         prefilled_tokens=prefilled,
         finished_turns=turns,
+        lent=False,
+        loan=None,
     )
     return ServingEngine(cast(EngineHandle, counters), "short", 100)
 

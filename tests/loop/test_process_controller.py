@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,16 @@ from fakes.workers import MadeLauncher
 from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.engine_messages import Loaded, LoadWeights, StartEngine
+from libra.backends.transport.engine_messages import (
+    DeviceLoan,
+    Generate,
+    Generated,
+    Interrupt,
+    Loaded,
+    LoadWeights,
+    LoanState,
+    StartEngine,
+)
 from libra.backends.transport.messages import Failure, Message, Stop
 from libra.backends.transport.trainer_messages import (
     Identify,
@@ -31,11 +40,21 @@ from libra.backends.transport.trainer_messages import (
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
 from libra.exec.pool import DEADLINES, WorkerPool, make_pool
 from libra.exec.protocols import Applied, UnsupportedTransitionError, WorkerLostError
+from libra.lend.recall import RecallPolicy
 from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
 from libra.records.files import DiskError
+from libra.records.lending import LendingTerms
+from libra.traffic.envelope import Envelope
+
+
+@pytest.fixture
+def loan() -> DeviceLoan:
+    terms = LendingTerms("chat", "made", 0.1, 0.05, 0.01, Envelope(9.0, 99, 9, 999, 2.0), RecallPolicy(1.0, 8.0))
+    return DeviceLoan("device", terms, None)
+
 
 LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
@@ -44,11 +63,18 @@ SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
 class Made:
     """An executor and what it works with."""
 
-    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: WorkerPool | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        checkpoint: Path | None = None,
+        pool: WorkerPool | None = None,
+        first: Allocation = FIRST,
+        loans: Mapping[str, DeviceLoan] | None = None,
+    ) -> None:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
-        self.fleet = ServingFleet(self.policy, FIRST)
+        self.fleet = ServingFleet(self.policy, first)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = begin_session(
             SlotProcesses(
@@ -57,7 +83,7 @@ class Made:
                 self.fleet,
                 WorkerSettings(
                     CONFIG.training,
-                    CONFIG.engines,
+                    {**CONFIG.engines, "lent": CONFIG.engines["short"]} if loans else CONFIG.engines,
                     share=0.45,
                     port=0,
                     seed=0,
@@ -66,6 +92,7 @@ class Made:
                     kv_bytes=16,
                     version=4,
                     checkpoint=checkpoint,
+                    loans=loans or {},
                 ),
                 self.journal,
                 self.told,
@@ -397,3 +424,66 @@ async def test_a_worker_whose_process_is_gone_is_lost_though_its_connection_is_o
     monkeypatch.setattr(MadeLauncher, "exists", lambda launcher, link: link.name != "rollout-0")
     made.executor.processes.declare_dead()
     assert [worker for worker, _ in made.told.losses] == ["rollout-0"]
+
+
+WITH_LENT = Allocation(2, (Bucket("short", 1, 0, 20), Bucket("lent", 1, 20, 40), Bucket("long", 1, 40, 100)))
+
+
+@asynccontextmanager
+async def lending_session(directory: Path, loan: DeviceLoan) -> AsyncIterator[Made]:
+    """One of whose engines is on a device that serves users, too."""
+    pool = make_pool(1, 1, 2, lent=1, lent_shape="lent")
+    made = Made(directory, pool=pool, first=WITH_LENT, loans={"lent-0": loan})
+    try:
+        await made.executor.start(WITH_LENT)
+        yield made
+    finally:
+        await made.executor.stop()
+        made.journal.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_an_engine_whose_device_is_recalled_is_out_of_the_view_and_stops_its_turns(
+    tmp_path: Path, loan: DeviceLoan
+) -> None:
+    async with lending_session(tmp_path, loan) as made:
+        [order] = [it for it in made.launcher.workers["lent-0"].orders if isinstance(it, StartEngine)]
+        assert order.loan == loan and order.kv is None
+        engine, worker = made.fleet.handle("lent-0"), made.launcher.workers["lent-0"]
+        worker.instead[Generate] = Generated([], [], 0.0, 0, 0, 0)  # it has the turn, and no token of it
+        turn = asyncio.create_task(engine.generate(Generate("t", [1, 2], 5, 1.0, -1, 0), lambda piece: None))
+        await until(lambda: any(isinstance(order, Generate) for order in worker.orders))
+
+        def seen() -> set[str]:
+            return {it.id for it in made.fleet.view(1, 0).instances}
+
+        assert seen() == {"rollout-0", "rollout-1", "lent-0"} and engine.recall_rate == 0
+        worker.far.send(Generated([], [], 0.0, 0, 0, 0, LoanState("4 requests/s, certified to 3", 2.0, 1.5, 7, 0)))
+        await until(lambda: Interrupt("t") in worker.orders)
+        assert seen() == {"rollout-0", "rollout-1"} and engine.recall_rate > 0
+        worker.far.send(Generated([], ["t"], 0.0, 0, 0, 0, LoanState("", 2.5, 1.5, 7, 0)))
+        await turn
+        assert seen() == {"rollout-0", "rollout-1", "lent-0"}
+        assert made.told.recalls == [("lent-0", "4 requests/s, certified to 3"), ("lent-0", "")]
+
+
+async def test_nobody_waits_for_a_lent_engine_to_take_new_weights(tmp_path: Path, loan: DeviceLoan) -> None:
+    async with lending_session(tmp_path, loan) as made:
+        granted, worker = asyncio.Event(), made.launcher.workers["lent-0"]
+
+        async def late() -> Message:
+            await granted.wait()
+            return Loaded(worker.version, 0.25)
+
+        worker.instead[LoadWeights] = late
+        assert len(await made.executor.processes.publish(5, 1, 7)) == 2  # engines of one's own
+        assert {it.id for it in made.fleet.view(1, 5).instances} == {"rollout-0", "rollout-1"}
+        assert "lent-0" in {it.id for it in made.fleet.view(1, 4).instances}
+        granted.set()
+        await until(lambda: made.fleet.handle("lent-0").version == 5)
+        assert "lent-0" in {it.id for it in made.fleet.view(1, 5).instances}

@@ -90,8 +90,16 @@ def _fits(problem: Problem, allocation: Allocation) -> bool:
         or any(bucket.up_to > _options(problem, bucket.shape)[0].holds for bucket in allocation.buckets)
     ):
         return False
-    used, there = _devices(problem, allocation), {pool.name: pool.devices for pool in problem.pools}
-    return used == there if problem.use_all_devices else all(used[name] <= there[name] for name in there)
+    return _may_use(problem, _devices(problem, allocation))
+
+
+def _may_use(problem: Problem, used: dict[str, int]) -> bool:
+    """Devices, by pool."""
+    for pool in problem.pools:
+        allowed = {pool.devices, 0} if pool.serves else {pool.devices}
+        if used[pool.name] > pool.devices or (problem.use_all_devices and used[pool.name] not in allowed):
+            return False
+    return True
 
 
 def _devices(problem: Problem, allocation: Allocation) -> dict[str, int]:
@@ -224,7 +232,7 @@ def _all_buckets(problem: Problem, training: TrainingOption) -> Iterator[tuple[B
             used = {name: size - left[name] for name, size in devices.items()}
             if problem.colocated:
                 used = {name: max(count, trained[name]) for name, count in used.items()}
-            if not problem.use_all_devices or used == devices:
+            if _may_use(problem, used):
                 yield buckets
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest, StepWorkload
+from libra.plan.options.slots import EngineShape, LentSlots, SlotCounts, SlotRequest, StepWorkload
 
 SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
 LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
@@ -50,7 +50,8 @@ def one_bucket(replicas: int, long: int, end: int = 5000) -> Allocation:
 
 @st.composite
 def slot_requests(draw: st.DrawFn) -> SlotRequest:
-    """Requests of up to five devices, two shapes and three classes, some of them running already."""
+    """Requests of up to five devices, two shapes and three classes, some of them running already, some with lent
+    devices."""
     sizes = sorted(draw(st.lists(st.integers(100, 5000), min_size=1, max_size=2, unique=True)))
     fleet = SlotCounts(core=draw(st.integers(1, 2)), hybrid=draw(st.integers(0, 2)), rollout=draw(st.integers(1, 2)))
     peaks = sorted(draw(st.lists(st.integers(1, sizes[-1]), min_size=1, max_size=3)))
@@ -70,6 +71,16 @@ def slot_requests(draw: st.DrawFn) -> SlotRequest:
             classes=classes,
         ),
         current=draw(st.sampled_from(running)),
+        lent=draw(st.one_of(st.none(), _lent(sizes[-1]))),
+    )
+
+
+def _lent(longest: int) -> st.SearchStrategy[LentSlots]:
+    return st.builds(
+        lambda holds, devices, share: LentSlots(EngineShape("lent", holds, 4, holds), devices, share),
+        st.integers(1, longest - 1),
+        st.integers(1, 2),
+        st.sampled_from([0.25, 0.75]),
     )
 
 

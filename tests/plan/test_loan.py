@@ -24,7 +24,7 @@ _MOST = 1500  # allocations, for brute force
 @st.composite
 def lending(draw: st.DrawFn) -> Problem:
     """A small problem with a pool that lends engines like one's own, slower, and not for the longest contexts."""
-    own = replace(draw(problems(small=True)), use_all_devices=False, current=None)
+    own = replace(draw(problems(small=True)), current=None)
     assume(own.longest_context > 1)
     pool = Pool("lent", draw(st.integers(1, 3)), 1, serves=True)
     lent: list[EngineOption] = []

@@ -29,6 +29,7 @@ from libra.plan.transition import (
 )
 
 SHAPES = ("short", "middle", "long")
+ORDER = ("short", "lent", "middle", "long")  # of buckets; one shape runs on lent devices, and nowhere else
 HOLD_ALL = frozenset({"middle", "long"})  # the shapes that hold the longest contexts
 CORE, ROLLOUT = frozenset({Role.TRAIN}), frozenset({Role.ROLLOUT})
 HYBRID = CORE | ROLLOUT
@@ -42,9 +43,18 @@ def device(slot: int, allowed: frozenset[Role], duty: Duty = IDLE) -> Device:
     return Device(f"w{slot}", slot, allowed, duty)
 
 
+def lent(slot: int, duty: Duty = IDLE) -> Device:
+    return Device(f"w{slot}", slot, ROLLOUT, duty, "lent")
+
+
+def suits(w: Device, duty: Duty) -> bool:
+    """Whether a device may have the duty."""
+    return duty.role in w.allowed and (duty.shape == "lent") == (w.lent is not None)
+
+
 def allocation(replicas: int, **engines: int) -> Allocation:
     """Buckets of 100 tokens each, in the order of the shapes."""
-    present = [shape for shape in SHAPES if engines.get(shape)]
+    present = [shape for shape in ORDER if engines.get(shape)]
     return Allocation(
         replicas, tuple(Bucket(shape, engines[shape], 100 * i, 100 * (i + 1)) for i, shape in enumerate(present))
     )
@@ -75,13 +85,15 @@ def totals(workers: Iterable[Device]) -> Counter[Duty]:
     return Counter(w.duty for w in workers)
 
 
+def concerned(workers: Iterable[Device], wanted: Allocation) -> list[Device]:
+    """All but engines on lent devices that are not wanted: they stay as they are."""
+    return [w for w in workers if w.lent is None or wanted.engines_by_shape[w.lent]]
+
+
 def ways(workers: Sequence[Device], wanted: Allocation) -> Iterator[tuple[Duty, ...]]:
     """Every assignment of duties that the workers may take and that is the wanted allocation."""
-    choices = [
-        ([TRAIN] if Role.TRAIN in w.allowed else [])
-        + ([engine(bucket.shape) for bucket in wanted.buckets] if Role.ROLLOUT in w.allowed else [])
-        for w in workers
-    ]
+    duties_there_are = [TRAIN, *(engine(bucket.shape) for bucket in wanted.buckets)]
+    choices = [[duty for duty in duties_there_are if suits(w, duty)] for w in workers]
     for duties in product(*choices):
         if Counter(duties) == wanted_totals(wanted):
             yield duties
@@ -103,15 +115,15 @@ def leaves_a_gap(workers: Sequence[Device], move: Move) -> bool:
 def shortest_way_without_a_gap(workers: Sequence[Device], wanted: Allocation) -> int:
     """By breadth-first search over all that the workers may be."""
     goal = wanted_totals(wanted)
-    duties = [TRAIN, *(engine(shape) for shape in SHAPES)]
+    duties = [TRAIN, *(engine(shape) for shape in ORDER)]
     seen, queue = {tuple(w.duty for w in workers)}, deque([(tuple(workers), 0)])
     while queue:
         state, length = queue.popleft()
-        if totals(state) == goal:
+        if totals(concerned(state, wanted)) == goal:
             return length
         for w, duty in product(state, duties):
             move = Move(w.id, w.duty, duty)
-            if duty.role not in w.allowed or duty == w.duty or leaves_a_gap(state, move):
+            if not suits(w, duty) or duty == w.duty or leaves_a_gap(state, move):
                 continue
             following = moved(state, move)
             key = tuple(each.duty for each in following)
@@ -123,7 +135,8 @@ def shortest_way_without_a_gap(workers: Sequence[Device], wanted: Allocation) ->
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Device], Allocation]:
-    """Up to five workers with duties that they may have, and an allocation that uses them all."""
+    """Up to five workers of one's own and two on lent devices, with duties that they may have, and an allocation that
+    uses them all."""
     core, hybrid, rollout = draw(st.integers(0, 1)), draw(st.integers(0, 3)), draw(st.integers(0, 1))
     if hybrid + rollout == 0:
         rollout = 1
@@ -131,10 +144,12 @@ def situations(draw: st.DrawFn) -> tuple[list[Device], Allocation]:
     duties: dict[frozenset[Role], list[Duty]] = {CORE: [TRAIN, IDLE], HYBRID: [*engines, TRAIN], ROLLOUT: engines}
     kinds = draw(st.permutations([CORE] * core + [HYBRID] * hybrid + [ROLLOUT] * rollout))
     workers = [device(slot, kind, draw(st.sampled_from(duties[kind]))) for slot, kind in enumerate(kinds)]
+    borrowed, used = draw(st.integers(0, 2)), draw(st.booleans())
+    workers += [lent(len(kinds) + slot, draw(st.sampled_from([engine("lent"), IDLE]))) for slot in range(borrowed)]
     training = draw(st.integers(0, hybrid - (rollout == 0)))
     others = hybrid - training + rollout - 1
     shapes = [draw(st.sampled_from(sorted(HOLD_ALL))), *(draw(st.sampled_from(SHAPES)) for _ in range(others))]
-    return workers, allocation(core + training, **Counter(shapes))
+    return workers, allocation(core + training, **Counter(shapes), lent=borrowed if used else 0)
 
 
 @settings(max_examples=300, deadline=None)
@@ -146,11 +161,11 @@ def test_the_result_is_what_was_wanted_and_nobody_is_without_need(situation: tup
     for move in moves:
         assert next(w for w in state if w.id == move.worker).duty == move.before != move.after
         assert unsafe(state, move, HOLD_ALL) is None
-        if sum(w.duty.role is Role.ROLLOUT for w in workers) > 1:
+        if sum(w.duty.role is Role.ROLLOUT and w.lent is None for w in workers) > 1:
             assert not leaves_a_gap(state, move)
         state = moved(state, move)
-    assert totals(state) == wanted_totals(wanted)
-    assert all(w.duty.role in w.allowed for w in state)
+    assert totals(concerned(state, wanted)) == wanted_totals(wanted)
+    assert all(suits(w, w.duty) for w in concerned(state, wanted))
 
 
 @settings(max_examples=100, deadline=None)
@@ -158,7 +173,8 @@ def test_the_result_is_what_was_wanted_and_nobody_is_without_need(situation: tup
 def test_no_more_moves_than_have_to_be(situation: tuple[list[Device], Allocation]) -> None:
     workers, wanted = situation
     moves = moves_to(workers, wanted)
-    if sum(w.duty.role is Role.ROLLOUT for w in workers) > 1:
+    workers = concerned(workers, wanted)
+    if sum(w.duty.role is Role.ROLLOUT and w.lent is None for w in workers) > 1:
         assert len(moves) == shortest_way_without_a_gap(workers, wanted)
     else:
         assert len(moves) == fewest_changes(workers, wanted)
@@ -357,3 +373,12 @@ def test_a_group_that_is_displaced_starts_again() -> None:
     assert group_transition(before, before, spread, place(problem, before, spread)).moves == ()
     # Where groups are is not known: those of a kind that goes on are taken to stay.
     assert group_transition(before, wanted).words() == ("train:a -> idle", "idle -> train:b")
+
+
+@pytest.mark.parametrize("wanted", [1, 3])
+def test_an_allocation_has_an_engine_for_each_lent_device(wanted: int) -> None:
+    workers = [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("long")), *(lent(2 + n) for n in range(2))]
+    for _ in range(wanted - 2):
+        workers.append(device(len(workers), ROLLOUT))
+    with pytest.raises(ValueError, match="engines"):
+        device_transition(workers, None, allocation(1, long=1, lent=wanted), HOLD_ALL)

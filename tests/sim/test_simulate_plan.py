@@ -53,7 +53,8 @@ def agents(count: int, *, tool: str | None = "search", seconds_each: float | Non
 
 
 def test_lent_engines_have_the_memory_and_the_share_that_was_priced() -> None:
-    planner = Planner(replace(CLUSTER, serving=(SERVING,)), QWEN_06B, RECIPE, lenders=(lender(2.0),))
+    recipe = RECIPE.model_copy(update={"batch": 512})  # more rollout than one's own GPUs do in time
+    planner = Planner(replace(CLUSTER, serving=(SERVING,)), QWEN_06B, recipe, lenders=(lender(2.0),))
     plan = planner.plan(CLASSES)
     (loan,), (beside,) = plan.loans, plan.request.menu().lent
     lent = [engine for engine in planned_engines(plan) if engine.name.startswith("chat-")]

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Piece, Save, Saved
+from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, LoanState, Piece, Save, Saved
 from libra.backends.transport.messages import Message
 from libra.backends.transport.trainer_messages import MeasureTraining, Sample, TrainingMeasured
 
@@ -141,6 +141,26 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights that the engine generates with; -1 before it has loaded any."""
+        ...
+
+    @property
+    def lent(self) -> bool:
+        """Whether its device serves users, too, and is had as far as they leave it."""
+        ...
+
+    @property
+    def away(self) -> str:
+        """Why nothing is lent to it for the time being; empty: it serves."""
+        ...
+
+    @property
+    def loan(self) -> LoanState | None:
+        """What came of the loan, as of its last report; None: its device is its own, or it has said nothing yet."""
+        ...
+
+    @property
+    def recall_rate(self) -> float:
+        """Recalls of its device a second, since it started; 0 where it is its own."""
         ...
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from libra.cli.errors import bad_input, require_pages
-from libra.config.run import AllocationMode, ConfigError, LauncherKind, RunConfig, load_config
+from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
 
 
@@ -27,6 +27,13 @@ def run(
     ] = None,
     allocation: Annotated[
         AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
+    ] = None,
+    lending: Annotated[
+        LendingRule | None,
+        typer.Option(
+            help="Who has a lent device next. gate: rollout, as far as the bound lets it. off: never rollout. The"
+            " others are baselines."
+        ),
     ] = None,
     launcher: Annotated[
         LauncherKind | None,
@@ -58,6 +65,7 @@ def run(
         "training.steps": steps,
         "training.learning_rate": learning_rate,
         "allocation": allocation,
+        "lending.rule": lending,
         "cluster.launcher": launcher,
         "cluster.ray_address": ray_address,
         "metrics.port": metrics_port,

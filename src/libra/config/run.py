@@ -85,6 +85,48 @@ class ShapeConfig(Section):
     kv_tokens: PositiveInt
 
 
+LENT = "lent"  # the shape, in buckets, of engines on devices that serve users
+LendingRule = Literal["gate", "serve-first", "naive", "published", "fixed", "off"]
+
+
+class ServerConfig(Section):
+    """A server of another model, under recorded traffic: vLLM as `vllm serve` runs it, without the HTTP."""
+
+    model: ModelConfig = ModelConfig()  # a tiny one has random weights
+    max_model_len: PositiveInt = 512
+    max_num_seqs: PositiveInt = 32
+    max_num_batched_tokens: PositiveInt = 64
+    kv_tokens: PositiveInt = 8192
+    traffic: Path  # requests as `libra simulate --requests` reads them, beside the configuration
+    speed: PositiveFloat = 1.0  # times as fast as they were recorded
+    shorter: PositiveFloat = 1.0  # prompts and outputs are divided by it
+
+
+class LendingConfig(Section):
+    """Servers that lend their devices to rollouts, one device each. Times are seconds."""
+
+    servers: PositiveInt
+    server: ServerConfig
+    ttft: PositiveFloat  # SLO: to the first token
+    tpot: PositiveFloat  # SLO: a token after it
+    use: float = Field(default=0.8, gt=0, le=1)  # share of `tpot` that may be spent
+    longest_grant: PositiveFloat = 0.05
+    shortest_grant: PositiveFloat = 0.004
+    requests_per_second: PositiveFloat = 100.0  # beyond which, at one server, nothing is lent
+    window: PositiveFloat = 2.0  # over which those are counted
+    quiet: PositiveFloat = 1.0  # with fewer requests before lending resumes; doubled where that was too soon
+    rule: LendingRule = "gate"  # off: nothing is lent; the others are baselines
+    engine: ShapeConfig  # what runs on a lent device
+
+    @model_validator(mode="after")
+    def _grants_are_possible(self) -> Self:
+        if self.shortest_grant > self.longest_grant:
+            raise ValueError(
+                f"shortest_grant is {self.shortest_grant:g} s, longest_grant {self.longest_grant:g} s: lower the first"
+            )
+        return self
+
+
 class StartBucket(Section):
     shape: str
     engines: PositiveInt
@@ -165,13 +207,34 @@ class RunConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     planner: PlannerConfig = PlannerConfig()
     metrics: MetricsConfig = MetricsConfig()
+    lending: LendingConfig | None = None
+
+    @model_validator(mode="after")
+    def _lends_shorter_engines(self) -> Self:
+        if LENT in self.engines:
+            raise ValueError(f"engines.{LENT} is the name of engines on lent devices: choose another")
+        if self.lending is not None:
+            holds = min(self.lending.engine.max_model_len, self.lending.engine.kv_tokens)
+            longest = max(shape.max_model_len for shape in self.engines.values())
+            if holds >= longest:
+                raise ValueError(
+                    f"lending.engine holds {holds} tokens: give fewer than {longest}, so that engines of your own serve"
+                    " the longest contexts while nothing is lent"
+                )
+        return self
 
     @model_validator(mode="after")
     def _start_is_possible(self) -> Self:
         for bucket in self.start.buckets:
-            if bucket.shape not in self.engines:
-                raise ValueError(f"start.buckets: {unknown('shape', bucket.shape, list(self.engines))}")
-        engines = sum(bucket.engines for bucket in self.start.buckets)
+            if bucket.shape not in self.all_engines:
+                raise ValueError(f"start.buckets: {unknown('shape', bucket.shape, list(self.all_engines))}")
+        lent = sum(bucket.engines for bucket in self.start.buckets if bucket.shape == LENT)
+        servers = 0 if self.lending is None else self.lending.servers
+        if lent != servers:
+            raise ValueError(
+                f"start.buckets has {lent} engines of shape {LENT} and lending.servers is {servers}: make them equal"
+            )
+        engines = sum(bucket.engines for bucket in self.start.buckets) - lent
         cluster = self.cluster
         if not cluster.core <= self.start.replicas <= cluster.core + cluster.hybrid:
             raise ValueError(
@@ -188,6 +251,16 @@ class RunConfig(Section):
         return self
 
     @property
+    def lent_devices(self) -> int:
+        """Devices of servers that have a rollout engine, too."""
+        return 0 if self.lending is None or self.lending.rule == "off" else self.lending.servers
+
+    @property
+    def all_engines(self) -> dict[str, ShapeConfig]:
+        """Every engine that a slot, or a lent device, can have."""
+        return dict(self.engines) if self.lending is None else {**self.engines, LENT: self.lending.engine}
+
+    @property
     def run_directory(self) -> Path:
         return self.directory / self.name
 
@@ -198,4 +271,9 @@ class RunConfig(Section):
 
 def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read a YAML file; `overrides` are dotted keys that replace what it says. Raises `ConfigError`."""
-    return read_section(path, RunConfig, "examples/calculator.yaml", overrides)
+    config = read_section(path, RunConfig, "examples/calculator.yaml", overrides)
+    if config.lending is None:
+        return config
+    server = config.lending.server
+    server = server.model_copy(update={"traffic": path.parent / server.traffic})
+    return config.model_copy(update={"lending": config.lending.model_copy(update={"server": server})})

@@ -93,10 +93,15 @@ class DeviceProfile:
         _require_measured("DeviceProfile", {"heldout_error": self.heldout_error})
 
 
+def slowed(cost: EngineCost, factor: float) -> EngineCost:
+    """The cost of an engine that takes `factor` times as long for everything."""
+    return EngineCost(**{field: seconds * factor for field, seconds in asdict(cost).items()})
+
+
 def scaled(profile: DeviceProfile, engine: float, train: float) -> DeviceProfile:
     """The profile of a device that takes `engine` times as long to generate and `train` times as long to train."""
     return replace(
         profile,
-        engine=EngineCost(**{field: seconds * engine for field, seconds in asdict(profile.engine).items()}),
+        engine=slowed(profile.engine, engine),
         train=TrainCost(**{field: seconds * train for field, seconds in asdict(profile.train).items()}),
     )

@@ -101,7 +101,9 @@ class Executor(Generic[Processes]):
         unsupported = self.processes.unsupported(transition)
         if unsupported is not None:
             raise UnsupportedTransitionError(unsupported)
-        conflict = transition.conflict({worker.id: worker.duty for worker in self.pool.healthy()})
+        shapes = transition.after.engines_by_shape
+        concerned = [worker for worker in self.pool.healthy() if worker.lent is None or shapes[worker.lent]]
+        conflict = transition.conflict({worker.id: worker.duty for worker in concerned})
         if conflict is not None:
             raise ValueError(f"the transition was planned for other workers: {conflict}; plan again")
         wanted, before = transition.after, self.allocation()

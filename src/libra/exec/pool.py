@@ -8,7 +8,7 @@ no process and does no I/O: it is the truth that the executor keeps and the jour
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.config.run import ClusterConfig
@@ -75,6 +75,7 @@ class Worker:
     losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
     node_lost: bool = False  # and may come back
     most_losses: int = MOST_LOSSES
+    lent: str | None = None  # shape of its engine, where the device serves users, too
 
     @property
     def duty(self) -> Duty:
@@ -84,7 +85,7 @@ class Worker:
     @property
     def device(self) -> Device:
         """As a planner sees it."""
-        return Device(self.id, self.slot, self.allowed, self.duty)
+        return Device(self.id, self.slot, self.allowed, self.duty, self.lent)
 
     @property
     def retired(self) -> bool:
@@ -135,6 +136,10 @@ class WorkerPool:
         self._workers[worker] = self._workers[worker].lose(now)
         return self._workers[worker]
 
+    def lent_shapes(self) -> frozenset[str]:
+        """Of the engines on devices that serve users, whether any of those is there or not."""
+        return frozenset(worker.lent for worker in self._workers.values() if worker.lent is not None)
+
     def devices(self) -> tuple[Device, ...]:
         """Healthy workers, as a planner sees them."""
         return tuple(worker.device for worker in self.healthy())
@@ -152,16 +157,26 @@ class WorkerPool:
         )
 
 
-def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> WorkerPool:
-    """Core trainers first, then hybrids, then engines; slot numbers in that order."""
+def make_pool(
+    core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES, *, lent: int = 0, lent_shape: str = ""
+) -> WorkerPool:
+    """Core trainers first, then hybrids, then engines, those on lent devices last; slot numbers in that order."""
     kinds = [
         ("core", core, {Role.TRAIN}),
         ("hybrid", hybrid, {Role.TRAIN, Role.ROLLOUT}),
         ("rollout", rollout, {Role.ROLLOUT}),
+        ("lent", lent, {Role.ROLLOUT}),
     ]
-    named = [(f"{kind}-{number}", frozenset(allowed)) for kind, count, allowed in kinds for number in range(count)]
+    named = [
+        (f"{kind}-{number}", frozenset(allowed), lent_shape if kind == "lent" else None)
+        for kind, count, allowed in kinds
+        for number in range(count)
+    ]
     return WorkerPool(
-        [Worker(name, slot, allowed, most_losses=most_losses) for slot, (name, allowed) in enumerate(named)]
+        [
+            Worker(name, slot, allowed, most_losses=most_losses, lent=shape)
+            for slot, (name, allowed, shape) in enumerate(named)
+        ]
     )
 
 
@@ -194,22 +209,31 @@ def current_allocation(
     return Allocation(doing[TRAIN], tuple(buckets))
 
 
-def fitted(allocation: Allocation, workers: Sequence[Worker]) -> Allocation:
+def fitted(allocation: Allocation, workers: Sequence[Worker], lent_shapes: Collection[str] = ()) -> Allocation:
     """`allocation` for as many workers as there are: who is too few is first missing in the longest bucket, which keeps
-    one engine, and then in the shortest ones; who is too many joins the longest one. Raises `InfeasiblePlanError` where
-    nobody is left to generate, or to train."""
+    one engine, and then in the shortest ones; who is too many joins the longest one. Engines of `lent_shapes` are those
+    of the lent devices that are there. Raises `InfeasiblePlanError` where nobody is left to generate, or to train."""
+    lent = Counter(worker.lent for worker in workers if worker.lent is not None)
+    own = len(workers) - lent.total()
     core = sum(worker.allowed == {Role.TRAIN} for worker in workers)
     may_train = sum(Role.TRAIN in worker.allowed for worker in workers)
-    replicas = max(core, min(allocation.replicas, may_train, len(workers) - 1))
-    engines = len(workers) - replicas
+    replicas = max(core, min(allocation.replicas, may_train, own - 1))
+    engines = own - replicas
     if engines < 1:
         raise InfeasiblePlanError("no device is left for a rollout engine")
     if replicas < 1:
         raise InfeasiblePlanError("no device is left for training")
+    wanted = sum(bucket.engines for bucket in allocation.buckets if bucket.shape not in lent_shapes)
     buckets: list[Bucket] = []
     for bucket in reversed(allocation.buckets):
-        count = min(bucket.engines, engines) if buckets else max(1, engines - (allocation.engines - bucket.engines))
-        engines -= count
+        if bucket.shape in lent_shapes:
+            count = lent[bucket.shape]
+        else:
+            count = min(bucket.engines, engines) if buckets else max(1, engines - (wanted - bucket.engines))
+            engines -= count
         if count:
             buckets.insert(0, replace(bucket, engines=count))
-    return Allocation(replicas, (replace(buckets[0], above=0), *buckets[1:]))
+    ends = (0, *(bucket.up_to for bucket in buckets))
+    return Allocation(
+        replicas, tuple(replace(bucket, above=above) for above, bucket in zip(ends, buckets, strict=False))
+    )

@@ -74,7 +74,7 @@ class Recovery:
         while not over():
             self._lost.clear()
             self._executor.processes.require_core()
-            whole = fitted(wanted, self._executor.pool.healthy())
+            whole = fitted(wanted, self._executor.pool.healthy(), self._executor.pool.lent_shapes())
             if self._executor.allocation() == whole:
                 return
             applied = await self._executor.apply(self._executor.transition(whole))

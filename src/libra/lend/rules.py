@@ -36,6 +36,19 @@ class Alternate:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeSlices:
+    """A fixed split of the device: rollout has its share of every period, whatever serving has to do."""
+
+    longest: float
+    period: float
+    share: float = 0.5
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        left = self.share * self.period - now % self.period
+        return Grant(now + min(left, self.longest), min(left, self.longest)) if left > 0 else Refusal("owner")
+
+
+@dataclass(frozen=True, slots=True)
 class PositiveSlack:
     """As ROSE is published (arXiv 2605.06534): rollout runs while everybody who is there would still be in time if
     serving ran alone from then on. The slack of first tokens is spent too."""

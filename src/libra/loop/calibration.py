@@ -44,6 +44,7 @@ def profile_key(
         "cluster": config.cluster.model_dump(include=_LAID_OUT),
         "start": config.start.model_dump(),  # which workers are measured side by side
         "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
+        "servers": 0 if config.lending is None else config.lending.servers,
         "training": config.training.model_dump(include=_TRAINED),
         "trajectories": config.training.trajectories,
         "versions": versions(COMPUTING),

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -159,10 +160,12 @@ def allocation_in_force(
     # While nobody held the longest contexts, others served them; and plans may no longer name a lost worker.
     limits = [(shape, min(up_to, holds[shape])) for shape, up_to in bucket_limits(before.plans) if shape in engines]
     found = current_allocation(before.worked.values(), [*limits, (holding[0], longest)], longest)
-    if found is None:
+    lent = Counter(worker.lent for worker in workers if worker.lent is not None)
+    if found is None or any(found.engines_by_shape[shape] not in (0, count) for shape, count in lent.items()):
         return None
     *shorter, last = found.buckets
-    others = len(workers) - found.replicas - found.engines
+    unused = sum(count for shape, count in lent.items() if not found.engines_by_shape[shape])
+    others = len(workers) - unused - found.replicas - found.engines
     return replace(found, buckets=(*shorter, replace(last, engines=last.engines + others)))
 
 

@@ -60,16 +60,23 @@ class ServingFleet:
         entry = self._instances.get(handle.name)
         return entry is not None and entry.handle is handle
 
-    def view(self, turn_tokens: int, version: int) -> View:
+    def view(self, turn_tokens: int, version: int, seeded: bool = False) -> View:
         """What the router may use now, for a turn that needs room for `turn_tokens` more and that no weights older than
         `version` may make: engines that hold such are left out, and so is one whose shape has no bucket in the
-        allocation."""
+        allocation, or whose device is recalled. A turn that samples from a seed of its own is for no engine on a lent
+        device: those compute prompts in parts, and on CPUs vLLM then cannot keep to a seed."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
-                InstanceView(name, buckets[entry.shape], entry.capacity_tokens, entry.handle.load_tokens)
+                InstanceView(
+                    name,
+                    buckets[entry.shape],
+                    entry.capacity_tokens,
+                    entry.handle.load_tokens,
+                    recall_rate=entry.handle.recall_rate,
+                )
                 for name, entry in self._instances.items()
-                if entry.shape in buckets and entry.handle.version >= version
+                if entry.shape in buckets and entry.handle.version >= version and _serves(entry.handle, seeded)
             ),
             limits=self.limits,
             turn_tokens=turn_tokens,
@@ -93,7 +100,8 @@ class ServingFleet:
         self._announce()
 
     def renewed(self) -> None:
-        """An engine in service has loaded later weights than it had: turns may have waited for that."""
+        """An engine in service has loaded later weights than it had, or its device is lent again: turns may have waited
+        for that. Or it was recalled."""
         self._announce()
 
     async def changed(self) -> None:
@@ -105,6 +113,10 @@ class ServingFleet:
         self._changed = asyncio.Event()
 
 
+def _serves(engine: Engine, seeded: bool) -> bool:
+    return not engine.lent or not (seeded or engine.away)
+
+
 class RunObserver(PoolObserver, Protocol):
     """Told of all changes of a run's workers."""
 
@@ -114,6 +126,10 @@ class RunObserver(PoolObserver, Protocol):
 
     def load(self, worker: str) -> None:
         """An engine is told to take new weights."""
+        ...
+
+    def recalled(self, worker: str, why: str) -> None:
+        """The device of an engine is recalled; `why` empty: it is lent again."""
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:

@@ -130,8 +130,9 @@ async def _restart(executor: RunExecutor, workers: Sequence[str]) -> list[float]
 
 
 def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
-    """Those in service, one at least. Raises `WorkerLostError`."""
-    engines = executor.processes.fleet.instances()
+    """Those in service on devices of their own, one at least: serving would wait for what is measured on its device.
+    Raises `WorkerLostError`."""
+    engines = tuple(entry for entry in executor.processes.fleet.instances() if not entry.handle.lent)
     if not engines:
         raise WorkerLostError("no engine is left to be measured")
     return engines

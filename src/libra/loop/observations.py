@@ -23,6 +23,8 @@ from libra.plan.replanner import Replanner
 from libra.plan.site import SlotSite
 from libra.plan.transition import Device, Role
 
+_LEAST_SHARE = 0.02  # of a device that is recalled for long: prices stay finite
+
 
 class EngineWork(NamedTuple):
     """What engines have done."""
@@ -40,14 +42,40 @@ class EngineCounters:
         self.busiest_seconds = 0.0  # of any engine, in the last look
 
     def gained(self, instances: Iterable[ServingEngine]) -> EngineWork:
-        """Sums over all engines since the last call."""
-        seen, self._seen = self._seen, {entry.handle.link: _work(entry.handle) for entry in instances}
+        """Sums over all engines on devices of their own since the last call."""
+        own = [entry.handle for entry in instances if not entry.handle.lent]
+        seen, self._seen = self._seen, {engine.link: _work(engine) for engine in own}
         gains = [
             [new - old for new, old in zip(work, seen.get(link, EngineWork()), strict=True)]
             for link, work in self._seen.items()
         ]
         self.busiest_seconds = max((busy for busy, *_ in gains), default=0.0)
         return EngineWork._make(map(sum, zip(EngineWork(), *gains, strict=True)))
+
+
+class LoanCounters:
+    """How much of its time an engine has a lent device, of the time in which it has turns to make."""
+
+    def __init__(self) -> None:
+        self._seen: dict[WorkerLink, tuple[float, float]] = {}
+        self._share = Ratio()
+
+    @property
+    def share(self) -> float:
+        """1 before anything was seen."""
+        return min(1.0, max(_LEAST_SHARE, self._share.value))
+
+    def observe(self, instances: Iterable[ServingEngine]) -> None:
+        """What came of the loans since the last call."""
+        lent = wanted = 0.0
+        for entry in instances:
+            loan = entry.handle.loan
+            if loan is not None:
+                before = self._seen.get(entry.handle.link, (0.0, 0.0))
+                lent, wanted = lent + loan.lent - before[0], wanted + loan.wanted - before[1]
+                self._seen[entry.handle.link] = loan.lent, loan.wanted
+        if wanted > 0:
+            self._share.observe(lent, wanted)
 
 
 def _work(engine: Engine) -> EngineWork:
@@ -66,12 +94,15 @@ class Observations:
         engines: Mapping[str, ShapeConfig],
         profile: DeviceProfile,
         max_turn_tokens: int,
+        lent_engine: ShapeConfig | None = None,
     ) -> None:
-        self._planner, self._training, self._engines = planner, training, engines
+        """`lent_engine` is the one on devices that serve users."""
+        self._planner, self._training, self._engines, self._lent_engine = planner, training, engines, lent_engine
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
         self.replanner = self._make_replanner(make_tracker(planner))
         self.counters = EngineCounters()
+        self.loans = LoanCounters()
         self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
         self._router_hits = Ratio()
         self._routed_tokens = self._hit_tokens = 0  # since the last step
@@ -150,4 +181,6 @@ class Observations:
             self._max_turn_tokens,
             self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak,
             self._router_hits.value,
+            self._lent_engine,
+            self.loans.share,
         )

@@ -19,6 +19,7 @@ import psutil
 from libra.config.run import (
     ClusterConfig,
     ConfigError,
+    LendingConfig,
     MetricsConfig,
     ModelConfig,
     RunConfig,
@@ -29,6 +30,7 @@ from libra.config.run import (
 from libra.loop.run_directory import check_run_directory
 from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
+from libra.sim.workload.request_file import RequestFormatError, read_requests
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
@@ -44,11 +46,14 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     """Raises `ConfigError`."""
     _check_launcher(config.cluster)
     _check_model_directory(config.model.directory)
+    servers = 0 if config.lending is None else config.lending.servers
     if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
-        _check_memory(config.cluster, config.training, config.model)
-        _check_cores(config.cluster)
+        _check_memory(config.cluster, config.training, config.model, servers + config.lent_devices)
+        _check_cores(config.cluster, servers)
         _check_port(config.cluster.port)
-    _check_engines(config.engines, config.start)
+    _check_engines(config.all_engines, config.start)
+    if config.lending is not None:
+        _check_lending(config.lending, config.cluster)
     _check_policy(config.routing.policy)
     _check_metrics(config.metrics, config.cluster.port)
     check_run_directory(config, resume, overwrite)
@@ -96,11 +101,26 @@ def _check_model_directory(directory: Path | None) -> None:
         )
 
 
-def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig) -> None:
+def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
+    if cluster.launcher != "local":
+        raise ConfigError(
+            f"lending: servers run beside the controller, and cluster.launcher is {cluster.launcher}; set it to local"
+        )
+    try:
+        if not read_requests(lending.server.traffic):
+            raise ConfigError(
+                f"lending.server.traffic: {lending.server.traffic} has no requests; give a file with some"
+            )
+    except (OSError, RequestFormatError) as error:
+        raise ConfigError(f"lending.server.traffic: {error}; give requests as .jsonl, or .csv") from None
+
+
+def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int) -> None:
+    """`beside` the workers there are servers, and engines on their devices."""
     free = psutil.virtual_memory().available
     each = WORKER_BYTES + _TRAINED_COPIES * _weight_bytes(model)
     peers = (cluster.core + cluster.hybrid) * (training.processes - 1)
-    others = FORK_SERVER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
+    others = FORK_SERVER_BYTES + beside * WORKER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
     needed = others + cluster.slots * each
     if needed > free:
         fit = max(0, int((free - others) // each))
@@ -133,13 +153,15 @@ def _weight_bytes(model: ModelConfig) -> int:
     return 4 * model.layers * (attention + 9 * model.hidden_size**2)
 
 
-def _check_cores(cluster: ClusterConfig) -> None:
+def _check_cores(cluster: ClusterConfig, servers: int) -> None:
     cores = len(os.sched_getaffinity(0))
-    asked = cluster.slots * cluster.share
+    asked = (cluster.slots + servers) * cluster.share
     if asked > cores:
+        beside = f" and {servers} servers" if servers else ""
         raise ConfigError(
-            f"cluster.slots: {cluster.slots} slots of {cluster.share} core need {asked:.2f} cores and"
-            f" {cores} are here; use at most {int(cores / cluster.share)} slots, or a smaller cluster.share"
+            f"cluster.slots: {cluster.slots} slots{beside} of {cluster.share} core need {asked:.2f} cores and"
+            f" {cores} are here; use at most {max(0, int(cores / cluster.share) - servers)} slots, or a smaller"
+            " cluster.share"
         )
 
 

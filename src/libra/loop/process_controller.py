@@ -11,7 +11,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra.backends.grpo.trainers import Trainers, start_order
@@ -20,13 +20,14 @@ from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
-from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
+from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
 from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import ShapeConfig, TrainingConfig
+from libra.exec.background import background
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
@@ -52,7 +53,7 @@ class WorkerSettings:
     """What the workers of a session begin with."""
 
     training: TrainingConfig
-    engines: Mapping[str, ShapeConfig]  # sizes in which one can be started
+    engines: Mapping[str, ShapeConfig]  # sizes in which one can be started, the one on lent devices among them
     share: float  # of one core, per slot
     port: int  # where replicas meet; 0: any free one
     seed: int
@@ -61,6 +62,7 @@ class WorkerSettings:
     kv_bytes: int  # that one token takes in an engine
     version: int  # of the weights: optimiser steps made before
     checkpoint: Path | None  # that holds them; None: they are the model's own
+    loans: Mapping[str, DeviceLoan] = field(default_factory=dict)  # of workers on devices that serve users
 
     @property
     def longest_context(self) -> int:
@@ -156,7 +158,13 @@ class SlotProcesses:
 
     async def reload(self) -> list[float]:
         """Every engine takes the current weights, if it has them or not; returns the seconds of each."""
-        seconds = await asyncio.gather(*(self._load_or_lose(entry.handle) for entry in self.fleet.instances()))
+        own = []
+        for entry in self.fleet.instances():
+            if entry.handle.lent:  # nobody waits for a lender
+                background(self._load_late(entry.handle))
+            else:
+                own.append(entry.handle)
+        seconds = await asyncio.gather(*map(self._load_or_lose, own))
         return [each for each in seconds if each is not None]
 
     def declare_dead(self) -> None:
@@ -216,7 +224,8 @@ class SlotProcesses:
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self.settings.engines[shape]
-        handle = EngineHandle(await self._spawn(name), self.lost)
+        loan = self.settings.loans.get(name)
+        handle = EngineHandle(await self._spawn(name), self.lost, None if loan is None else self._recalled)
         self._handles[name] = handle
         await handle.start(
             StartEngine(
@@ -232,6 +241,7 @@ class SlotProcesses:
                 cores=(handle.link.core,),
                 refresh_kv=self.settings.training.kv_on_update == "refresh",
                 kv=self._kv_place(handle),
+                loan=loan,
             )
         )
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
@@ -245,6 +255,27 @@ class SlotProcesses:
         if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)
+
+    async def _load_late(self, handle: Engine) -> None:
+        """Bring an engine to the current weights, whichever they are when it gets to them."""
+        while not handle.lost and handle.version < self._published.current.version:
+            wanted = self._published.current.version
+            try:
+                await self._published.load(handle)
+            except WorkerLostError:
+                return
+            except (WorkerFailedError, TimeoutError) as error:
+                if wanted == self._published.current.version:  # else newer ones were written over them meanwhile
+                    self.lost(handle.name, f"it could not take weights v{wanted}: {error}")
+                    return
+        self.fleet.renewed()
+
+    def _recalled(self, handle: EngineHandle) -> None:
+        """The device of an engine is recalled, or lent again."""
+        self.observer.recalled(handle.name, handle.away)
+        self.fleet.renewed()
+        if handle.away:
+            background(handle.vacate(_LEAVING_SECONDS))  # its turns go on elsewhere
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
         """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""

@@ -64,6 +64,8 @@ class Recorder:
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
+        self.recalls = 0
+        self._away: dict[str, tuple[float, str]] = {}  # engines whose device is recalled: since when, and why
 
     def begin(self) -> None:
         """Reinforcement learning begins, or goes on."""
@@ -218,6 +220,17 @@ class Recorder:
         with self._drawing() as (timeline, now):
             details: dict[str, JsonValue] = {"seconds": round(seconds, 3), "held_seconds": round(held_seconds, 4)}
             timeline.work(worker, "join training", max(0.0, now - seconds), now, details)
+
+    def recalled(self, worker: str, why: str) -> None:
+        """The device of an engine is recalled, `why` says; empty: it is lent again."""
+        self.event("recalled" if why else "lent_again", worker, why or "its device is lent again")
+        self.recalls += bool(why)
+        with self._drawing() as (timeline, now):
+            since = self._away.pop(worker, None)
+            if since is not None:
+                timeline.work(worker, f"away: {since[1]}", since[0], now)
+            if why:
+                self._away[worker] = now, why
 
     def load(self, worker: str) -> None:
         """An engine is told to take new weights."""

@@ -109,7 +109,7 @@ class RunningTurn:
         self._request = TurnRequest(
             draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, draft.due
         )
-        view = self._fleet.view(self._room, draft.version)
+        view = self._fleet.view(self._room, draft.version, draft.seed is not None)
         if self._returned is None:
             return self._fleet.policy.place(self._request, view)
         returned, self._returned = self._returned, None
@@ -172,7 +172,7 @@ class RunningTurn:
         """Ask the policy what becomes of a turn that has generated what its placement foresaw."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
-        view = self._fleet.view(self._room, self._draft.version)
+        view = self._fleet.view(self._room, self._draft.version, self._draft.seed is not None)
         placement = self._fleet.policy.bucket_overrun(self._request, generated, view)
         if placement is None:
             return

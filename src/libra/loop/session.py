@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
+from libra.backends.transport.engine_messages import LoanState
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.config.run import RunConfig, ShapeConfig, StartConfig
+from libra.config.run import LENT, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import save_profile
 from libra.environments.protocol import Environment, Prompt
@@ -32,13 +33,15 @@ from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout, evaluate, logprob_gap
+from libra.loop.servers import TracedServers
 from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
 from libra.records.files import writing
 from libra.records.run_log import prediction_error
-from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
+from libra.records.schema import Evaluation, LendingSummary, MovedContexts, PeriodRecord, RunSummary, read_records
+from libra.records.served import ServedSummary
 from libra.route.catalogue import policy_named, policy_restored
 
 
@@ -49,6 +52,7 @@ class _Observer:
         self._recorder, self._progress = recorder, progress
         self.role, self.moved = recorder.role, recorder.moved
         self.load, self.weights, self.joined = recorder.load, recorder.weights, recorder.joined
+        self.recalled = recorder.recalled
         self.planners: list[Callable[[], None]] = []
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
@@ -87,6 +91,7 @@ class _Workers:
     allocation: Allocation  # with which they begin
     key: str  # of their costs
     profile: DeviceProfile | None  # None: nobody has measured them yet
+    servers: TracedServers | None  # of users, on devices that are lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,12 @@ class Session:
         await executor.processes.save_final(config.run_directory / "model")
         started_trajectories = loop.groups.started * training.samples_per_prompt
         summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
+        if workers.servers is not None:
+            loans = [entry.handle.loan for entry in executor.processes.fleet.instances()]
+            lending = _lending(workers.servers.config.rule, loans, recorder.recalls, await workers.servers.stop())
+            summary = replace(summary, lending=lending)
+            if lending is not None:
+                self.progress.line(lending.words)
         recorder.summary(summary)
         records.journal.commit(RunEnded(loop.step))
         await executor.stop()
@@ -165,7 +176,14 @@ class Session:
     def _make_workers(self, records: _Records) -> _Workers:
         """The executor and what looks after its workers; none is started yet."""
         config, cluster, recorder = self.config, self.config.cluster, records.recorder
-        pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
+        pool = make_pool(
+            cluster.core,
+            cluster.hybrid,
+            cluster.rollout,
+            cluster.losses_per_hour,
+            lent=config.lent_devices,
+            lent_shape=LENT,
+        )
         recorder.event("arithmetic", None, self.arithmetic.words)
         recorder.meet(pool.all())
         allocation = self._first_allocation(pool)
@@ -173,14 +191,36 @@ class Session:
         model = json.loads((self.model / "config.json").read_text())
         key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
         profile = known_profile(config.planner.calibration, key, self.progress.line)
-        executor = self._executor(pool, allocation, profile, records.journal, observer)
+        servers = self._make_servers()
+        executor = self._executor(pool, allocation, profile, records.journal, observer, servers)
         recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
         observer.planners.append(recovery.worker_lost)
-        return _Workers(executor, recovery, observer, allocation, key, profile)
+        return _Workers(executor, recovery, observer, allocation, key, profile, servers)
+
+    def _make_servers(self) -> TracedServers | None:
+        """On the slots behind those of the run; none is started yet."""
+        config, cluster = self.config, self.config.cluster
+        if config.lending is None:
+            return None
+        slots = tuple(range(cluster.slots, cluster.slots + config.lending.servers))
+        dtype = served_dtype(self.arithmetic.precision)
+        return TracedServers(
+            self.launcher,
+            config.lending,
+            config.run_directory,
+            slots,
+            cluster.share,
+            dtype,
+            config.seed,
+            self.progress.line,
+        )
 
     async def _start_workers(self, workers: _Workers) -> DeviceProfile:
         """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
         config, executor, recovery, profile = self.config, workers.executor, workers.recovery, workers.profile
+        if workers.servers is not None:
+            self.progress.phase("starting servers")
+            await workers.servers.start()
         self.progress.phase("starting engines and trainers")
         await recovery.start()
         ready = executor.allocation() or workers.allocation
@@ -197,7 +237,10 @@ class Session:
         """What makes episodes, with the engines' work so far counted."""
         config, environment, executor, recorder = self.config, self.environment, workers.executor, records.recorder
         fleet = executor.processes.fleet
-        observations = Observations(config.planner, config.training, config.engines, profile, environment.turn_tokens)
+        lent = None if config.lending is None else config.lending.engine
+        observations = Observations(
+            config.planner, config.training, config.engines, profile, environment.turn_tokens, lent
+        )
         tools, codec = config.environment.tools, TokenizerCodec(self.model)
         rollout = Rollout(environment, tools, codec, fleet, executor.longest_context, recorder, recorder.now)
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
@@ -272,6 +315,7 @@ class Session:
         profile: DeviceProfile | None,
         journal: Journal,
         observer: RunObserver,
+        servers: TracedServers | None,
     ) -> RunExecutor:
         """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
@@ -282,11 +326,12 @@ class Session:
         kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
+        lent = [worker.id for worker in pool.all() if worker.lent is not None]
         if profile is not None:
             handover.price_by(profile)
         settings = WorkerSettings(
             config.training,
-            config.engines,
+            config.all_engines,
             config.cluster.share,
             config.cluster.port,
             config.seed,
@@ -295,6 +340,7 @@ class Session:
             kv_bytes,
             before.history.step if before is not None else 0,
             before.checkpoint if before is not None else None,
+            {} if servers is None else {name: servers.loan(number, config.name) for number, name in enumerate(lent)},
         )
         fleet = ServingFleet(policy, allocation, handover)
         return begin_session(SlotProcesses(self.launcher, pool, fleet, settings, journal, observer))
@@ -331,27 +377,48 @@ class Session:
         """The allocation of the configuration, or the one that was in force when the run was interrupted."""
         before = self.before
         if before is None:
-            return _start_allocation(self.config.start, self.config.engines)
+            return _start_allocation(self.config)
         moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
         self.progress.line(
             f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
             + (f", and {moves}" if moves else "")
         )
-        holds = {name: shape.max_model_len for name, shape in self.config.engines.items()}
+        holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}
         in_force = allocation_in_force(before.journal, pool.all(), holds)
         if in_force is None:
             self.progress.line("the workers or engines are others than before: they begin as start says")
-        return in_force or _start_allocation(self.config.start, self.config.engines)
+        return in_force or _start_allocation(self.config)
 
 
-def _start_allocation(start: StartConfig, engines: Mapping[str, ShapeConfig]) -> Allocation:
-    longest = longest_context(engines)
+def _start_allocation(config: RunConfig) -> Allocation:
+    longest = longest_context(config.engines)
+    used = [bucket for bucket in config.start.buckets if bucket.shape != LENT or config.lent_devices]
     buckets: list[Bucket] = []
-    for index, bucket in enumerate(start.buckets):
+    for index, bucket in enumerate(used):
         above = buckets[-1].up_to if buckets else 0
-        up_to = longest if index == len(start.buckets) - 1 else bucket.up_to
+        up_to = longest if index == len(used) - 1 else bucket.up_to
         buckets.append(Bucket(bucket.shape, bucket.engines, above, up_to))
-    return Allocation(start.replicas, tuple(buckets))
+    return Allocation(config.start.replicas, tuple(buckets))
+
+
+def _lending(
+    rule: str, loans: Sequence[LoanState | None], recalls: int, users: ServedSummary | None
+) -> LendingSummary | None:
+    if users is None:
+        return None
+    known = [loan for loan in loans if loan is not None]
+    wanted = sum(loan.wanted for loan in known)
+    return LendingSummary(
+        rule=rule,
+        share=sum(loan.lent for loan in known) / wanted if wanted else 0.0,
+        grants=sum(loan.grants for loan in known),
+        overstayed=sum(loan.overstayed for loan in known),
+        recalls=recalls,
+        requests=users.requests,
+        missed=users.missed,
+        ttft=users.ttft,
+        tpot=users.tpot,
+    )
 
 
 def _words(evaluation: Evaluation) -> str:

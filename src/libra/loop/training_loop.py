@@ -171,7 +171,9 @@ class TrainingLoop:
 
     def _gained(self) -> EngineWork:
         """The engines' work since the last call."""
-        return self.observations.counters.gained(self.fleet.instances())
+        instances = self.fleet.instances()
+        self.observations.loans.observe(instances)
+        return self.observations.counters.gained(instances)
 
     async def _between_steps(self) -> None:
         self._require_sound()

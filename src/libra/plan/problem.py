@@ -31,7 +31,7 @@ One name for each family of constraints, in `plan.model` (CP-SAT, ILP, bounds), 
     longest_context       the longest context of class j <= holds[o]
     devices               generating[p] + training[p] <= devices[p]               for every p
     own_devices           ... their sum; without it (colocated) each of them
-    no_idle_devices       = in place of <=, if asked for
+    no_idle_devices       = in place of <=, if asked for; of a pool that serves = or none
 
 For a T, longest_context, rollout and latency ask for a number of engines, `need[t, s, i, j]` (`plan.model.ranges`), and
 the model has in their place

@@ -16,7 +16,15 @@ from libra.plan.allocation import Allocation
 from libra.plan.decision import cluster_seconds, live_refill, machine_seconds, switch_cost
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.menu import Menu
-from libra.plan.options.slots import SLOT_CLASSES, SlotCounts, SlotRequest, longest_context, make_request
+from libra.plan.options.slots import (
+    SLOT_CLASSES,
+    LentSlots,
+    SlotCounts,
+    SlotRequest,
+    engine_shapes,
+    longest_context,
+    make_request,
+)
 from libra.plan.placement import place
 from libra.plan.plan import Plan, PlanRequest, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
@@ -132,6 +140,8 @@ class SlotSite:
     max_turn_tokens: int
     train_tokens: float  # through the trainer, per trajectory
     router_hit: float
+    lent_engine: ShapeConfig | None = None  # on devices that serve users; None: there are none
+    lent_share: float = 1.0  # of their time
     classes: int = SLOT_CLASSES
 
     @property
@@ -142,7 +152,7 @@ class SlotSite:
         return tuple(Question(request, request.menu()) for request in map(self.request, scenarios))
 
     def request(self, scenario: Scenario) -> SlotRequest:
-        kinds = [device.allowed for device in self.devices]
+        kinds = [device.allowed for device in self.devices if device.lent is None]
         return make_request(
             self.training,
             self.engines,
@@ -157,7 +167,16 @@ class SlotSite:
             train_tokens=self.train_tokens * scenario.scale,
             router_hit=self.router_hit,
             current=self.current,
+            lent=self._lent(),
         )
+
+    def _lent(self) -> LentSlots | None:
+        """Those of the devices that serve users."""
+        names = [device.lent for device in self.devices if device.lent is not None]
+        if not names or self.lent_engine is None:
+            return None
+        [shape] = engine_shapes({names[0]: self.lent_engine})
+        return LentSlots(shape, len(names), self.lent_share)
 
     def transition(self, question: Question, wanted: Allocation) -> Transition:
         longest = {option.shape for option in question.problem.engines if option.holds >= self.longest_context}

@@ -57,6 +57,7 @@ class Device:
     slot: int
     allowed: frozenset[Role]
     duty: Duty = IDLE
+    lent: str | None = None  # shape of the one engine that runs there, where the device serves users; None: it is ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> s
     While a device moves, a core replica trains and, as long as several engines run, another one holds the longest
     contexts. A pool that is short of something already may do what does not make it shorter: that is how it recovers.
     """
-    others = [device for device in devices if device.id != move.worker]
+    others = [device for device in devices if device.id != move.worker and device.lent is None]
     cores = [device.id for device in devices if device.duty.role is Role.TRAIN and device.allowed == {Role.TRAIN}]
     if cores == [move.worker]:
         return f"{move.worker} is the last core replica"
@@ -152,19 +153,28 @@ def device_transition(
     training = may_train[: wanted.replicas]
     if len(training) < wanted.replicas:
         raise ValueError(f"{wanted.replicas} replicas are wanted, but only {len(training)} workers may train")
-    generating = [device for device in devices if device not in training]
     missing = wanted.engines_by_shape
+    for shape, count in Counter(device.lent for device in devices if device.lent is not None).items():
+        if missing[shape] not in (0, count):
+            raise ValueError(f"{missing[shape]} engines of {shape} are wanted, and {count} devices are lent for them")
+    # An engine on a lent device that is not wanted stays: it takes nobody's device, and nothing is sent to it.
+    generating = [
+        device for device in devices if device not in training and (device.lent is None or missing[device.lent])
+    ]
     if len(generating) != missing.total() or any(Role.ROLLOUT not in device.allowed for device in generating):
         raise ValueError(f"{missing.total()} engines are wanted, but {len(generating)} workers are left for them")
-    moving = []
+    moving, starts = [], []
     for device in generating:
         if device.duty.shape is not None and missing[device.duty.shape] > 0:
             missing[device.duty.shape] -= 1
+        elif device.lent is not None:
+            starts.append(Move(device.id, device.duty, Duty(Role.ROLLOUT, device.lent)))
+            missing[device.lent] -= 1
         else:
             moving.append(device)
     longest_first = [bucket.shape for bucket in reversed(wanted.buckets) for _ in range(missing[bucket.shape])]
     moving.sort(key=lambda d: (d.duty != IDLE, d.duty.role is not Role.TRAIN, d.duty.shape in longest, d.slot))
-    starts = [
+    starts += [
         Move(device.id, device.duty, Duty(Role.ROLLOUT, shape))
         for device, shape in zip(moving, longest_first, strict=True)
     ]
@@ -183,7 +193,9 @@ def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Co
         steps = [move]
         if unsafe([*state.values()], move, longest):
             moves_later = {later.worker for later in moves[index + 1 :]}
-            engines = [d for d in state.values() if d.duty.role is Role.ROLLOUT and d.id != move.worker]
+            engines = [
+                d for d in state.values() if d.duty.role is Role.ROLLOUT and d.id != move.worker and d.lent is None
+            ]
             stands_in = min(engines, key=lambda d: (d.id in moves_later, d.slot))
             # The two change places, unless the other one is wanted elsewhere anyway.
             instead = move.after if stands_in.id in moves_later else stands_in.duty

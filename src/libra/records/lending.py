@@ -14,8 +14,10 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
-from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView
+from libra.config.run import LendingRule
+from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
+from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst, TimeSlices
 from libra.records.files import whole_lines
 from libra.records.schema import Record, RecordFormatError
 from libra.traffic.envelope import Envelope
@@ -33,9 +35,23 @@ class LendingTerms(Record):
     envelope: Envelope
     recall: RecallPolicy
     kind: Literal["terms"] = "terms"
+    sharing: LendingRule = "gate"  # any other is a baseline
+    ttft: float | None = None  # what the first token may take; None: as long as it likes
 
-    def rule(self) -> WatchedRule:
-        return WatchedRule(Gate(self.longest, self.shortest), self.envelope, Recall(self.recall))
+    def rule(self) -> SharingRule:
+        match self.sharing:
+            case "gate":
+                return WatchedRule(Gate(self.longest, self.shortest), self.envelope, Recall(self.recall))
+            case "serve-first":
+                return ServeFirst(self.longest)
+            case "naive":
+                return Alternate(self.longest)
+            case "published":
+                return PositiveSlack(self.longest, math.inf if self.ttft is None else self.ttft)
+            case "fixed":
+                return TimeSlices(self.longest, _SLICES)
+            case "off":
+                return NoLending()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +120,9 @@ class LentStep(Record):
     kind: Literal["step"] = "step"
 
 
+_SLICES = 1.0  # seconds: the period in which a fixed split gives each side its share
+
+
 class _Recorded:
     """The `ServingCost` that the file says there was."""
 
@@ -145,7 +164,7 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
 def replay(path: Path) -> RecordReplay:
     """Ask the same rule the same questions again. A borrower that began anew wrote its terms again, and is asked with
     a new rule. Raises `RecordFormatError`."""
-    rule: WatchedRule | None = None
+    rule: SharingRule | None = None
     different, answers = [], 0
     for number, said in enumerate(read_lending(path), start=1):
         if isinstance(said, LendingTerms):
@@ -153,7 +172,7 @@ def replay(path: Path) -> RecordReplay:
         if not isinstance(said, LendingAnswer):
             continue
         assert rule is not None
-        if said.breach is not None:
+        if said.breach is not None and isinstance(rule, WatchedRule):
             rule.recall.observe(said.breach, said.at)
         answers += 1
         if rule.decide(said.view, said.at, _Recorded(said.longest_step)) != said.answer:

@@ -208,6 +208,29 @@ class MovedContexts(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class LendingSummary:
+    """What lending gave the run, and what it cost the servers' users. Seconds, at the 99th percentile."""
+
+    rule: str
+    share: float  # of the lent devices' time that rollout had, while it had turns to make
+    grants: int
+    overstayed: int  # of them, that serving did not wait out
+    recalls: int
+    requests: int  # of users, that ended
+    missed: int  # of them, that missed their SLO; some may miss it without lending, too
+    ttft: float
+    tpot: float
+
+    @property
+    def words(self) -> str:
+        had = "nothing was lent" if self.rule == "off" else f"rollout had {self.share:.0%} of the lent devices"
+        return (
+            f"lending ({self.rule}): {had}; {self.missed} of {self.requests} users' requests missed their SLO, TTFT"
+            f" {1e3 * self.ttft:.0f} ms and TPOT {1e3 * self.tpot:.0f} ms at the 99th percentile"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary(Record):
     """The whole run in one value, written when it ends."""
 
@@ -229,6 +252,7 @@ class RunSummary(Record):
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
     arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
+    lending: LendingSummary | None = None  # None: nobody serves users beside the run, or none of their requests ended
 
 
 _ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}

@@ -49,6 +49,7 @@ def render_report(run_directory: Path) -> str:
         health=_health(log) if log.steps else (),
         averaged=max(1, len(log.steps) // 10),
         evaluations=_evaluations(log),
+        lending=log.summary.lending.words if log.summary is not None and log.summary.lending is not None else "",
         losses=[(duration(event.time), event.worker or "–", event.text) for event in log.losses],
         events=[
             (duration(event.time), event.kind.replace("_", " "), event.worker or "–", event.text)

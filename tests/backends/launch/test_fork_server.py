@@ -70,9 +70,7 @@ async def test_a_worker_that_is_told_nonsense_says_so_and_ends(forked: Forked, t
     await launcher.ready()
     link = await launcher.spawn("rollout-0", 0)
     link.channel.send(Stop())
-    assert await link.channel.receive() == Failure(
-        "TypeError: a worker starts with StartEngine or StartTrainer, not Stop"
-    )
+    assert await link.channel.receive() == Failure("TypeError: no worker starts with Stop")
     await gone(link)
     assert "Traceback" in (tmp_path / "rollout-0.log").read_text()
 

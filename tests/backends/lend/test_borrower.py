@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ import pytest
 from libra.backends.lend.borrower import GatedBorrower
 from libra.backends.lend.device_token import BorrowerToken, EngineFacts, LenderToken, ServingStep, ServingToken
 from libra.backends.lend.record import LendingRecord
-from libra.lend.gate import IDLE, ServingView
+from libra.config.run import LendingRule
+from libra.lend.gate import IDLE, Grant, ServingView
 from libra.lend.quota import KVView
 from libra.lend.recall import RecallPolicy
 from libra.lend.step_cost import RolloutQueue, StepShape
@@ -169,6 +170,27 @@ def test_serving_that_waits_for_a_grant_to_be_over_waits_for_one(shared: Shared)
     assert shared.borrower.step(shared.engine) is not None
 
 
+def test_a_grant_that_is_out_never_becomes_longer(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving comes between the borrower's two looks, and waits from then on."""
+    shared.learn()
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    token, told = shared.borrower._token, list[float]()
+    take = token.try_take
+
+    def taken_slowly(expires: float) -> bool:
+        told.append(expires)
+        taken = take(expires)
+        shared.clock.now += 0.01
+        shared.serving._wants = True
+        shared.serving.publish(IDLE, KVView(), TERMS.pace)
+        return taken
+
+    monkeypatch.setattr(token, "try_take", taken_slowly)
+    shared.borrower.step(shared.engine)
+    assert shared.serving.expires == told[0]
+    assert shared.clock.now <= told[0]
+
+
 def test_a_page_that_was_left_half_written_is_waited_for(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("libra.backends.lend.device_token._PATIENCE", 0.01)
     page = shared.serving._page.bytes
@@ -294,3 +316,61 @@ def test_a_full_disk_ends_the_record_and_is_told_once(tmp_path: Path) -> None:
     assert told.endswith("lending goes on, unrecorded from here on")
     assert f"told: {tmp_path / 'lending.jsonl'} cannot be written" in told
     assert 64 < int(lines) < 400
+
+
+def test_who_has_nothing_to_compute_still_hears_that_a_loan_came_back(shared: Shared) -> None:
+    """Outside its envelope a loan is recalled, and its turns go elsewhere: nobody steps any more."""
+    shared.learn()
+    crowd = ServingView(live=7, waiting=0, due=math.inf)  # one more than the envelope has
+    shared.serving.publish(crowd, KVView(), TERMS.pace)
+    assert shared.borrower.step(shared.engine) is None
+    assert shared.borrower.tally.why == "7 requests, certified to 6"
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
+    shared.borrower.watch()
+    assert shared.borrower.tally.why  # it was calm for less than the quiet time
+    for _ in range(40):
+        shared.clock.now += 0.1
+        shared.lender.extend(shared.clock.now + 1.0)
+        shared.serving.publish(IDLE, KVView(), TERMS.pace)
+        shared.borrower.watch()
+    assert shared.borrower.tally.why == "" and shared.engine.began
+    shared.lender.extend(0.0)
+    shared.borrower.watch()
+    assert shared.borrower.tally.why == "the lender has not given its word"
+    assert [step.at for step in shared.lines(LentStep)] == shared.engine.began  # to watch is no step
+    assert replay(shared.path).different == ()
+
+
+@pytest.mark.parametrize(
+    ("sharing", "live", "granted"),
+    [
+        ("gate", 0, True),
+        ("serve-first", 0, True),
+        ("serve-first", 1, False),
+        ("naive", 1, False),
+        ("published", 0, True),
+        ("off", 0, False),
+    ],
+)
+def test_terms_name_the_rule(sharing: LendingRule, live: int, granted: bool) -> None:
+    class OneSecond:
+        def longest_step(self, view: ServingView) -> float:
+            return 1.0
+
+        def catch_up(self, view: ServingView) -> float:
+            return 1.0
+
+    rule = replace(TERMS, sharing=sharing, ttft=0.5).rule()
+    view = ServingView(live, 0, 100.5 if live else math.inf)
+    assert isinstance(rule.decide(view, 100.0, OneSecond()), Grant) == granted
+
+
+def test_a_fixed_split_gives_each_side_half_of_every_second() -> None:
+    rule, granted = replace(TERMS, sharing="fixed").rule(), 0.0
+    now = 7.0
+    while now < 8.0:
+        answer = rule.decide(ServingView(3, 3, math.inf), now, None)  # type: ignore[arg-type]
+        length = answer.length if isinstance(answer, Grant) else 0.0
+        granted += length
+        now += length or 0.001
+    assert granted == pytest.approx(0.5)

@@ -32,7 +32,7 @@ def test_the_device_passes_on_between_steps_and_the_schedule_is_the_same(
     monkeypatch.setenv(DEVICE, str(tmp_path / "device"))
     monkeypatch.setattr(vllm_schedule, "Scheduler", SynchronousLending)
     monkeypatch.setattr(vllm_schedule, "AsyncScheduler", AsynchronousLending)
-    engine = vllm_schedule._Engine(config)
+    engine = vllm_schedule.VllmEngine(config)
     lender, borrower = LenderToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 1000.0)
     lender.extend(math.inf)
     for request in REQUESTS:

@@ -228,7 +228,7 @@ async def test_an_engine_of_another_node_is_not_asked(scene: Scene) -> None:
     scene.target.link = replace(scene.target.link, node="other")
     assert scene.handover.place(scene.target) is None and scene.handover.place(scene.source) is not None
     transfer, change = await scene.begin()
-    assert (transfer, change.why) == (None, "an engine is on another node")
+    assert (transfer, change.why) == (None, "an engine is on another node, or on a lent device")
     assert scene.source_far.nothing_waits()
 
 

@@ -14,7 +14,7 @@ from tables import by_name
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.price import bucket_prices, price
-from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest
+from libra.plan.options.slots import EngineShape, LentSlots, SlotCounts, SlotRequest
 from libra.plan.problem import InfeasiblePlanError, Pool, Prediction, TrainingOption
 
 MORE_STALE = replace(REQUEST, workload=replace(WORKLOAD, max_staleness=3))
@@ -130,7 +130,7 @@ def test_work_of_a_step_is_that_of_all_its_trajectories(request: SlotRequest) ->
     """Against the rate at which each resource of an engine is used up."""
     cost, workload = request.profile.engine, request.workload
     memory = {shape.name: shape.kv_tokens for shape in request.shapes}
-    for option in request.menu().problem.engines:
+    for option in replace(request, lent=None).menu().problem.engines:
         for index, cls in enumerate(workload.classes):
             iterations = (cls.generated / option.max_num_seqs, cls.context_sum / memory[option.shape])
             busy = (
@@ -149,7 +149,9 @@ def test_every_device_has_a_role_that_it_may_have(request: SlotRequest) -> None:
     found = solve(request.menu().problem).allocation
     fleet = request.fleet
     assert fleet.core <= found.replicas <= fleet.core + fleet.hybrid
-    assert found.replicas + found.engines == fleet.devices
+    lent = request.lent.devices if request.lent is not None else 0
+    assert found.engines_by_shape["lent"] in (0, lent)
+    assert found.replicas + found.engines == fleet.devices + found.engines_by_shape["lent"]
     assert len({bucket.shape for bucket in found.buckets}) == len(found.buckets)
 
 
@@ -191,3 +193,42 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
 def test_a_value_that_cannot_be_is_refused_with_its_field(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def test_a_lent_device_is_as_slow_as_its_share() -> None:
+    """Its engine has a pool, a shape and prices of its own; those of one's own devices stay as they are."""
+    shape = EngineShape("lent", 2000, 16, 20_000)
+    few_long = (replace(SHORT, share=0.95), replace(LONG, share=0.05, before_first_return=0.0))
+    workload = replace(WORKLOAD, trajectories=64, max_staleness=4, classes=few_long, router_hit=1.0)
+    busy = replace(REQUEST, fleet=SlotCounts(1, 0, 1), workload=workload)
+    alone, shared = busy.menu().problem, replace(busy, lent=LentSlots(shape, 2, 0.5)).menu().problem
+    assert shared.pools == (Pool("slots", 2, 1), Pool("lent", 2, 1, serves=True))
+    own = tuple(option for option in shared.engines if option.pool == "slots")
+    lent = tuple(option for option in shared.engines if option.pool == "lent")
+    assert own == alone.engines and {option.shape for option in lent} == {"lent"}
+    whole = {option.max_num_seqs: option for option in own if option.shape == "long"}  # with the same memory
+    assert {option.max_num_seqs for option in lent} & {*whole}
+    for option in lent:
+        if option.max_num_seqs in whole:
+            for slow, fast in zip(option.work, whole[option.max_num_seqs].work, strict=True):
+                assert slow == pytest.approx(tuple(2 * seconds for seconds in fast))
+    solution = solve(shared)
+    engines = solution.allocation.engines_by_shape
+    assert engines["lent"] == 2 and solution.allocation.replicas == engines["long"] == 1
+    assert solution.predicted.step < solve(alone).predicted.step
+
+
+@pytest.mark.parametrize(
+    ("lent", "message"),
+    [
+        (lambda: LentSlots(EngineShape("lent", 10, 1, 10), 0, 0.5), "devices is 0; set it to 1 or more"),
+        (lambda: LentSlots(EngineShape("lent", 10, 1, 10), 1, 0.0), "share is 0.0; it is the share of a device's time"),
+        (
+            lambda: replace(REQUEST, lent=LentSlots(EngineShape("long", 10, 1, 10), 1, 0.5)),
+            "shapes: two have the same name",
+        ),
+    ],
+)
+def test_lent_slots_that_cannot_be(lent: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lent()

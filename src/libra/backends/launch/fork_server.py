@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from libra.backends.launch.worker import die_with, serve_and_leave
 from libra.backends.machine import Bf16Speed, probe
 from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.engine_messages import StartEngine
+from libra.backends.transport.engine_messages import StartEngine, StartServer
 from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import StartTrainer
 
@@ -257,12 +257,16 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
             from libra.backends.vllm.engine_worker import serve_engine
 
             serve_engine(channel, message, weights_descriptor, began)
+        case StartServer():
+            from libra.backends.lend.traced_server import serve_traced
+
+            serve_traced(channel, message)
         case StartTrainer():
             from libra.backends.grpo.training_worker import serve_trainer
 
             serve_trainer(channel, message, weights_descriptor, began)
         case _:
-            raise TypeError(f"a worker starts with StartEngine or StartTrainer, not {type(message).__name__}")
+            raise TypeError(f"no worker starts with {type(message).__name__}")
 
 
 def _import_everything() -> None:

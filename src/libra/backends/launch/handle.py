@@ -16,9 +16,7 @@ import msgspec
 
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import FromWorker
-from libra.backends.transport.engine_messages import (
-    StartEngine,
-)
+from libra.backends.transport.engine_messages import StartEngine, StartServer
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Ready, Stop
 from libra.backends.transport.trainer_messages import StartTrainer
 from libra.exec.background import background
@@ -74,7 +72,7 @@ class Handle:
             raise TypeError(f"worker {self.name} answered {type(message).__name__} with {type(answer).__name__}")
         return answer
 
-    async def start(self, message: StartEngine | StartTrainer) -> Ready:
+    async def start(self, message: StartEngine | StartServer | StartTrainer) -> Ready:
         return await self.ask(message, Ready, START_DEADLINE)
 
     async def stop(self) -> None:

@@ -29,6 +29,7 @@ _REST = 0.001  # seconds between two looks at a device that is not to be had bef
 _STUCK = 1.0  # seconds in which no step fits into any grant
 _RECALLED = 0.02  # likewise where time alone brings the loan back
 
+_NO_WORD = "the lender has not given its word"
 _WHY: dict[Reason, str] = {
     "first token": "a request waits for its first token",
     "due": "the next token is due",
@@ -94,10 +95,9 @@ class GatedBorrower:
             self.rest()
             return None
         if token.lease <= clock():
-            self._wait("the lender has not given its word")
+            self._wait(_NO_WORD)
             return None
-        for seen in token.steps():
-            self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
+        self._learn()
         try:
             notice = token.look()
         except LendingError as error:
@@ -122,16 +122,18 @@ class GatedBorrower:
         if not token.try_take(grant.expires):
             self._device.sleep(POLL)
             return None
-        made, overstayed = None, False
+        made, overstayed, expires = None, False, grant.expires
         try:
             again = token.look()
             if again.at != notice.at:  # somebody has come
-                grant = self._ask(again)
-                if grant is None:
+                changed = self._ask(again)
+                if changed is None:
                     return None
-                token.shorten(grant.expires)
+                # Never later than serving was told: it may be waiting for that moment already.
+                expires = min(expires, changed.expires)
+                token.shorten(expires)
             began = clock()
-            tokens = min(tokens, self._budget.within(grant.expires - began, queue))
+            tokens = min(tokens, self._budget.within(expires - began, queue))
             if not tokens or token.lease <= began:
                 return None
             self._device.begin()
@@ -147,12 +149,28 @@ class GatedBorrower:
         self._account(LentStep(began, spent, self._budget.bound(tokens, queue), tokens, overstayed), engine.shape)
         return made
 
+    def watch(self) -> None:
+        """Ask without anything to compute: only who asks hears that a loan has come back."""
+        if self._token.lease <= self._device.clock():
+            self._say(_NO_WORD)
+            return
+        self._learn()
+        try:
+            self._ask(self._token.look())
+        except LendingError as error:
+            self._say(str(error))
+        self._token.wish(0.0)
+
     def rest(self) -> None:
         """There is nothing to compute: serving need not leave anything."""
         self._token.wish(0.0)
         self._say("")
         if self._record is not None:
             self._record.flush(all_of_it=True)
+
+    def _learn(self) -> None:
+        for seen in self._token.steps():
+            self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
 
     def _ask(self, notice: ServingNotice) -> Grant | None:
         now, (breach, self._breach) = self._device.clock(), (self._breach, None)

@@ -16,7 +16,8 @@ from libra.backends.lend.device import device_here
 from libra.backends.lend.device_token import BorrowerToken
 from libra.backends.lend.kv_loan import BorrowedKV
 from libra.backends.lend.record import LendingRecord
-from libra.backends.transport.engine_messages import DeviceLoan, Generate
+from libra.backends.transport.engine_messages import DeviceLoan, Generate, LoanState
+from libra.lend.recall import WatchedRule
 
 if TYPE_CHECKING:
     from libra.backends.vllm.engine import VllmEngine
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _LOOK = 0.02  # seconds between two looks at what serving needs, of an engine that has memory and nothing to do
 _NO_MEMORY = 0.001  # likewise of one that has turns and no memory
+_PATIENCE = 1.0  # seconds without a grant after which turns are better made elsewhere
 
 
 class BorrowingEngine:
@@ -36,11 +38,17 @@ class BorrowingEngine:
         self._record = None if loan.record is None else LendingRecord(Path(loan.record), terms, _tell)
         self._loan = loan
         self._memory: BorrowedKV | None = None  # None: all of the engine's KV memory is its own
+        self._wanted = 0.0  # seconds with turns to make
+        self._since: float | None = None  # there were turns to make, up to here; None: there were none
+        self._granted = 0.0  # when a step was last granted, or there was nothing to compute
+        self._told = ""  # of `away`
 
     def lend(self, engine: VllmEngine) -> None:
         """From now on. What the engine sets up with its first steps is part of its start."""
-        terms, rule = self._loan.terms, self._loan.terms.rule()
-        self._engine = engine
+        terms = self._loan.terms
+        rule = terms.rule()
+        self._recall = rule.recall if isinstance(rule, WatchedRule) else None
+        self._engine, self._device = engine, device_here(self._loan.share)
         engine.add(Generate("warm-up", [4 + index % 16 for index in range(16)], 4, 1.0, -1, 0, salt="warm-up"))
         while engine.busy:
             engine.step()
@@ -57,10 +65,10 @@ class BorrowingEngine:
         self._borrower = GatedBorrower(
             self._token,
             rule,
-            device_here(self._loan.share),
+            self._device,
             shortest=terms.shortest,
             most_tokens=engine.most_tokens,
-            recall=rule.recall,
+            recall=self._recall,
             record=self._record,
         )
 
@@ -75,6 +83,16 @@ class BorrowingEngine:
 
     def step(self) -> list[Sampled] | None:
         """One step if there is a grant; else None, after a moment."""
+        began = self._device.clock()
+        sampled = self._granted_step()
+        now = self._device.clock()
+        if sampled is not None:
+            self._granted = now
+        self._wanted += now - (began if self._since is None else self._since)
+        self._since = now
+        return sampled
+
+    def _granted_step(self) -> list[Sampled] | None:
         if self._memory is not None and not self._memory.own:
             self._borrower.rest()
             time.sleep(_NO_MEMORY)
@@ -82,9 +100,32 @@ class BorrowingEngine:
         return self._borrower.step(self._engine)
 
     def rest(self) -> float | None:
-        """There are no turns. Seconds after which to `settle` all the same; None: nothing is to be given back."""
+        """There are no turns. Seconds after which to `settle` all the same, and to ask whether the device is lent
+        again; None: nothing is to be given back, and nothing was recalled."""
+        self._since = None
+        if self.away:
+            self._borrower.watch()
+            return _LOOK
+        self._granted = self._device.clock()
         self._borrower.rest()
         return _LOOK if self._memory is not None and self._memory.own else None
+
+    @property
+    def away(self) -> str:
+        """Why nothing is lent, where that is for longer than a few steps of serving; else empty."""
+        if self._recall is not None and self._recall.recalled is not None:
+            return self._recall.recalled
+        return self._borrower.tally.why if self._device.clock() - self._granted > _PATIENCE else ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the device was recalled, or lent again, since somebody was told of its state."""
+        return bool(self.away) != bool(self._told)
+
+    def state(self) -> LoanState:
+        """What came of the loan so far."""
+        self._told, tally = self.away, self._borrower.tally
+        return LoanState(self._told, self._wanted, tally.lent, tally.grants, tally.overstayed)
 
     def trained(self) -> None:
         """The weights of another training step are here."""

@@ -220,6 +220,11 @@ class ServingToken:
         return float(_SECONDS.unpack_from(self._page.bytes, _EXPIRES_AT)[0])
 
     @property
+    def leased(self) -> bool:
+        """Whether the lender has given its word."""
+        return bool(_SECONDS.unpack_from(self._page.bytes, _LEASE_AT)[0] > self._clock())
+
+    @property
     def kv_asked(self) -> int:
         """Bytes of KV that the borrower asks for."""
         return int(_COUNT.unpack_from(self._page.bytes, _KV_ASKED_AT)[0])

@@ -143,7 +143,10 @@ class _Lending(_Shaped):
             self._steps_since_grant += 1
             step = ServingStep(shape.sequences, shape.new_tokens, shape.context, now - self._began)
             self._began = now
-        self._publish()
+        # Without the lender's word nobody reads it. What was said as a request came or went stays true enough until
+        # then: somebody waits, or what is due is due no sooner than that.
+        if self._token.leased or not self.requests:
+            self._publish()
         if self._under_way:
             self._token.note(step)
         else:

@@ -50,6 +50,27 @@ class StartEngine(Message, frozen=True):
     loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
 
 
+class StartServer(Message, frozen=True):
+    """Become a server under recorded traffic, on a device that it lends."""
+
+    model_directory: str
+    random_weights: bool  # it has none of its own
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    dtype: Dtype
+    seed: int
+    device: str  # file of its token
+    share: float  # of one core: the device's speed
+    cores: tuple[int, ...]
+    traffic: str  # file of requests
+    speed: float  # times as fast as they were recorded
+    shorter: float  # prompts and outputs are divided by it
+    begins: float  # share of the record that is left out at first: several servers are not asked the same at once
+    served: str  # file that a line is written to for each request, as it ends
+
+
 class KVTransfer(msgspec.Struct, frozen=True):
     """KV of a context's first blocks, one in each of these frames."""
 
@@ -120,6 +141,16 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]  # one per token
 
 
+class LoanState(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a loan since the engine started. Seconds."""
+
+    away: str  # why nothing is lent for the time being; empty: it is lent
+    wanted: float  # with turns to make
+    lent: float  # of them, in which the device was had
+    grants: int
+    overstayed: int  # grants that serving did not wait out
+
+
 class Generated(Message, frozen=True):
     """What an engine generated since it last said so, and its counters since it started. Comes every
     `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
@@ -130,6 +161,7 @@ class Generated(Message, frozen=True):
     prefilled_tokens: int  # prompt tokens computed, prefix-cache hits excluded
     iterations: int
     generated_tokens: int
+    loan: LoanState | None = None  # of the device; None: it is the engine's own
 
 
 class Saved(Message, frozen=True):
@@ -163,5 +195,5 @@ class HandoverMeasured(Message, frozen=True):
     contexts: list[tuple[int, float]]
 
 
-EngineOrder = StartEngine | Generate | Interrupt | Save | LoadWeights | MeasureEngine | MeasureHandover
+EngineOrder = StartEngine | StartServer | Generate | Interrupt | Save | LoadWeights | MeasureEngine | MeasureHandover
 EngineAnswer = Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured

@@ -23,6 +23,7 @@ from libra.backends.transport.engine_messages import (
     Interrupt,
     Loaded,
     LoadWeights,
+    LoanState,
     Piece,
     Save,
     Saved,
@@ -49,7 +50,16 @@ class _Turn:
 class EngineHandle(Handle):
     """A rollout engine: many generations at once, counters for the planner's feedback."""
 
-    def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        link: WorkerLink,
+        on_lost: Callable[[str, str], None],
+        on_recall: Callable[[EngineHandle], None] | None = None,
+    ) -> None:
+        """`on_recall` is told when its device is recalled, and when it is lent again; None: it is the engine's own."""
+        self._on_recall = on_recall
+        self.loan: LoanState | None = None
+        self._recalls, self._began = 0, time.monotonic()
         self._turns: dict[str, _Turn] = {}
         self._transfers: dict[tuple[type[Saved | Fetched], int], asyncio.Future[Any]] = {}
         self._reports = 0
@@ -62,6 +72,18 @@ class EngineHandle(Handle):
         self.load_tokens = 0  # context tokens of the requests it holds
         super().__init__(link, on_lost)
         self._watcher = background(self._watch(), f"watch {link.name}")
+
+    @property
+    def lent(self) -> bool:
+        return self._on_recall is not None
+
+    @property
+    def away(self) -> str:
+        return "" if self.loan is None else self.loan.away
+
+    @property
+    def recall_rate(self) -> float:
+        return self._recalls / max(1.0, time.monotonic() - self._began)
 
     @property
     def running(self) -> int:
@@ -167,6 +189,10 @@ class EngineHandle(Handle):
             turn = self._turns.get(id)
             if turn is not None and not turn.ended.done():
                 turn.ended.set_result(None)
+        before, self.loan = self.away, message.loan
+        if self._on_recall is not None and bool(before) != bool(self.away):
+            self._recalls += bool(self.away)
+            self._on_recall(self)
 
     def _fail_waiters(self) -> None:
         super()._fail_waiters()

@@ -38,10 +38,16 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
     pacer = Pacer(start.share, start.cores)
     channel.send(Ready(seconds=time.monotonic() - began))
     busy_seconds, report = 0.0, Report(time.monotonic())
+
+    def tell(now: float) -> None:
+        channel.send(report.take(now, busy_seconds, None if lent is None else lent.state()))
+
     while True:
         if not engine.busy:
             channel.poll(None if lent is None else lent.rest())
         began = time.monotonic()
+        if lent is not None and lent.changed:
+            tell(began)
         while channel.poll():
             match message := channel.receive():
                 case Generate():
@@ -69,7 +75,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                     channel.send(measure_handover(engine, message, pacer))
                 case Stop():
                     # Turns that run go on elsewhere, from where this report leaves them.
-                    channel.send(report.take(time.monotonic(), busy_seconds))
+                    tell(time.monotonic())
                     channel.send(Acknowledged())
                     return
                 case _:
@@ -84,7 +90,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                 report.iteration(sampled, engine.version)
             elif not report.due(began):
                 if report.silent(began):
-                    channel.send(report.take(began, busy_seconds))
+                    tell(began)
                 continue
         elif worked:
             engine.step()  # which saves KV and is no iteration
@@ -93,7 +99,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
         if not worked and not report.due(began):
             continue
         if report.due(now := time.monotonic()):
-            channel.send(report.take(now, busy_seconds))
+            tell(now)
         pacer.pace()
         busy_seconds += time.monotonic() - began
 

@@ -104,8 +104,9 @@ class KVHandover:
         self._profile: DeviceProfile | None = None
 
     def place(self, engine: Engine) -> KVBufferPlace | None:
-        """Where an engine finds the memory; None where it does not: it runs on another node."""
-        return self.memory.place if engine.link.node == _NODE else None
+        """Where an engine finds the memory; None where it does not: it runs on another node, or saves nothing, as its
+        device is lent for steps that generate."""
+        return self.memory.place if engine.link.node == _NODE and not engine.lent else None
 
     def price_by(self, profile: DeviceProfile) -> None:
         """Decide by these costs from now on; before that everything is computed again."""
@@ -159,7 +160,7 @@ class KVHandover:
         if source.lost:
             change.why = "the engine was gone"
         elif self.place(source) is None or self.place(target) is None:
-            change.why = "an engine is on another node"
+            change.why = "an engine is on another node, or on a lent device"
         elif self._profile is None or self._profile.handover is None:
             change.why = "what it costs is not measured"
         elif not handover_pays(self._profile, blocks * BLOCK_TOKENS):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from libra.backends.transport.engine_messages import Generated, Piece
+from libra.backends.transport.engine_messages import Generated, LoanState, Piece
 
 # Seconds between two reports of an engine at work. What a killed engine has not told is generated again: at most this
 # much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
@@ -63,11 +63,13 @@ class Report:
         """Whether it is time to tell that the engine is there, though it has nothing to tell."""
         return now - self._told_at >= SILENT_SECONDS
 
-    def take(self, now: float, busy_seconds: float) -> Generated:
+    def take(self, now: float, busy_seconds: float, loan: LoanState | None = None) -> Generated:
         pieces, ended = self._pieces, self._ended
         self._pieces, self._latest, self._ended = [], {}, []
         self._told_iterations, self._told_at = self._iterations, now
-        return Generated(pieces, ended, busy_seconds, self._prefilled_tokens, self._iterations, self._generated_tokens)
+        return Generated(
+            pieces, ended, busy_seconds, self._prefilled_tokens, self._iterations, self._generated_tokens, loan
+        )
 
     def _add(self, part: Sampled, version: int) -> None:
         piece = self._latest.get(part.turn)

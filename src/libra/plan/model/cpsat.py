@@ -138,10 +138,14 @@ class StepModel:
 
     def devices(self) -> None:
         """For each pool p, generating[p] + training[p] <= devices[p]; each by itself without own_devices (colocated);
-        = with no_idle_devices"""
+        = with no_idle_devices, of a pool that serves = or none"""
         for pool in self.problem.pools:
             name = f"devices[{pool.name}]"
             generating = sum(self.devices_of[s] * self.n[s] for s in self.shapes if self.pool_of[s] == pool.name)
+            if pool.serves and self.problem.use_all_devices:
+                lends = self.cp.new_bool_var(f"lends[{pool.name}]")
+                self.cp.add(generating == pool.devices * lends).with_name(name)
+                continue
             if self.problem.colocated:
                 self.cp.add(generating <= pool.devices).with_name(name)
                 if self.problem.use_all_devices:

@@ -145,7 +145,8 @@ class StepProgram:
 
     def devices(self) -> None:
         """For each pool p, sum over s in p of devices[s] * n[c, s] <= (devices[p] - training[c, p]) * x[c], where n is
-        need[c] z[c] and spare; less nothing without own_devices (colocated); = with no_idle_devices"""
+        need[c] z[c] and spare; less nothing without own_devices (colocated); = with no_idle_devices, of a pool that
+        serves = or none"""
         for c, (candidate, x) in enumerate(zip(self.candidates, self.x, strict=True)):
             for pool in self.problem.pools:
                 generating = pulp.lpSum(
@@ -155,7 +156,12 @@ class StepProgram:
                 room = pool.devices if self.problem.colocated else pool.devices - trains
                 full = self.problem.use_all_devices and not (self.problem.colocated and trains == pool.devices)
                 name = f"devices_{c}_{pool.name}"
-                self._add(name, generating == room * x if full else generating <= room * x)
+                if full and pool.serves:
+                    lends = self._integer(f"lends_{c}_{pool.name}")
+                    self._add(f"{name}_lends", lends <= x)
+                    self._add(name, generating == room * lends)
+                else:
+                    self._add(name, generating == room * x if full else generating <= room * x)
 
     def solve(self) -> Allocation | None:
         """Some allocation that satisfies the constraints, or None: there is none."""

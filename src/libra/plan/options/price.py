@@ -97,7 +97,8 @@ def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
     for pool in problem.pools:
         training, generating = devices_used(problem, allocation)[pool.name]
         used = max(training, generating) if problem.colocated else training + generating
-        if used > pool.devices or (problem.use_all_devices and used < pool.devices):
+        idle = problem.use_all_devices and used < pool.devices and not (pool.serves and used == 0)
+        if used > pool.devices or idle:
             return f"the allocation uses {used} devices of pool {pool.name}; it has {pool.devices}"
     return None
 

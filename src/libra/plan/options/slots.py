@@ -13,16 +13,16 @@ from itertools import pairwise
 from typing import Literal
 
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
-from libra.cost.device import DeviceProfile
+from libra.cost.device import DeviceProfile, slowed
 from libra.cost.engine_memory import BLOCK_TOKENS
-from libra.cost.rollout import concurrency, measured_timing, residence, work
+from libra.cost.rollout import EngineTiming, concurrency, measured_timing, residence, work
 from libra.hardware.model import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.menu import Menu, check_classes, present, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
-_POOL = "slots"
+_POOL, _LENT_POOL = "slots", "lent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,20 @@ class SlotCounts:
     @property
     def devices(self) -> int:
         return self.core + self.hybrid + self.rollout
+
+
+@dataclass(frozen=True, slots=True)
+class LentSlots:
+    """Devices that serve users and are lent meanwhile. Each has an engine of the one shape; a plan uses all or none."""
+
+    shape: EngineShape
+    devices: int
+    share: float  # of a device's time, that is lent
+
+    def __post_init__(self) -> None:
+        require_at_least(1, devices=self.devices)
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share}; it is the share of a device's time: above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +109,11 @@ class SlotRequest:
     workload: StepWorkload
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
     kind: Literal["slots"] = "slots"
+    lent: LentSlots | None = None
 
     def __post_init__(self) -> None:
-        if len({shape.name for shape in self.shapes}) < len(self.shapes):
+        names = [shape.name for shape in self.shapes] + ([self.lent.shape.name] if self.lent is not None else [])
+        if len({*names}) < len(names):
             raise ValueError("shapes: two have the same name; buckets refer to shapes by name, so name each once")
         if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
             raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
@@ -116,9 +132,20 @@ class SlotRequest:
                 "add a device to fleet.hybrid or fleet.rollout"
             )
         routers = reach(workload.classes, workload.router_hit)
+        pools = [Pool(_POOL, fleet.devices, 1)]
+        timing = measured_timing(self.profile.engine)
+        engines = [
+            option
+            for shape in self.shapes
+            for option in self._engine_options(shape, _POOL, fleet.hybrid + fleet.rollout, timing)
+        ]
+        if self.lent is not None:
+            pools.append(Pool(_LENT_POOL, self.lent.devices, 1, serves=True))
+            slower = measured_timing(slowed(self.profile.engine, 1 / self.lent.share))
+            engines += self._engine_options(self.lent.shape, _LENT_POOL, self.lent.devices, slower)
         problem = Problem(
-            pools=(Pool(_POOL, fleet.devices, 1),),
-            engines=tuple(option for shape in self.shapes for option in self._engine_options(shape)),
+            pools=tuple(pools),
+            engines=tuple(engines),
             training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
             peaks=tuple(cls.peak_context for cls in workload.classes),
             expected=present(workload.classes, workload.trajectories),
@@ -132,13 +159,12 @@ class SlotRequest:
         )
         return Menu(problem)
 
-    def _engine_options(self, shape: EngineShape) -> list[EngineOption]:
-        """One option for each number of sequences that may come to decode together, when so many engines share what is
-        in flight."""
-        workload, fleet = self.workload, self.fleet
-        timing = measured_timing(self.profile.engine)
+    def _engine_options(self, shape: EngineShape, pool: str, most: int, timing: EngineTiming) -> list[EngineOption]:
+        """One option for each number of sequences that may come to decode together, when 1 to `most` engines share what
+        is in flight."""
+        workload = self.workload
         in_flight = (1 + workload.max_staleness) * workload.trajectories
-        counts = range(1, fleet.hybrid + fleet.rollout + 1)
+        counts = range(1, most + 1)
         options = []
         for max_num_seqs in sorted({concurrency(shape.max_num_seqs, in_flight, engines) for engines in counts}):
             rows = [
@@ -148,7 +174,7 @@ class SlotRequest:
             options.append(
                 EngineOption(
                     shape=shape.name,
-                    pool=_POOL,
+                    pool=pool,
                     devices=1,
                     max_num_seqs=max_num_seqs,
                     holds=min(shape.max_model_len, shape.kv_tokens),
@@ -201,6 +227,7 @@ def make_request(
     train_tokens: float,
     router_hit: float,
     current: Allocation | None,
+    lent: LentSlots | None = None,
 ) -> SlotRequest:
     """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
     Raises ValueError where no engine size holds one of the classes."""
@@ -219,4 +246,5 @@ def make_request(
             classes=classes,
         ),
         current=current,
+        lent=lent,
     )

@@ -26,7 +26,7 @@ class SimulatedStep:
     staleness: float  # versions, mean over trajectories, of the one that they started with to the one that trains
     worst_staleness: int
     training_devices: int
-    generating_devices: int  # of engines in service when the trainer began with the last of its batch
+    generating_devices: int  # of own engines in service when the trainer began with the last of its batch
 
 
 @dataclass(frozen=True, slots=True)

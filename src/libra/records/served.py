@@ -1,0 +1,60 @@
+"""What became of the requests of a server: the lines of `served-<number>.jsonl`.
+
+Invariant: there is a line for every request that ended, written as it ends. Times are seconds; `number` counts the
+requests of the traffic from its start, so that runs under the same traffic can be compared request by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from libra.lend.gate import Slo
+from libra.records.schema import Record, read_records
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest(Record):
+    """One request that ended."""
+
+    number: int
+    arrival: float  # since the traffic began
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float
+    tpot: float  # mean over the tokens after the first; 0 of one with a single token
+
+    def misses(self, slo: Slo) -> bool:
+        return self.ttft > slo.ttft or self.tpot > slo.tpot
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSummary:
+    """What the users of all servers saw. Seconds, at the 99th percentile."""
+
+    requests: int
+    missed: int  # of them, that missed their SLO
+    ttft: float
+    tpot: float
+
+
+def summarise(served: Sequence[ServedRequest], slo: Slo) -> ServedSummary | None:
+    """None where no request ended."""
+    if not served:
+        return None
+    ttft, tpot = (float(np.quantile([getattr(it, name) for it in served], 0.99)) for name in ("ttft", "tpot"))
+    return ServedSummary(len(served), sum(it.misses(slo) for it in served), ttft, tpot)
+
+
+def attributable(lent: Sequence[ServedRequest], alone: Sequence[ServedRequest], slo: Slo) -> int:
+    """Requests of one server that missed their SLO while it lent, and met it while it did not."""
+    met: Mapping[int, bool] = {it.number: not it.misses(slo) for it in alone}
+    return sum(it.misses(slo) and met.get(it.number, False) for it in lent)
+
+
+def read_served(path: Path) -> list[ServedRequest]:
+    """Raises `RecordFormatError`."""
+    return list(read_records(ServedRequest, path)) if path.is_file() else []
