@@ -172,7 +172,7 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
     transfer = KVNetwork(
         bandwidth=kv_bytes * TICKS / (cost.step * random.choice((0.01, 0.2, 2))),  # a token in so many steps
         latency=random.choice((0.0, 1e-9, 1e-12)),
-        lease=random.choice((1e-8, 1e-7, 30.0)),
+        lease=random.choice((1e-8, 1e-7, 1e-5)),
         local_below=random.choice((0, 0, 16)),
     )
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
