@@ -27,7 +27,7 @@ from libra.loop.checkpoint import Recorded, missing_trajectories, read_interrupt
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.groups import Groups
-from libra.loop.observations import EngineCounters, Observations
+from libra.loop.observations import EngineCounters, LoanCounters, Observations
 from libra.loop.process_controller import RunExecutor
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
@@ -107,7 +107,7 @@ class MadeObservations:
     """Remembers whom it has seen, as the tracked statistics do."""
 
     def __init__(self, seen: list[str]) -> None:
-        self.tracker, self.counters = MadeTracker(seen), EngineCounters()
+        self.tracker, self.counters, self.loans = MadeTracker(seen), EngineCounters(), LoanCounters()
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         self.tracker.seen += [episode.trajectory.id for episode in episodes]
