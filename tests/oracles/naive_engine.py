@@ -102,10 +102,10 @@ def naive_run(
 
     def adopt(before: int) -> None:
         while coming and coming[0].at < before:
-            context, tokens = coming[0].context, coming.popleft().tokens
+            at, context, tokens = coming[0].at, coming[0].context, coming.popleft().tokens
             if isinstance(context, Chain):
                 adopted.append(engine.adopt(context, tokens))
-            elif served[context].status in ("waiting", "running"):
+            elif served[context].status in ("waiting", "running") and not served[context].ends_on_arrival(at, config):
                 adopted.append(engine.adopt(served[context].chain, tokens))
             else:
                 adopted.append(0)
@@ -273,6 +273,11 @@ class _Sequence:
 
     def cancelled_by(self, now: int) -> bool:
         return self.cancel_at is not None and self.cancel_at <= now
+
+    def ends_on_arrival(self, now: int, config: EngineConfig) -> bool:
+        """Whether it has come before `now`, and ended as it came."""
+        ends = not self.acceptable(config) or self.cancelled_by(self.arrival)
+        return ends and self.arrival < now
 
     def end(self, status: Status, now: int) -> None:
         self.status = status

@@ -265,3 +265,21 @@ def test_a_pipelined_engine_asks_about_every_token(case: Case, stages: int) -> N
             ends = {it.end for it in served.iterations for number, _ in it.scheduled if number == request.number}
             assert {tick for tick, _ in asked} <= ends
             assert [tick for tick, _ in asked[:1]] == [request.first_token][: len(asked)]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("exact", [False, True])
+def test_who_asks_for_the_same_token_twice_is_told_once(stages: int, exact: bool) -> None:
+    engine = SimEngine(replace(CONFIG, pipeline_parallel_size=stages), TEN, exact=exact)
+    request, told = Request(0, 0, 8, 6, ask_at=4), []
+    drive(
+        engine,
+        [
+            (0, lambda engine, now: engine.submit(request, now)),
+            (25, lambda engine, now: engine.ask(request, 4, now)),
+        ],
+        lambda engine: told.extend((it.number, it.generated) for it in engine.asked),
+        lambda engine, now: None,
+    )
+    assert told == [(0, 4)]
+    assert request.status == "finished"

@@ -182,10 +182,10 @@ class Generation:
         """The requests that have generated their `ask_at` tokens by now, in the order of admission; each is returned
         once."""
         asks = self.asks
-        asked = []
+        asked: list[Request] = []
         while asks and asks[0][0] < self.iteration:
             entry = heappop(asks)
-            if _holds(entry):
+            if _holds(entry) and (not asked or asked[-1] is not entry[2]):  # it may be noted twice
                 asked.append(entry[2])
         return asked
 
