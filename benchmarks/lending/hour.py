@@ -9,12 +9,12 @@ Serving engine, rollout engine and gate are those of `rules`. CPU seconds are of
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.lending._options import traffic_options
 from benchmarks.lending.rules import LONGEST, ROLLOUT, SERVING, SLO, TURNS, USE, make_turns
 from benchmarks.rows import Row, report
 from libra.lend.gate import Gate
@@ -30,13 +30,7 @@ _GOAL = 15.0  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending hour", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
-    parser.add_argument("--rate", type=float, default=0.5, help="times the rate of the trace (default: 0.5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    options = parser.parse_args(arguments)
+    options = traffic_options("hour", __doc__, arguments)
     report(measured(options.traffic, options.rate), options.json)
     return 0
 

@@ -12,7 +12,6 @@ the rollout engine those of an 8B model with 32 turns always under way.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lending._options import traffic_options
 from benchmarks.rows import Row, report
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule, Slo
@@ -56,13 +56,7 @@ RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending rules", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
-    parser.add_argument("--rate", type=float, default=0.5, help="times the rate of the trace (default: 0.5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    options = parser.parse_args(arguments)
+    options = traffic_options("rules", __doc__, arguments)
     report(measured(options.traffic, options.rate), options.json)
     return 0
 

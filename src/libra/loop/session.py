@@ -12,7 +12,6 @@ from pathlib import Path
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
-from libra.backends.transport.engine_messages import LoanState
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import LENT, RunConfig
 from libra.cost.device import DeviceProfile
@@ -40,8 +39,7 @@ from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
 from libra.records.files import writing
 from libra.records.run_log import prediction_error
-from libra.records.schema import Evaluation, LendingSummary, MovedContexts, PeriodRecord, RunSummary, read_records
-from libra.records.served import ServedSummary
+from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.route.catalogue import policy_named, policy_restored
 
 
@@ -145,7 +143,7 @@ class Session:
         summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
         if workers.servers is not None:
             loans = [entry.handle.loan for entry in executor.processes.fleet.instances()]
-            lending = _lending(workers.servers.config.rule, loans, recorder.recalls, await workers.servers.stop())
+            lending = await workers.servers.end(loans, recorder.recalls)
             summary = replace(summary, lending=lending)
             if lending is not None:
                 self.progress.line(lending.words)
@@ -399,26 +397,6 @@ def _start_allocation(config: RunConfig) -> Allocation:
         up_to = longest if index == len(used) - 1 else bucket.up_to
         buckets.append(Bucket(bucket.shape, bucket.engines, above, up_to))
     return Allocation(config.start.replicas, tuple(buckets))
-
-
-def _lending(
-    rule: str, loans: Sequence[LoanState | None], recalls: int, users: ServedSummary | None
-) -> LendingSummary | None:
-    if users is None:
-        return None
-    known = [loan for loan in loans if loan is not None]
-    wanted = sum(loan.wanted for loan in known)
-    return LendingSummary(
-        rule=rule,
-        share=sum(loan.lent for loan in known) / wanted if wanted else 0.0,
-        grants=sum(loan.grants for loan in known),
-        overstayed=sum(loan.overstayed for loan in known),
-        recalls=recalls,
-        requests=users.requests,
-        missed=users.missed,
-        ttft=users.ttft,
-        tpot=users.tpot,
-    )
 
 
 def _words(evaluation: Evaluation) -> str:

@@ -191,7 +191,7 @@ class ClusterLauncher:
                 await self._carry(weights, size, source, target, base)
                 return
             except (SourceLostError, _TornError):
-                self._choice.took("delta", math.inf)  # for now
+                self._choice.took("delta", math.inf)  # until its turn to be tried again comes
         await self._carry(weights, size, source, target, None)
 
     async def _carry(self, weights: LoadWeights, size: int, source: str, target: str, base: LoadWeights | None) -> None:

@@ -44,8 +44,9 @@ _SHARED_WAIT = 1 / 3
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
-def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 when the weights leave no room."""
+def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, taken: float = 0.0) -> int:
+    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 when the weights leave no room. `taken` bytes of each
+    GPU are another engine's."""
     return kv_tokens(
         model,
         nodes.gpu.memory,
@@ -54,6 +55,7 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
         weight_bytes=recipe.rollout_weight_bytes,
         kv_bytes=recipe.kv_bytes,
         batched_tokens=recipe.max_batched_tokens,
+        taken=taken,
     )
 
 

@@ -13,14 +13,14 @@ from itertools import pairwise
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
-from libra.cost.engine_memory import BLOCK, held_bytes, kv_tokens
+from libra.cost.engine_memory import BLOCK, held_bytes
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
 from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
-from libra.plan.options.engines import shape_options
+from libra.plan.options.engines import engine_kv_tokens, shape_options
 from libra.plan.options.menu import Availability, LentEngine, Rejected, lent_shape
 from libra.plan.problem import EngineOption
 
@@ -118,16 +118,7 @@ def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: 
     tp, inside = lender.devices, certificate.envelope
     serving = held_bytes(lender.model, tp, weight_bytes=_WIDTH, batched_tokens=recipe.max_batched_tokens)
     reserve = (inside.context + inside.queued) * lender.model.kv_bytes_per_token(_WIDTH, tp, 1)
-    return kv_tokens(
-        model,
-        nodes.gpu.memory,
-        recipe.gpu_memory_utilization,
-        tp,
-        weight_bytes=recipe.rollout_weight_bytes,
-        kv_bytes=recipe.kv_bytes,
-        batched_tokens=recipe.max_batched_tokens,
-        taken=serving + reserve,
-    )
+    return engine_kv_tokens(model, nodes, recipe, tp, serving + reserve)
 
 
 def _tokens_within(grid: EngineGrid, grant: float, most: int, context: float) -> int:

@@ -1,0 +1,55 @@
+"""What is told of servers when a run ends, and on which terms their devices are lent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes.workers import MadeLauncher
+
+from libra.backends.transport.engine_messages import LoanState
+from libra.config.run import LendingConfig
+from libra.loop.servers import TracedServers
+from libra.records.served import ServedRequest
+
+CONFIG = LendingConfig.model_validate(
+    {
+        "servers": 2,
+        "server": {"traffic": "traffic.csv"},
+        "ttft": 1.0,
+        "tpot": 0.1,
+        "use": 0.8,
+        "quiet": 2.0,
+        "engine": {"max_model_len": 64, "max_num_seqs": 4, "kv_tokens": 256},
+    }
+)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> TracedServers:
+    return TracedServers(MadeLauncher(), CONFIG, tmp_path, (4, 5), 0.3, "float32", 0, lambda line: None)
+
+
+def test_terms_are_those_of_the_configuration(servers: TracedServers, tmp_path: Path) -> None:
+    loan = servers.loan(1, "agent")
+    assert (Path(loan.device), loan.record) == (tmp_path / "device-1", str(tmp_path / "lending-1.jsonl"))
+    terms = loan.terms
+    assert (terms.pace, terms.ttft, terms.sharing) == (pytest.approx(0.08), pytest.approx(0.8), "gate")
+    assert (terms.recall.quiet, terms.recall.most_quiet, terms.envelope.rate) == (2.0, 32.0, 100.0)
+
+
+async def test_what_lending_gave_and_cost(servers: TracedServers, tmp_path: Path) -> None:
+    """Of both servers together; an engine that never reported counts for nothing."""
+    for number, ttft in enumerate((0.5, 1.5)):
+        row = ServedRequest(0, 0.0, 10, 5, ttft, 0.05)
+        (tmp_path / f"served-{number}.jsonl").write_text(row.to_json() + "\n")
+        (tmp_path / f"device-{number}").touch()
+    found = await servers.end([LoanState("", 4.0, 3.0, 10, 1), None, LoanState("", 6.0, 3.0, 20, 0)], recalls=7)
+    assert found is not None
+    assert (found.rule, found.share, found.grants, found.overstayed, found.recalls) == ("gate", 0.6, 30, 1, 7)
+    assert (found.requests, found.missed) == (2, 1)
+    assert not list(tmp_path.glob("device-*"))
+
+
+async def test_without_requests_there_is_nothing_to_tell(servers: TracedServers) -> None:
+    assert await servers.end([], recalls=0) is None
