@@ -28,7 +28,7 @@ from libra.lend.gate import IDLE, ServingView
 from libra.lend.quota import KVView
 
 _MAGIC = b"libralnd"
-_LAYOUT = 2
+_LAYOUT = 3
 _HEADER = struct.Struct("<8sQ")
 _SERVING = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _VIEW_FIELDS = len(fields(ServingView))
@@ -36,7 +36,7 @@ _VIEW_FIELDS = len(fields(ServingView))
 _fields, _kv_fields = (attrgetter(*(it.name for it in fields(kind))) for kind in (ServingView, KVView))
 _COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
-_STEP = struct.Struct("<qqqd")
+_STEP = struct.Struct("<iiiddf")
 _STEPS = 64  # of the last steps, how many can be read
 
 _SERVING_AT = 64
@@ -87,6 +87,8 @@ class ServingStep(NamedTuple):
     new_tokens: int  # beyond one a sequence
     context: int
     seconds: float
+    ended: float = 0.0
+    margin: float = math.inf  # seconds by which the token that was due first came before its due; inf: none was due
 
 
 class EngineFacts(NamedTuple):
@@ -233,6 +235,12 @@ class ServingToken:
     def kv_held(self) -> int:
         """Bytes of KV that it has now, of what serving ceded."""
         return int(_COUNT.unpack_from(self._page.bytes, _KV_HELD_AT)[0])
+
+    @property
+    def due(self) -> float:
+        """When the next token is due, by what was published last; inf: none is, or nobody has asked for a pace."""
+        view, _, pace = self._said
+        return view.due if pace > 0 else math.inf
 
     def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
         self._said = view, kv, pace
