@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from libra.backends.lend.borrower import GatedBorrower
-from libra.backends.lend.device_token import BorrowerToken, EngineFacts, LenderToken, ServingStep, ServingToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.device_page import EngineFacts, ServingStep
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.record import LendingRecord
+from libra.backends.lend.serving_token import ServingToken
 from libra.config.run import LendingRule
 from libra.lend.gate import IDLE, Grant, ServingView
 from libra.lend.quota import KVView
@@ -192,7 +195,7 @@ def test_a_grant_that_is_out_never_becomes_longer(shared: Shared, monkeypatch: p
 
 
 def test_a_page_that_was_left_half_written_is_waited_for(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.backends.lend.device_token._PATIENCE", 0.01)
+    monkeypatch.setattr("libra.backends.lend.device_page._PATIENCE", 0.01)
     page = shared.serving._page.bytes
     whole = page[64:72]
     page[64:72] = b"\xff" * 8

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from libra.backends.lend.device_token import BorrowerToken, LenderToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.lender_token import LenderToken
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Request
 

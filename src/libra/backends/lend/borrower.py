@@ -10,15 +10,9 @@ from __future__ import annotations
 import math
 from typing import Protocol, TypeVar
 
+from libra.backends.lend.borrower_token import BorrowerToken, FencedError
 from libra.backends.lend.device import LentDevice
-from libra.backends.lend.device_token import (
-    POLL,
-    BorrowerTally,
-    BorrowerToken,
-    FencedError,
-    LendingError,
-    ServingNotice,
-)
+from libra.backends.lend.device_page import POLL, BorrowerTally, LendingError, ServingNotice
 from libra.backends.lend.record import LendingRecord
 from libra.lend.gate import Grant, Reason, Refusal, SharingRule
 from libra.lend.recall import Recall

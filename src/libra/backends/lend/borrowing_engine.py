@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.backends.lend.borrower import GatedBorrower
+from libra.backends.lend.borrower_token import BorrowerToken
 from libra.backends.lend.device import device_here
-from libra.backends.lend.device_token import BorrowerToken
 from libra.backends.lend.kv_loan import BorrowedKV
 from libra.backends.lend.record import LendingRecord
 from libra.backends.transport.engine_messages import DeviceLoan, Generate, LoanState

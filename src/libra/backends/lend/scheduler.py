@@ -23,8 +23,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from libra.backends.lend.device import Cores, LentDevice
-from libra.backends.lend.device_token import EngineFacts, LendingError, ServingStep, ServingToken
+from libra.backends.lend.device_page import EngineFacts, LendingError, ServingStep
 from libra.backends.lend.kv_loan import CededKV
+from libra.backends.lend.serving_token import ServingToken
 from libra.lend.gate import ServingView, due
 from libra.lend.quota import KVView
 from libra.lend.step_cost import RolloutQueue, StepShape

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from libra.backends.lend.device import Cores
-from libra.backends.lend.device_token import LenderToken
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.scheduler import DEVICE, SynchronousLending
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import StartServer

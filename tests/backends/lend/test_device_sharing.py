@@ -15,21 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from libra.backends.lend.device_token import (
-    BorrowerToken,
-    FencedError,
-    LenderToken,
-    LendingError,
-    ServingStep,
-    ServingToken,
-)
+from libra.backends.lend.borrower_token import BorrowerToken, FencedError
+from libra.backends.lend.device_page import LendingError, ServingStep
+from libra.backends.lend.lender_token import LenderToken
+from libra.backends.lend.serving_token import ServingToken
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
 
 BORROWER = """
 import sys, time
 from pathlib import Path
-from libra.backends.lend.device_token import BorrowerToken
+from libra.backends.lend.borrower_token import BorrowerToken
 token = BorrowerToken(Path(sys.argv[1]), 0.1)
 expires = time.monotonic() + float(sys.argv[2])
 assert token.try_take(expires)
