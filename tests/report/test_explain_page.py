@@ -189,6 +189,6 @@ def test_a_page_says_why_nothing_is_borrowed_and_what_binds() -> None:
     none = replace(CHAT, engines=0, why_not="no step would be shorter: it is rollout-bound")
     said = Page(explain_page(replace(EXPLANATION, lenders=(none,)), "lent")).text
     assert (
-        "chat lends nothing: no step would be shorter: it is rollout-bound. One more node of it would save nothing: what"
-        " bounds the step is generation."
+        "chat lends nothing: no step would be shorter: it is rollout-bound. One more node of it would save nothing:"
+        " what bounds the step is generation."
     ) in said
