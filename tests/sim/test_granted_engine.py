@@ -23,7 +23,6 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
-from libra.sim.loan_watch import LoanWatch
 from libra.sim.shared_device import RolloutBorrower, SharedDevice
 from libra.sim.tenant import ServingTenant
 from libra.sim.workload.requests import RecordedRequest, recorded_requests
@@ -121,9 +120,9 @@ class Loaned:
         most: int,
         updates: Sequence[WeightUpdate],
         exact: bool,
-        watch: LoanWatch | None = None,
+        watched: bool = False,
     ) -> None:
-        self.device = LenderDevice(tenant(records), rule(), 0.7, exact=exact, watch=watch)
+        self.device = LenderDevice(tenant(records), rule(), 0.7, exact=exact, watched=watched)
         self.turns = Turns(under_way, most)
         self.recalls: list[int] = []
         self.cluster = SimCluster([OWN], self.turns, policy_named("least-loaded"), updates=updates, exact=exact)
@@ -178,11 +177,11 @@ def test_runs_of_steps_are_the_steps(records, rule, under_way, most, updates) ->
 @settings(max_examples=20, deadline=None)
 @given(records=traffic(40), rule=st.sampled_from(RULES), under_way=st.integers(1, 20), exact=st.booleans())
 def test_who_watches_changes_nothing_and_sees_all(records, rule, under_way, exact) -> None:
-    watch = LoanWatch(Envelope(4.0, 600, 5, 1500, 2.0))
     alone = Loaned(records, rule, under_way, 40, (), exact)
-    seen = Loaned(records, rule, under_way, 40, (), exact, watch)
+    seen = Loaned(records, rule, under_way, 40, (), exact, watched=True)
     assert came_of(seen.served) == came_of(alone.served) and seen.turns.ended == alone.turns.ended
-    told = watch.history("lent", "gate", Slo(1e-9, 1.0), 0.06, seen.served, frozenset({0}))
+    assert seen.device.watch is not None
+    told = seen.device.watch.history("lent", Slo(1e-9, 1.0), 0.06, seen.served, frozenset({0}))
     assert sum(it.end - it.start for it in told.grants) == pytest.approx(seconds(seen.device.lent))
     assert sum(it.end - it.start for it in told.serving) == pytest.approx(seconds(seen.device.tenant.computed))
     assert all(it.granted >= it.end - it.start - 1e-9 for it in told.grants)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from libra.cli.output import write_text
+from libra.cli.output import write_text, writing
 
 if TYPE_CHECKING:
     from libra.plan.plan import Plan
@@ -39,6 +39,8 @@ def run_of_plan(
     seed: int,
     exact: bool,
     output: Path | None,
+    report: Path | None,
+    timeline: Path | None,
     as_json: bool,
 ) -> None:
     """Simulate, print and write. Raises ValueError in words for whoever called the command, and OSError where a file
@@ -63,6 +65,16 @@ def run_of_plan(
     text = _document(plan, outcome, named, seed)
     if output is not None:
         write_text(output, text)
+    if report is not None:
+        from libra.report.training_run_page import training_run_page
+
+        title = f"{what.name} on {trajectories.name}, {steps} steps"
+        write_text(report, training_run_page(outcome, plan.predicted.step, title))
+    if timeline is not None:
+        from libra.report.training_run_trace import write_training_trace
+
+        with writing(timeline):
+            write_training_trace(outcome, timeline)
     if as_json:
         typer.echo(text, nl=False)
     else:

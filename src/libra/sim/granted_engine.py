@@ -28,7 +28,8 @@ class LenderDevice:
     """A serving engine's device, whether or not rollout has it: it outlives the engines that borrow it.
 
     `share` is the share of the time that is granted while rollout has work: of the latest seconds, or at first what is
-    expected. `exact` makes every step of serving: the same outcome, slower. `watch` is told what becomes of it.
+    expected. `exact` makes every step of serving: the same outcome, slower. What becomes of one that is `watched` is
+    kept.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class LenderDevice:
         share: float,
         *,
         exact: bool = False,
-        watch: LoanWatch | None = None,
+        watched: bool = False,
     ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share is {share:g}; the share of the time that is granted is above 0 and at most 1")
@@ -47,8 +48,9 @@ class LenderDevice:
         self.lent = 0  # ticks that rollout computed
         self.recalls = 0  # of engines that borrowed it
         self.share = share
-        self._rule, self._exact, self._watch = rule, exact, watch
+        self._rule, self._exact = rule, exact
         self._watched = rule if isinstance(rule, WatchedRule) else None
+        self.watch = LoanWatch(rule) if watched else None
         self._since = 0  # serving steps since the last grant
         self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and what had been lent by then
 
@@ -66,14 +68,14 @@ class LenderDevice:
         answer = self._rule.decide(view, now, self.tenant.cost)
         if self._watched is not None and self._watched.breach is not None:
             self.tenant.uncover()
-        if self._watch is not None:
-            self._watch.asked(view, now, answer)
+        if self.watch is not None:
+            self.watch.asked(view, now, answer)
         return answer
 
     def used(self, end: int) -> None:
         """Rollout had the device until now."""
-        if self._watch is not None:
-            self._watch.used(self.at, end)
+        if self.watch is not None:
+            self.watch.used(self.at, end)
         self.lent += end - self.at
         self.at, self._since = end, 0
 
@@ -124,8 +126,8 @@ class LenderDevice:
         return came
 
     def _tell_served(self, end: int) -> None:
-        if self._watch is not None:
-            self._watch.served(self.at, end, self.tenant.served, self.tenant.closest)
+        if self.watch is not None:
+            self.watch.served(self.at, end, self.tenant.served, self.tenant.closest)
 
     def returns(self) -> int:
         """Serve alone until the loan is given again. Returns the tick."""

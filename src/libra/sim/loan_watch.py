@@ -10,18 +10,23 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from libra.lend.gate import Grant, Refusal, ServingView, Slo
+from libra.lend.gate import Grant, Refusal, ServingView, SharingRule, Slo
+from libra.lend.recall import WatchedRule
+from libra.lend.rules import Alternate, PositiveSlack, ServeFirst, TimeSlices
 from libra.records.loan_history import GrantSpan, LoanHistory, RecallSpan, ServingSpan, UserRequest
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.request import Request
-from libra.traffic.envelope import Envelope, Load, RateWindow
+from libra.traffic.envelope import Load, RateWindow
+
+_NAMES = {ServeFirst: "serve-first", Alternate: "naive", PositiveSlack: "published", TimeSlices: "fixed"}
 
 
 class LoanWatch:
-    """`envelope` is that of the loan; None: it has none. Times are ticks, those of the history seconds."""
+    """Of a device that is shared by `rule`. Times are ticks, those of the history seconds."""
 
-    def __init__(self, envelope: Envelope | None = None) -> None:
-        self._envelope, self._window = envelope, None if envelope is None else RateWindow(envelope.window)
+    def __init__(self, rule: SharingRule) -> None:
+        self._rule, self._envelope = rule, rule.envelope if isinstance(rule, WatchedRule) else None
+        self._window = None if self._envelope is None else RateWindow(self._envelope.window)
         self._grants, self._serving = list[GrantSpan](), list[ServingSpan]()
         self._load, self._refusals = list[tuple[float, float]](), Counter[str]()
         self._recalls = list[RecallSpan]()
@@ -52,12 +57,12 @@ class LoanWatch:
         self._recalls.append(RecallSpan(seconds(start), seconds(end), why))
 
     def history(
-        self, name: str, rule: str, slo: Slo, pace: float, requests: Iterable[Request], blamed: frozenset[int] | None
+        self, name: str, slo: Slo, pace: float, requests: Iterable[Request], blamed: frozenset[int] | None
     ) -> LoanHistory:
         """`requests` are those of its users that finished, in the order of their arrival."""
         return LoanHistory(
             name,
-            rule,
+            _NAMES.get(type(self._rule), "gate"),
             slo,
             pace,
             self._grants,

@@ -7,14 +7,16 @@ version waits for lent engines. A recall loses no token: turns go on elsewhere a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from libra.records.loan_history import LoanHistory
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.request import Request
 from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.tenant import ServingTenant, latencies, misses
@@ -29,6 +31,12 @@ class _Lender:
     recalls: int = 0
     away: int = 0  # ticks, of the recalls that are over
     recalled_at: int | None = None
+    recalled: str = ""  # why
+
+    def tell_recall(self, now: int) -> None:
+        """It is over."""
+        if self.device.watch is not None and self.recalled_at is not None:
+            self.device.watch.recalled(self.recalled_at, now, self.recalled)
 
 
 class Lending:
@@ -78,7 +86,7 @@ class Lending:
             self._cluster.add(spec)
             return
         if name not in self._lenders:
-            self._lenders[name] = _Lender(serving, _device(serving, self._exact))
+            self._lenders[name] = _Lender(serving, _device(serving, self._exact, self._tenancy.watched))
         make = partial(GrantedEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
         self._cluster.add(spec, make)
 
@@ -89,7 +97,7 @@ class Lending:
         if name not in self._here():
             return
         it = self._lenders[name]
-        it.recalls, it.recalled_at = it.recalls + 1, now
+        it.recalls, it.recalled_at, it.recalled = it.recalls + 1, now, it.device.recalled or ""
         self._cluster.close(name)
         # Nobody else has a say in what serving does until it lends again, so all of that can be made at once.
         self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
@@ -97,6 +105,7 @@ class Lending:
     def _return(self, name: str, now: int) -> None:
         it = self._lenders[name]
         assert it.recalled_at is not None
+        it.tell_recall(now)
         it.away, it.recalled_at = it.away + now - it.recalled_at, None
         self._lend(name, now)
 
@@ -134,11 +143,11 @@ class Lending:
         self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
-def _device(serving: ServingDevice, exact: bool) -> LenderDevice:
+def _device(serving: ServingDevice, exact: bool, watched: bool) -> LenderDevice:
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
-    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact)
+    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact, watched=watched)
 
 
 def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
@@ -159,4 +168,14 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
         ttft,
         tpot,
         None if margin == math.inf else seconds(int(margin)),
+        history=_history(name, it, served, now),
     )
+
+
+def _history(name: str, it: _Lender, served: Sequence[Request], now: int) -> LoanHistory | None:
+    """None of one that nobody watched."""
+    it.tell_recall(now)
+    watch, case = it.device.watch, it.serving.case
+    if watch is None:
+        return None
+    return watch.history(name, case.slo, case.slo.pace(it.serving.use), served, None)
