@@ -1,7 +1,7 @@
 """The servers of a run that borrows, watched as it goes: their processes, when requests ended, who kept them waiting.
 
 Invariant: requests are read from what servers write, with code of the soak's own. Times are of the machine's monotonic
-clock; that at which a server's traffic began is found from when the lines of its requests came.
+clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Served:
 class _Life:
     """Of one server in one session."""
 
-    requests: list[tuple[float, Row]] = field(default_factory=list)  # with the times at which they were found
+    requests: list[Row] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # at which was looked how long it had waited for a core
     waited: list[float] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Lenders:
         now = time.monotonic()
         for number, tail in enumerate(self._tails):
             life = self._lives[session.number, number]
-            life.requests += [(now, row) for row in tail.rows()]
+            life.requests += tail.rows()
             process = self.process(f"server-{number}")
             waited = None if process is None else _waited(process.pid)
             if waited is not None:
@@ -117,22 +117,19 @@ class Lenders:
 
 
 def _requests(session: int, server: int, life: _Life) -> Iterator[Served]:
-    ends = [row["arrival"] + row["ttft"] + row["tpot"] * max(1, row["output_tokens"] - 1) for _, row in life.requests]
-    # A line cannot be found before it was written, and of many some are found at once.
-    began = min((found - end for (found, _), end in zip(life.requests, ends, strict=True)), default=0.0)
-    for (_, row), end in zip(life.requests, ends, strict=True):
-        arrival = began + row["arrival"]
-        waited = _between(life, arrival, began + end)
+    for row in life.requests:
+        first = row["came"] + row["ttft"]
+        end = first + row["tpot"] * max(1, row["output_tokens"] - 1)
         yield Served(
             session,
             server,
-            arrival,
-            arrival + row["ttft"],
-            began + end,
+            row["came"],
+            first,
+            end,
             row["ttft"],
             row["tpot"],
             row["output_tokens"],
-            waited,
+            _between(life, row["came"], end),
         )
 
 

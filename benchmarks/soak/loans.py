@@ -116,7 +116,7 @@ def against_the_gate(rows: Sequence[Row]) -> Iterator[str]:
                     yield f"line {number}: a step without a grant"
                 elif not answer["at"] <= row["at"] <= answer["at"] + answer["granted"]:
                     yield f"line {number}: a step that begins outside its grant"
-                answer = None
+                answer = None  # one step a grant
 
 
 LENDING, ALONE, OTHERS, FAULT = "for lending", "alone, too", "waiting for a core", "beside a fault"
