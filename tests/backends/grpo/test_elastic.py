@@ -42,7 +42,7 @@ sys.stdin.read()
 
 @contextmanager
 def peer_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Replica 1 of generation 1, a process of its own that only waits. It has started: nobody waits for that in vain."""
+    """Replica 1 of generation 1, a process of its own that only waits. It has started: nobody waits for that."""
     process = subprocess.Popen([sys.executable, "-c", PEER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"here\n"
