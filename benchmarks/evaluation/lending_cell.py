@@ -216,10 +216,11 @@ def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRu
     """What lenders gave, and what it cost those whom they serve."""
     devices = {} if system.tenancy is None else system.tenancy.devices
     lenders = outcome.lenders
-    attributable = 0
+    attributable = covered = 0
     for lender in lenders:
         if lender.missed.any:
-            attributable += len(lender.missed.any - _missed_alone(devices[lender.name], lender))
+            blamed = lender.missed.any - _missed_alone(devices[lender.name], lender)
+            attributable, covered = attributable + len(blamed), covered + len(blamed - lender.uncovered)
     return {
         "lent": sum(it.lent for it in lenders) / len(lenders) / outcome.seconds if lenders else 0.0,
         "recalls": sum(it.recalls for it in lenders),
@@ -227,6 +228,7 @@ def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRu
         "requests": sum(it.requests for it in lenders),
         "missed": sum(len(it.missed.any) for it in lenders),
         "attributable": attributable,
+        "covered": covered,
     }
 
 
