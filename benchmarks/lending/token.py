@@ -57,7 +57,7 @@ _BLOCKS, _BLOCK_STEPS = 40, 50  # of steps without a borrower, in turn with and 
 _SLOW = """
 import random, sys, time
 from pathlib import Path
-from libra.backends.lend.device_token import BorrowerToken, FencedError
+from libra.backends.lend.borrower_token import BorrowerToken, FencedError
 token, longest = BorrowerToken(Path(sys.argv[1]), float(sys.argv[3])), float(sys.argv[2])
 token.wish(0.001)
 print("ready", flush=True)

@@ -18,8 +18,9 @@ import msgspec
 
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.launcher import LocalLauncher, WorkerLink
-from libra.backends.lend.device_token import BorrowerTally, LenderToken
+from libra.backends.lend.device_page import BorrowerTally
 from libra.backends.lend.lender_file import LoanOrder
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.server_watch import ServerWatch
 from libra.backends.transport.channel import AgentChannel
 from libra.backends.transport.engine_messages import Generate, Generated, Interrupt, StartEngine
