@@ -15,7 +15,7 @@ from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.objective import Objective
-from libra.sizing.question import Question
+from libra.sizing.question import SizingQuestion
 
 MODEL = load_model("Qwen/Qwen3-8B")
 _SMALL = GPU("Small", 22.5e9, 900e9, 100e12, 32e9, "none: of KV it holds some thousand tokens")
@@ -36,8 +36,8 @@ def profiles(host: str = "none") -> tuple[EngineProfile, ...]:
 
 def question(
     requests: Sequence[RecordedRequest], *objectives: Objective, host: str = "none", **settings: float
-) -> Question:
-    return Question(CLUSTER, MODEL, profiles(host), tuple(requests), objectives, **settings)  # type: ignore[arg-type]
+) -> SizingQuestion:
+    return SizingQuestion(CLUSTER, MODEL, profiles(host), tuple(requests), objectives, **settings)  # type: ignore[arg-type]
 
 
 def requests(generator: np.random.Generator, count: int, *, prefixes: bool = False) -> list[RecordedRequest]:

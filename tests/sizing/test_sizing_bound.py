@@ -9,7 +9,7 @@ import pytest
 
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
-from libra.sizing.candidate import Candidate, Pool, Shape
+from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.objective import Objective
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import CLUSTER, question, requests
@@ -30,12 +30,12 @@ def random_objectives(generator: np.random.Generator) -> list[Objective]:
     return objectives
 
 
-def random_candidate(generator: np.random.Generator) -> Candidate:
+def random_candidate(generator: np.random.Generator) -> ServingCandidate:
     apart = generator.random() < 0.5
     stages = 1 if apart or generator.random() < 0.7 else 2
 
-    def pool(role: str) -> Pool:
-        shape = Shape(
+    def pool(role: str) -> EnginePool:
+        shape = EngineSetup(
             nodes=str(generator.choice([nodes.name for nodes in CLUSTER.nodes])),
             tensor_parallel_size=int(generator.choice([1, 2])),
             pipeline_parallel_size=stages,
@@ -43,9 +43,9 @@ def random_candidate(generator: np.random.Generator) -> Candidate:
             max_num_batched_tokens=int(generator.choice([128, 512, 1024])),
             async_scheduling=not apart and stages == 1 and bool(generator.random() < 0.5),
         )
-        return Pool(role, shape, int(generator.integers(1, 4)))  # type: ignore[arg-type]
+        return EnginePool(role, shape, int(generator.integers(1, 4)))  # type: ignore[arg-type]
 
-    return Candidate((pool("prefill"), pool("decode")) if apart else (pool("colocated"),))
+    return ServingCandidate((pool("prefill"), pool("decode")) if apart else (pool("colocated"),))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -76,7 +76,9 @@ def test_simulation_never_betters_the_bound(seed: int) -> None:
 
 def test_memory_that_does_not_hold_a_request_is_a_reason() -> None:
     asked = question([RecordedRequest(0, 30_000, 10), RecordedRequest(10**12, 10, 10)], Objective("ttft", "p99", 1))
-    bound = Bounds(asked).of(Candidate((Pool("colocated", Shape("small", 1, 1, 16, 512, False), 1),)))
+    bound = Bounds(asked).of(
+        ServingCandidate((EnginePool("colocated", EngineSetup("small", 1, 1, 16, 512, False), 1),))
+    )
     assert bound.rate == 0
     assert "less than the longest request (30,010)" in bound.reason
 
@@ -85,7 +87,7 @@ def test_what_cannot_be_met_without_a_queue_is_a_reason() -> None:
     asked = question(
         [RecordedRequest(0, 1000, 100), RecordedRequest(10**12, 1000, 100)], Objective("ttft", "p99", 1e-3)
     )
-    bound = Bounds(asked).of(Candidate((Pool("colocated", Shape("h100", 1, 1, 16, 512, False), 1),)))
+    bound = Bounds(asked).of(ServingCandidate((EnginePool("colocated", EngineSetup("h100", 1, 1, 16, 512, False), 1),)))
     assert bound.rate == 0
     assert bound.reason.startswith("ttft_p99 is 0.0")
     assert bound.reason.endswith("s or more without any queue")
@@ -95,7 +97,7 @@ def test_a_saturated_engine_comes_close_to_its_bound() -> None:
     """Prompts alone, whole batches of them: nothing that the bound leaves out is left out in simulation."""
     recorded = [RecordedRequest(number * 10**12, 512, 1) for number in range(400)]
     asked = question(recorded, Objective("ttft", "p99", 1.0))
-    candidate = Candidate((Pool("colocated", Shape("h100", 1, 1, 16, 1024, False), 1),))
+    candidate = ServingCandidate((EnginePool("colocated", EngineSetup("h100", 1, 1, 16, 1024, False), 1),))
     bound = Bounds(asked).of(candidate).rate
     passed = [rung for rung in range(6 * 16, 8 * 16) if trial(asked, candidate, rate_of(rung)).passed]
     assert rate_of(max(passed)) <= bound <= 1.15 * rate_of(max(passed))

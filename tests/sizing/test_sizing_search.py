@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.answer import Answer, Point, bottleneck
+from libra.sizing.answer import Point, SizingAnswer, bottleneck
 from libra.sizing.engines import NoRoomError
-from libra.sizing.menu import Menu, MenuFile
+from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import Question
+from libra.sizing.question import SizingQuestion
 from libra.sizing.search import answer, highest_rate
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import question, requests
 
-MENU = Menu(MenuFile(max_num_seqs=(8, 64), max_num_batched_tokens=(512,), tensor_parallel_size=(1, 2), engines=(1, 2)))
+MENU = ServingMenu(
+    MenuFile(max_num_seqs=(8, 64), max_num_batched_tokens=(512,), tensor_parallel_size=(1, 2), engines=(1, 2))
+)
 
 
-def simulate_everything(asked: Question, menu: Menu) -> set[str]:
+def simulate_everything(asked: SizingQuestion, menu: ServingMenu) -> set[str]:
     """The Pareto set, without bounds and without stopping early."""
     points = []
     for candidate in menu.candidates(asked):
@@ -49,13 +51,13 @@ def test_a_trial_that_stops_early_decides_as_the_whole_does() -> None:
     generator = np.random.default_rng(7)
     for _ in range(20):
         asked = question(requests(generator, 40), *parse_objectives("ttft_p90=0.3,tpot_mean=0.03,latency_p99=5"))
-        candidate = next(Menu(MenuFile(max_num_seqs=(16,), engines=(1,))).candidates(asked))
+        candidate = next(ServingMenu(MenuFile(max_num_seqs=(16,), engines=(1,))).candidates(asked))
         rate = float(10 ** generator.uniform(-1, 3))
         whole = trial(asked, candidate, rate, to_the_end=True)
         assert trial(asked, candidate, rate).passed == whole.passed
 
 
-def found(**settings: float) -> Answer:
+def found(**settings: float) -> SizingAnswer:
     asked = question(
         [RecordedRequest(number * 10**12, 300, 40) for number in range(60)],
         *parse_objectives("ttft_p99=0.5,tpot_p99=0.05"),
@@ -138,4 +140,4 @@ def test_questions_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="request 1 has cancel_at"):
         question([recorded[0], replace(recorded[1], cancel_at=2 * 10**12)], limit)
     with pytest.raises(ValueError, match="raise gpus or budget"):
-        answer(question(recorded, limit, gpus=1), Menu(MenuFile(tensor_parallel_size=(2,))))
+        answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from typing import Any, Literal
 
-from libra.sizing.bound import Bound
-from libra.sizing.candidate import Candidate
-from libra.sizing.question import Question
+from libra.sizing.bound import RateBound
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial
 
 By = Literal["bound", "simulation", "dominated"]
@@ -23,7 +23,7 @@ By = Literal["bound", "simulation", "dominated"]
 class Point:
     """A candidate that serves, at the highest rate that it does."""
 
-    candidate: Candidate
+    candidate: ServingCandidate
     cost: float  # GPUs, or an hour's price
     bound: float  # requests/s
     trial: Trial
@@ -46,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    candidate: Candidate
+    candidate: ServingCandidate
     cost: float
     by: By
     reason: str
@@ -58,7 +58,7 @@ class Rejection:
 class NearMiss:
     """The best of those that a bound leaves possible, and simulation does not."""
 
-    candidate: Candidate
+    candidate: ServingCandidate
     objective: str
     limit: float
     seconds: float  # mean over draws of arrivals
@@ -67,8 +67,8 @@ class NearMiss:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    question: Question
+class SizingAnswer:
+    question: SizingQuestion
     points: tuple[Point, ...]  # the Pareto set, best value first
     rejected: tuple[Rejection, ...]  # in the menu's order
     runs: int  # simulations
@@ -152,11 +152,11 @@ class Answer:
         }
 
 
-def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[Candidate, Point]]:
+def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
     """Those that no other dominates, best value first; and of the others one that does."""
     ordered = sorted(points, key=lambda it: it.criteria)
     kept: list[Point] = []
-    beaten: dict[Candidate, Point] = {}
+    beaten: dict[ServingCandidate, Point] = {}
     for point in ordered:
         better = next((it for it in kept if it.dominates(point)), None)
         if better is None:
@@ -166,7 +166,7 @@ def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[Candidate, Point]
     return kept, beaten
 
 
-def could_matter(bound: Bound, rate: float, cost: float, kept: Sequence[Point]) -> Point | None:
+def could_matter(bound: RateBound, rate: float, cost: float, kept: Sequence[Point]) -> Point | None:
     """The point that is better in every respect than a candidate can be that serves at most `rate`; None: it may be on
     the Pareto set."""
     return next(
@@ -175,7 +175,7 @@ def could_matter(bound: Bound, rate: float, cost: float, kept: Sequence[Point]) 
     )
 
 
-def bottleneck(question: Question, candidate: Candidate, trial: Trial) -> str:
+def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
     """What is most used, and the objective that is nearest to its limit."""
     near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
     used = [

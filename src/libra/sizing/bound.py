@@ -1,7 +1,7 @@
 """How fast requests could come at most, and what they would wait at least: without queueing, by prices from below.
 
 Invariant: a rate that is refused here is missed in simulation, too. What is used of an objective is what it says of all
-but the requests that may miss it, and of those the dearest are left out. Work is what requests need on one pool,
+but the requests that may miss it, and of those the dearest are left out. _Work is what requests need on one pool,
 wherever its engines do it; it must be done by the latest instants at which they may be served.
 
 A request's price has a part for the iterations that it takes part in, of which each has a fixed cost: they are at
@@ -24,11 +24,11 @@ from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import Array
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig, RoleName
-from libra.sizing.candidate import Candidate, Pool, Shape
+from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, grid_of, network
 from libra.sizing.floor import Floor, Prices, prices
 from libra.sizing.objective import Metric, Objective
-from libra.sizing.question import Question
+from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import SHOWN, statistic
 
 STEPS = 16  # rates of an octave that are told apart
@@ -41,7 +41,7 @@ def rate_of(rung: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class RateBound:
     """What a candidate cannot better."""
 
     rate: float  # requests/s; 0: not even one request at a time
@@ -61,10 +61,10 @@ class _Deadline:
     tpot: float
 
 
-class Work:
+class _Work:
     """What the requests are, as columns."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: SizingQuestion) -> None:
         requests = question.requests
         first = requests[0].arrival
         # Seconds at one request a second.
@@ -89,21 +89,21 @@ class Work:
 class Bounds:
     """Of all candidates of one question; pools that candidates have in common are looked at once."""
 
-    question: Question
-    _work: Work = field(init=False)
-    _shapes: dict[Shape, _ShapeFloor] = field(init=False, default_factory=dict)
-    _pools: dict[Pool, tuple[int, str]] = field(init=False, default_factory=dict)
+    question: SizingQuestion
+    _work: _Work = field(init=False)
+    _shapes: dict[EngineSetup, _ShapeFloor] = field(init=False, default_factory=dict)
+    _pools: dict[EnginePool, tuple[int, str]] = field(init=False, default_factory=dict)
     _deadlines: tuple[_Deadline, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._work = Work(self.question)
+        self._work = _Work(self.question)
         self._deadlines = tuple(_deadlines(self.question, self._work))
 
-    def of(self, candidate: Candidate) -> Bound:
+    def of(self, candidate: ServingCandidate) -> RateBound:
         try:
             shapes = [self._shape(pool.shape) for pool in candidate.pools]
         except NoRoomError as error:
-            return Bound(0.0, inf, inf, str(error))
+            return RateBound(0.0, inf, inf, str(error))
         least = self._latency(candidate, shapes)
         ttft, tpot = (
             statistic(self.question, metric).value(least[metric]) if len(least[metric]) else 0.0 for metric in SHOWN
@@ -112,15 +112,15 @@ class Bounds:
             taken = least[objective.metric]
             value = objective.value(taken) if len(taken) else 0.0
             if value > objective.limit:
-                return Bound(0.0, ttft, tpot, f"{objective.name} is {value:.3g} s or more without any queue")
+                return RateBound(0.0, ttft, tpot, f"{objective.name} is {value:.3g} s or more without any queue")
         limits = [self._pool(pool) for pool in candidate.pools]
         if candidate.architecture == "prefill-decode":
             limits.append(self._network(candidate))
         rung, reason = min(limits, key=lambda it: it[0])
         rate = inf if rung == HIGHEST else 0.0 if rung < LOWEST else rate_of(rung)
-        return Bound(rate, ttft, tpot, reason)
+        return RateBound(rate, ttft, tpot, reason)
 
-    def least(self, candidate: Candidate, objective: Objective) -> float:
+    def least(self, candidate: ServingCandidate, objective: Objective) -> float:
         """Seconds, without any queue; infinite where there is no room for its engines."""
         try:
             taken = self._latency(candidate, [self._shape(pool.shape) for pool in candidate.pools])[objective.metric]
@@ -128,7 +128,7 @@ class Bounds:
             return inf
         return objective.value(taken) if len(taken) else 0.0
 
-    def _shape(self, shape: Shape) -> _ShapeFloor:
+    def _shape(self, shape: EngineSetup) -> _ShapeFloor:
         if shape not in self._shapes:
             config = configuration(self.question, shape)
             self._shapes[shape] = _ShapeFloor(
@@ -136,7 +136,7 @@ class Bounds:
             )
         return self._shapes[shape]
 
-    def _latency(self, candidate: Candidate, shapes: list[_ShapeFloor]) -> dict[Metric, Array]:
+    def _latency(self, candidate: ServingCandidate, shapes: list[_ShapeFloor]) -> dict[Metric, Array]:
         """The least seconds that each request can take."""
         work = self._work
         ttft, tpot = shapes[0].prompt_seconds, shapes[-1].token_seconds
@@ -144,7 +144,7 @@ class Bounds:
             ttft = ttft + self._transfer(candidate) + shapes[-1].first_seconds
         return {"ttft": ttft, "tpot": tpot[work.decoded > 0], "latency": ttft + work.decoded * tpot}
 
-    def _pool(self, pool: Pool) -> tuple[int, str]:
+    def _pool(self, pool: EnginePool) -> tuple[int, str]:
         """The highest rung that its engines do the work of, and what the work is."""
         if pool not in self._pools:
             shape, capacity = self._shape(pool.shape), pool.count * pool.shape.pipeline_parallel_size
@@ -160,7 +160,7 @@ class Bounds:
             self._pools[pool] = rung, reason
         return self._pools[pool]
 
-    def _network(self, candidate: Candidate) -> tuple[int, str]:
+    def _network(self, candidate: ServingCandidate) -> tuple[int, str]:
         """The highest rung at which KV goes from pool to pool in time."""
         net = network(self.question, candidate)
         assert net is not None
@@ -171,12 +171,12 @@ class Bounds:
                 rung = self._highest(size / net.bandwidth, 0.0, deadline, pool.devices, rung)
         return rung, "network: KV of the prompts"
 
-    def _kv_bytes(self, candidate: Candidate) -> Array:
+    def _kv_bytes(self, candidate: ServingCandidate) -> Array:
         tp = candidate.pools[-1].shape.tensor_parallel_size
         size: Array = self._work.new * tp * self.question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
         return size
 
-    def _transfer(self, candidate: Candidate) -> Array:
+    def _transfer(self, candidate: ServingCandidate) -> Array:
         """Seconds of each request's KV on an idle network."""
         net = network(self.question, candidate)
         assert net is not None
@@ -202,7 +202,7 @@ class Bounds:
         return low
 
 
-def _deadlines(question: Question, work: Work) -> Iterator[_Deadline]:
+def _deadlines(question: SizingQuestion, work: _Work) -> Iterator[_Deadline]:
     """What objectives say of when requests are served."""
     several = int((work.decoded > 0).sum())
     tails: dict[Metric, list[tuple[float, int]]] = {"ttft": [], "tpot": [], "latency": []}
@@ -225,7 +225,7 @@ class _ShapeFloor:
 
     config: EngineConfig
     prices: Prices
-    work: Work
+    work: _Work
 
     @cached_property
     def prompt_seconds(self) -> Array:

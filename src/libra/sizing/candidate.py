@@ -16,7 +16,7 @@ Architecture = Literal["colocated", "prefill-decode"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EngineSetup:
     """How one engine is set up, in vLLM's terms. `nodes` is the class of nodes that it stands on."""
 
     nodes: str
@@ -39,11 +39,11 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class EnginePool:
     """`count` engines of one shape, in one role."""
 
     role: RoleName
-    shape: Shape
+    shape: EngineSetup
     count: int
 
     @property
@@ -57,10 +57,10 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ServingCandidate:
     """A colocated pool, or one that computes prompts and one that generates."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[EnginePool, ...]
 
     @property
     def architecture(self) -> Architecture:

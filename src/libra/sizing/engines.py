@@ -17,8 +17,8 @@ from libra.cost.transfer import fabric
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.kv_network import KVNetwork
-from libra.sizing.candidate import Candidate, Shape
-from libra.sizing.question import Question
+from libra.sizing.candidate import EngineSetup, ServingCandidate
+from libra.sizing.question import SizingQuestion
 
 UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
 NUMBER_BYTES = 2  # of weights and KV
@@ -28,7 +28,7 @@ class NoRoomError(ValueError):
     """An engine cannot be set up like this."""
 
 
-def configuration(question: Question, shape: Shape) -> EngineConfig:
+def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     """Raises `NoRoomError` where it cannot run."""
     model, nodes = question.model, question.cluster.node_class(shape.nodes)
     if shape.pipeline_parallel_size > model.layers:
@@ -64,7 +64,7 @@ def configuration(question: Question, shape: Shape) -> EngineConfig:
     )
 
 
-def grid_of(question: Question, shape: Shape) -> EngineGrid:
+def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
     """With its host, which works beside the GPU where scheduling is asynchronous. Raises ValueError where the profile
     lacks the degree."""
     nodes = question.cluster.node_class(shape.nodes)
@@ -74,7 +74,7 @@ def grid_of(question: Question, shape: Shape) -> EngineGrid:
     return grid
 
 
-def engines(question: Question, candidate: Candidate) -> tuple[EngineSpec, ...]:
+def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
     """Raises `NoRoomError` where one cannot run."""
     made = []
     for place, pool in enumerate(candidate.pools):
@@ -98,7 +98,7 @@ def engines(question: Question, candidate: Candidate) -> tuple[EngineSpec, ...]:
     return tuple(made)
 
 
-def network(question: Question, candidate: Candidate) -> KVNetwork | None:
+def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork | None:
     """How KV goes from pool to pool, each GPU with its share of its node's network: as fast as the slower side's."""
     if candidate.architecture == "colocated":
         return None

@@ -15,8 +15,8 @@ from typing import Annotated
 from pydantic import Field
 
 from libra.config.yaml_file import Section, read_section
-from libra.sizing.candidate import Architecture, Candidate, Pool, Shape
-from libra.sizing.question import Question
+from libra.sizing.candidate import Architecture, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.question import SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
@@ -47,12 +47,12 @@ def load_menu(path: Path) -> MenuFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Menu:
+class ServingMenu:
     """Candidates of one question."""
 
     file: MenuFile = DEFAULT
 
-    def candidates(self, question: Question) -> Iterator[Candidate]:
+    def candidates(self, question: SizingQuestion) -> Iterator[ServingCandidate]:
         """Those that there are GPUs for. With a rate, pools have every number of engines; without one, as many as there
         are GPUs for, since what a GPU serves hardly depends on it. Raises ValueError where the file names what the
         cluster or the profiles do not have."""
@@ -70,7 +70,7 @@ class Menu:
             for one, other in product(prefill, decode):
                 yield from self._apart(question, one, other)
 
-    def shapes(self, question: Question) -> Iterator[Shape]:
+    def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster
         names = [nodes.name for nodes in cluster.nodes] if file.nodes is None else file.nodes
         for name in names:
@@ -85,25 +85,30 @@ class Menu:
                 file.async_scheduling,
             ):
                 if tp in known and tokens >= seqs and not (ahead and pp > 1):
-                    yield Shape(name, tp, pp, seqs, tokens, ahead)
+                    yield EngineSetup(name, tp, pp, seqs, tokens, ahead)
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))
 
-    def _colocated(self, question: Question, shape: Shape) -> Iterator[Candidate]:
+    def _colocated(self, question: SizingQuestion, shape: EngineSetup) -> Iterator[ServingCandidate]:
         fitting = [
-            it for it in (Candidate((Pool("colocated", shape, n),)) for n in self._counts()) if _fits(question, it)
+            it
+            for it in (ServingCandidate((EnginePool("colocated", shape, n),)) for n in self._counts())
+            if _fits(question, it)
         ]
         yield from fitting if question.rate is not None else fitting[-1:]
 
-    def _apart(self, question: Question, prefill: Shape, decode: Shape) -> Iterator[Candidate]:
+    def _apart(self, question: SizingQuestion, prefill: EngineSetup, decode: EngineSetup) -> Iterator[ServingCandidate]:
         for some in self._counts():
-            pairs = (Candidate((Pool("prefill", prefill, some), Pool("decode", decode, n))) for n in self._counts())
+            pairs = (
+                ServingCandidate((EnginePool("prefill", prefill, some), EnginePool("decode", decode, n)))
+                for n in self._counts()
+            )
             fitting = [it for it in pairs if _fits(question, it)]
             if not fitting:
                 return
             yield from fitting if question.rate is not None else fitting[-1:]
 
 
-def _fits(question: Question, candidate: Candidate) -> bool:
+def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
     return question.refusal(candidate) is None

@@ -14,12 +14,12 @@ from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.sim.clock import seconds
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.candidate import Candidate
+from libra.sizing.candidate import ServingCandidate
 from libra.sizing.objective import Objective, check_objectives
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SizingQuestion:
     """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
 
     Without `rate` (requests/s) each is asked how fast requests may come, in the order and with the gaps of the record,
@@ -72,13 +72,13 @@ class Question:
     def unit(self) -> str:
         return "cost" if self.prices else "GPU"
 
-    def cost(self, candidate: Candidate) -> float:
+    def cost(self, candidate: ServingCandidate) -> float:
         """An hour's price, or GPUs where there are no prices."""
         if not self.prices:
             return float(candidate.devices)
         return sum(count * self.prices[name] for name, count in candidate.by_class().items())
 
-    def refusal(self, candidate: Candidate) -> str | None:
+    def refusal(self, candidate: ServingCandidate) -> str | None:
         """Why there are no GPUs for it."""
         for name, count in candidate.by_class().items():
             if count > self.cluster.node_class(name).devices:

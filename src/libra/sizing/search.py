@@ -25,12 +25,12 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.answer import Answer, By, NearMiss, Point, Rejection, bottleneck, could_matter, pareto
-from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bound, Bounds, rate_of
-from libra.sizing.candidate import Candidate
-from libra.sizing.menu import DEFAULT, Menu, MenuFile
+from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, bottleneck, could_matter, pareto
+from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_of
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import Question
+from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 _WAVE = 16  # candidates that are simulated between two looks at what is left
@@ -61,12 +61,12 @@ def search(
     jobs: int = 1,
     note: Callable[[str], None] = lambda _: None,
     progress: Callable[[Progress], None] | None = None,
-) -> Answer:
+) -> SizingAnswer:
     """The Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost, where
     the menu has prices) against TTFT and TPOT.
 
     Cluster, model and requests are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other arguments
-    are those of `Question`, `engine_profiles` and `Menu`; `jobs` is the number of processes. Raises ValueError where
+    are those of `SizingQuestion`, `engine_profiles` and `ServingMenu`; `jobs` is the number of processes. Raises ValueError where
     the question has no answer to look for.
     """
     return answer(
@@ -83,7 +83,7 @@ def search(
             host=host,
             note=note,
         ),
-        Menu(menu),
+        ServingMenu(menu),
         jobs=jobs,
         progress=progress,
     )
@@ -102,7 +102,7 @@ def question_of(
     profile: str = "auto",
     host: str = "default",
     note: Callable[[str], None] = lambda _: None,
-) -> Question:
+) -> SizingQuestion:
     """What `search` asks, read from files where they are given."""
     there = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     shape = model if isinstance(model, ModelSpec) else load_model(model)
@@ -111,12 +111,12 @@ def question_of(
     profiles = engine_profiles(there, shape, recipe, profile, note, host)
     objectives = parse_objectives(slo) if isinstance(slo, str) else tuple(slo)
     prices = dict(menu.cost_per_hour)
-    return Question(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices)
+    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices)
 
 
 def answer(
-    question: Question, menu: Menu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
-) -> Answer:
+    question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
+) -> SizingAnswer:
     """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do."""
     candidates = list(menu.candidates(question))
     if not candidates:
@@ -137,15 +137,18 @@ class _Found:
     """What is known so far."""
 
     def __init__(
-        self, question: Question, bounded: Mapping[Candidate, Bound], progress: Callable[[Progress], None] | None
+        self,
+        question: SizingQuestion,
+        bounded: Mapping[ServingCandidate, RateBound],
+        progress: Callable[[Progress], None] | None,
     ) -> None:
         self.question, self.bounded, self.progress = question, bounded, progress
         self.points: list[Point] = []
-        self.reasons: dict[Candidate, Rejection] = {}
+        self.reasons: dict[ServingCandidate, Rejection] = {}
         self.runs = 0
         self.front: list[Point] = []
 
-    def waves(self) -> Iterator[list[tuple[Candidate, float]]]:
+    def waves(self) -> Iterator[list[tuple[ServingCandidate, float]]]:
         """Candidates to simulate, and their bounds: those that the bound promises most of come first."""
         question = self.question
         left = []
@@ -160,7 +163,7 @@ class _Found:
                 left.append(candidate)
         left.sort(key=lambda it: -self._promised(it))
         while left:
-            wave: list[tuple[Candidate, float]] = []
+            wave: list[tuple[ServingCandidate, float]] = []
             while left and len(wave) < _WAVE:
                 candidate = left.pop(0)
                 bound = self.bounded[candidate]
@@ -173,7 +176,7 @@ class _Found:
             if wave:
                 yield wave
 
-    def take(self, simulated: Iterable[tuple[Candidate, Trial | None, str, int]]) -> None:
+    def take(self, simulated: Iterable[tuple[ServingCandidate, Trial | None, str, int]]) -> None:
         for candidate, served, missed, runs in simulated:
             self.runs += runs
             if served is None:
@@ -194,7 +197,7 @@ class _Found:
             out = len(self.reasons) + len(self.points) - simulated_now
             self.progress(Progress(len(self.bounded), out, simulated_now, self.front[0] if self.front else None))
 
-    def answer(self, candidates: Sequence[Candidate]) -> Answer:
+    def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
         front, beaten = pareto(self.points)
         rates = {it.candidate: it.trial.rate for it in self.points}
         for candidate, better in beaten.items():
@@ -205,7 +208,7 @@ class _Found:
             best = front[0]
             possible = [it for it in candidates if it != best.candidate and self._promised(it) > best.value]
             possible = [it for it in possible if self.bounded[it].rate >= (self.question.rate or 0)]
-        return Answer(
+        return SizingAnswer(
             self.question,
             tuple(front),
             rejected,
@@ -214,22 +217,24 @@ class _Found:
             self._near_miss(front[0], possible, rates) if possible else None,
         )
 
-    def _promised(self, candidate: Candidate) -> float:
+    def _promised(self, candidate: ServingCandidate) -> float:
         """Requests/s per cost that a bound allows."""
         return min(self.bounded[candidate].rate, self.question.rate or inf) / self.question.cost(candidate)
 
-    def _reject(self, candidate: Candidate, by: By, reason: str, rate: float | None = None) -> None:
+    def _reject(self, candidate: ServingCandidate, by: By, reason: str, rate: float | None = None) -> None:
         cost, bound = self.question.cost(candidate), self.bounded[candidate].rate
         self.reasons[candidate] = Rejection(candidate, cost, by, reason, bound, rate)
 
-    def _near_miss(self, best: Point, possible: Sequence[Candidate], rates: Mapping[Candidate, float]) -> NearMiss:
+    def _near_miss(
+        self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
+    ) -> NearMiss:
         """By how much the next best misses an objective where it would be better than the best."""
         question = self.question
 
-        def promise(candidate: Candidate) -> tuple[float, float]:
+        def promise(candidate: ServingCandidate) -> tuple[float, float]:
             return rates.get(candidate, 0.0) / question.cost(candidate), self.bounded[candidate].rate
 
-        nearest: tuple[float, Candidate, Objective, list[float]] | None = None
+        nearest: tuple[float, ServingCandidate, Objective, list[float]] | None = None
         for candidate in sorted(possible, key=promise, reverse=True)[:_NEXT]:
             rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
             trials = [
@@ -251,7 +256,9 @@ class _Found:
         )
 
 
-def highest_rate(question: Question, candidate: Candidate, bound: float = inf) -> tuple[Trial | None, str, int]:
+def highest_rate(
+    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
+) -> tuple[Trial | None, str, int]:
     """At the highest rung of the ladder of rates that the candidate serves (or at the rate that is asked for): what
     came of it, or None and the objective that it misses; and the number of simulations. Rungs above `bound` are
     missed."""
@@ -274,11 +281,13 @@ def highest_rate(question: Question, candidate: Candidate, bound: float = inf) -
     return passed, missed, runs
 
 
-_Simulated = Iterable[tuple[Candidate, Trial | None, str, int]]
+_Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
 
 
 @contextmanager
-def _simulator(question: Question, jobs: int) -> Iterator[Callable[[Sequence[tuple[Candidate, float]]], _Simulated]]:
+def _simulator(
+    question: SizingQuestion, jobs: int
+) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
     if jobs <= 1:
         yield lambda wave: [_simulate(question, it) for it in wave]
         return
@@ -286,19 +295,21 @@ def _simulator(question: Question, jobs: int) -> Iterator[Callable[[Sequence[tup
         yield lambda wave: pool.map(_simulate_remembered, wave)
 
 
-def _simulate(question: Question, one: tuple[Candidate, float]) -> tuple[Candidate, Trial | None, str, int]:
+def _simulate(
+    question: SizingQuestion, one: tuple[ServingCandidate, float]
+) -> tuple[ServingCandidate, Trial | None, str, int]:
     candidate, bound = one
     return candidate, *highest_rate(question, candidate, bound)
 
 
-_asked: list[Question] = []  # in a process of the pool
+_asked: list[SizingQuestion] = []  # in a process of the pool
 
 
-def _remember(question: Question) -> None:
+def _remember(question: SizingQuestion) -> None:
     _asked[:] = [question]
 
 
-def _simulate_remembered(one: tuple[Candidate, float]) -> tuple[Candidate, Trial | None, str, int]:
+def _simulate_remembered(one: tuple[ServingCandidate, float]) -> tuple[ServingCandidate, Trial | None, str, int]:
     return _simulate(_asked[0], one)
 
 
@@ -310,7 +321,7 @@ def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequ
     return tuple(replace(it, arrival=time) for it, time in zip(requests, times, strict=True))
 
 
-def _refuse_impossible(question: Question, bounds: Bounds, candidates: Sequence[Candidate]) -> None:
+def _refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Sequence[ServingCandidate]) -> None:
     """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
     for objective in question.objectives:
         least = min(bounds.least(it, objective) for it in candidates)

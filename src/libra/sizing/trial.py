@@ -19,10 +19,10 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
 from libra.sim.engine.request import Request
 from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
-from libra.sizing.candidate import Candidate
+from libra.sizing.candidate import ServingCandidate
 from libra.sizing.engines import engines, network
 from libra.sizing.objective import Metric, Objective
-from libra.sizing.question import Question
+from libra.sizing.question import SizingQuestion
 
 SHOWN: tuple[Metric, Metric] = ("ttft", "tpot")
 ROUTE = DEFAULT_DECODE_ROUTE  # of requests, and of prompts that were computed
@@ -62,8 +62,8 @@ class _MissedError(Exception):
 
 
 def trial(
-    question: Question,
-    candidate: Candidate,
+    question: SizingQuestion,
+    candidate: ServingCandidate,
     rate: float,
     *,
     requests: tuple[RecordedRequest, ...] | None = None,
@@ -96,7 +96,7 @@ def trial(
     )
 
 
-def statistic(question: Question, metric: Metric) -> Objective:
+def statistic(question: SizingQuestion, metric: Metric) -> Objective:
     """By which a candidate's TTFT or TPOT is told: that of the first objective, else the 99th percentile."""
     return next((it for it in question.objectives if it.metric == metric), Objective(metric, "p99", 1.0))
 
@@ -156,7 +156,7 @@ def _durations(requests: list[Request]) -> dict[Metric, Array]:
     return {metric: np.array([it for it in values if it is not None]) for metric, values in taken.items()}
 
 
-def _uses(cluster: SimCluster, candidate: Candidate) -> Iterator[PoolUse]:
+def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]:
     place = 0
     ticks = max(1, cluster.now)
     for pool in candidate.pools:
@@ -168,7 +168,7 @@ def _uses(cluster: SimCluster, candidate: Candidate) -> Iterator[PoolUse]:
         yield PoolUse(busy, held, sum(it.preemptions for it in members))
 
 
-def _network_share(cluster: SimCluster, candidate: Candidate) -> float:
+def _network_share(cluster: SimCluster, candidate: ServingCandidate) -> float:
     if cluster.pairs is None:
         return 0.0
     narrowest = min(pool.devices for pool in candidate.pools) * cluster.pairs.settings.bandwidth
