@@ -230,7 +230,9 @@ class Recorder:
 
     def recalled(self, worker: str, why: str) -> None:
         """The device of an engine is recalled, `why` says; empty: it is lent again."""
-        self.event("recalled" if why else "lent_again", worker, why or "its device is lent again")
+        kind, text = ("recalled", why) if why else ("lent_again", "its device is lent again")
+        self._write("events", EventRecord(self.now(), kind, worker, text))
+        self.messages.append(f"the device of {worker} is recalled: {why}" if why else f"{worker}: {text}")
         self.recalls += bool(why)
         self._end_recall(worker)
         if why:
