@@ -118,7 +118,7 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path]) -> Te
     from libra.lend.recall import RecallPolicy
     from libra.plan.options.cluster_request import ClusterRequest
     from libra.sim.engines_file import load_lender
-    from libra.sim.training_run.tenancy import ServingEngine, tenancy_of
+    from libra.sim.training_run.tenancy import TenantEngine, tenancy_of
     from libra.sim.workload.request_file import read_requests
 
     if not lenders and not traffic:
@@ -131,7 +131,7 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path]) -> Te
     engines = []
     for file, log in zip(lenders, traffic, strict=True):
         spec, model, hardware = load_lender(file, lambda note: typer.echo(f"note: {note}", err=True))
-        engines.append(ServingEngine(spec, model, hardware, log.name, tuple(read_requests(log))))
+        engines.append(TenantEngine(spec, model, hardware, log.name, tuple(read_requests(log))))
     serving = {}
     for lender in plan.request.lenders:
         wanted = lender.certificates[0]

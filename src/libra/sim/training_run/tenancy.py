@@ -56,7 +56,7 @@ class Tenancy:
 
 
 @dataclass(frozen=True, slots=True)
-class ServingEngine:
+class TenantEngine:
     """What serves on the devices of a pool, each of which gets this traffic."""
 
     spec: EngineSpec
@@ -66,7 +66,7 @@ class ServingEngine:
     requests: tuple[RecordedRequest, ...]
 
 
-def tenancy_of(plan: Plan, serving: Mapping[str, ServingEngine], recall: RecallPolicy) -> Tenancy:
+def tenancy_of(plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy) -> Tenancy:
     """The gate, inside its certificate's envelope, on each device that the plan borrows; `serving` by the name of the
     pool. Devices begin at moments of the traffic that are evenly spaced. A version takes as long as the pool's network
     needs for all of it.
