@@ -1,7 +1,7 @@
 """How fast requests could come at most, and what they would wait at least: without queueing, by prices from below.
 
 Invariant: a rate that is refused here is missed in simulation, too. What is used of an objective is what it says of all
-but the requests that may miss it, and of those the dearest are left out. _Work is what requests need on one pool,
+but the requests that may miss it, and of those the dearest are left out. Work is what requests need on one pool,
 wherever its engines do it; it must be done by the latest instants at which they may be served.
 
 A request's price has a part for the iterations that it takes part in, of which each has a fixed cost: they are at

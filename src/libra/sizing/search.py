@@ -66,8 +66,8 @@ def search(
     the menu has prices) against TTFT and TPOT.
 
     Cluster, model and requests are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other arguments
-    are those of `SizingQuestion`, `engine_profiles` and `ServingMenu`; `jobs` is the number of processes. Raises ValueError where
-    the question has no answer to look for.
+    are those of `SizingQuestion`, `engine_profiles` and `ServingMenu`; `jobs` is the number of processes. Raises
+    ValueError where the question has no answer to look for.
     """
     return answer(
         question_of(
