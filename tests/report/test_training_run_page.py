@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,12 @@ def outcome(tmp_path: Path) -> SimulatedRun:
     none = frozenset[int]()
     lenders = tuple(
         LenderOutcome(
-            it.name, len(it.requests), Misses(frozenset(late), none), 5.0, 1.0, 1, none, 0.2, 0.05, 0.01, history=it
+            it.name,
+            len(it.requests),
+            Misses(frozenset(late), none),
+            frozenset(late[:1]),
+            *(5.0, 1.0, 1, none, 0.2, 0.05, 0.01),
+            history=replace(it, blamed=frozenset(late[:1])),
         )
         for it, late in zip(histories, ((1, 2), ()), strict=True)
     )
@@ -44,7 +50,8 @@ def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None
         " requests of users missed their SLO.",
         "Lent 50 % of the time of 2 devices that serve",
         "Recalled 10.0 % of their time, 2 recalls",
-        "Users' requests 5 2 missed their SLO",
+        "Users' requests 5 2 missed their SLO, 1 by lending, 1 of them inside the envelope",
+        "1 of them by lending: served alone they met it; 1 not by lending: served alone they missed it, too.",
         "2 devices lent by the gate",
         "lent-0 1.3 % 0.7 % never 4 2",
     ):

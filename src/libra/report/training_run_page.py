@@ -55,11 +55,17 @@ def _lender_tiles(outcome: SimulatedRun) -> tuple[Tile, ...]:
         return ()
     lent = sum(it.lent for it in lenders) / len(lenders) / outcome.seconds
     away = sum(it.away for it in lenders) / len(lenders) / outcome.seconds
-    missed = sum(len(it.missed.any) for it in lenders)
+    missed, blamed, inside = (
+        sum(map(len, found))
+        for found in zip(
+            *((it.missed.any, it.attributable, it.attributable - it.uncovered) for it in lenders), strict=True
+        )
+    )
+    cost = f"{count(missed)} missed their SLO, {count(blamed)} by lending, {count(inside)} of them inside the envelope"
     return (
         Tile("Lent", percent(lent, 0), f"of the time of {plural(len(lenders), 'device')} that serve"),
         Tile("Recalled", percent(away), f"of their time, {plural(sum(it.recalls for it in lenders), 'recall')}"),
-        Tile("Users' requests", count(sum(it.requests for it in lenders)), f"{count(missed)} missed their SLO"),
+        Tile("Users' requests", count(sum(it.requests for it in lenders)), cost, alarming=bool(inside)),
     )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from libra.records.loan_history import LoanHistory
 from libra.sim.clock import seconds, ticks
@@ -22,6 +23,7 @@ from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.tenant import ServingTenant, latencies, misses
 from libra.sim.training_run.outcome import LenderOutcome
 from libra.sim.training_run.tenancy import ServingDevice, Tenancy
+from libra.sim.workload.requests import Requests
 
 
 @dataclass(slots=True)
@@ -146,7 +148,7 @@ class Lending:
 def _device(serving: ServingDevice, exact: bool, watched: bool) -> LenderDevice:
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
-    tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
+    tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
     return LenderDevice(tenant, serving.rule(), serving.share, exact=exact, watched=watched)
 
 
@@ -155,12 +157,14 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
     served = it.device.serve_out(now)
     away = it.away + (now - it.recalled_at if it.recalled_at is not None else 0)
     missed = misses(served, slo.ttft, slo.tpot)
+    alone = _missed_alone(it.serving, len(it.device.tenant.came)) if missed.any else missed.any
     ttft, tpot = latencies(served)
     margin = it.device.tenant.margin
     return LenderOutcome(
         name,
         len(served),
         missed,
+        missed.any - alone,
         seconds(it.device.lent),
         seconds(away),
         it.recalls,
@@ -168,14 +172,22 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
         ttft,
         tpot,
         None if margin == math.inf else seconds(int(margin)),
-        history=_history(name, it, served, now),
+        history=_history(name, it, served, missed.any - alone, now),
     )
 
 
-def _history(name: str, it: _Lender, served: Sequence[Request], now: int) -> LoanHistory | None:
+def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
+    """Of the first so many requests, those that miss their SLO where nothing is lent."""
+    case = serving.case
+    cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
+    cluster.run()
+    return misses(cluster.requests, case.slo.ttft, case.slo.tpot).any
+
+
+def _history(name: str, it: _Lender, served: Sequence[Request], blamed: frozenset[int], now: int) -> LoanHistory | None:
     """None of one that nobody watched."""
     it.tell_recall(now)
     watch, case = it.device.watch, it.serving.case
     if watch is None:
         return None
-    return watch.history(name, case.slo, case.slo.pace(it.serving.use), served, None)
+    return watch.history(name, case.slo, case.slo.pace(it.serving.use), served, blamed)
