@@ -1,9 +1,9 @@
 """The rollout engines that are in service, as the router sees them, and the weights that they hold.
 
-Invariant: an engine is in service from the moment it holds weights until it is retired or lost, and in the view of a
-turn only while it holds none older than the turn may have; every change of the fleet wakes all that wait for one. An
-engine loads a version whole, from its own node's memory, or is not in service. What is lost with a node is published
-again, as long as a core replica holds the same.
+Invariant: an engine is in service from the moment it holds weights until it is retired or lost, one that borrows from
+an agent from before that; and in the view of a turn only while it holds none older than the turn may have. Every change
+of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or not at all.
+What is lost with a node is published again, as long as a core replica holds the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ServingFleet:
                     recall_rate=entry.handle.recall_rate,
                 )
                 for name, entry in self._instances.items()
-                if entry.shape in buckets and entry.handle.version >= version and _serves(entry.handle, seeded)
+                if entry.shape in buckets and entry.handle.version >= max(0, version) and _serves(entry.handle, seeded)
             ),
             limits=self.limits,
             turn_tokens=turn_tokens,
