@@ -105,7 +105,7 @@ def serve(
         with needing("cpu", "msgspec", "tokenizers", "psutil", "vllm"):
             from libra.backends.launch.fork_server import LaunchError
             from libra.backends.lend.agent import LoanEndedError
-            from libra.backends.lend.device_token import LendingError
+            from libra.backends.lend.device_page import LendingError
             from libra.backends.lend.lender_file import load_lender_file
 
             lender = load_lender_file(file)

@@ -70,6 +70,10 @@ class Recorder:
     def begin(self) -> None:
         """Reinforcement learning begins, or goes on."""
         self._began = time.monotonic()
+        what = "goes on" if self._seconds_before else "begins"
+        self._write(
+            "events", EventRecord(self.now(), "began", None, f"reinforcement learning {what}", clock=self._began)
+        )
 
     def now(self) -> float:
         """Seconds of reinforcement learning so far."""

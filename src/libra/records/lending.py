@@ -120,6 +120,27 @@ class LentStep(Record):
     kind: Literal["step"] = "step"
 
 
+@dataclass(frozen=True, slots=True)
+class ServedStep(Record):
+    """One step of serving, as far as the borrower looked: not while it has nothing to compute."""
+
+    at: float  # its beginning
+    seconds: float
+    sequences: int
+    margin: float | None  # seconds by which the token that was due first came before its due; None: none was due
+    kind: Literal["served"] = "served"
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaChange(Record):
+    """KV memory that the borrower has from now on."""
+
+    at: float
+    held: int  # bytes
+    put_out: int  # turns that had to go for it
+    kind: Literal["quota"] = "quota"
+
+
 _SLICES = 1.0  # seconds: the period in which a fixed split gives each side its share
 
 
@@ -144,7 +165,7 @@ class RecordReplay:
     different: tuple[int, ...]  # lines
 
 
-LendingLine = LendingTerms | LendingAnswer | LentStep
+LendingLine = LendingTerms | LendingAnswer | LentStep | ServedStep | QuotaChange
 _LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discriminator("kind")])
 
 

@@ -20,8 +20,10 @@ from safetensors.numpy import save_file
 import libra.backends.lend.agent
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.lend.agent import LendingAgent, LoanEndedError
-from libra.backends.lend.device_token import BorrowerTally, BorrowerToken, EngineFacts, ServingToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.device_page import BorrowerTally, EngineFacts
 from libra.backends.lend.lender_file import LoanOrder
+from libra.backends.lend.serving_token import ServingToken
 from libra.backends.tiny_model import write_tiny_model
 from libra.backends.transport.channel import AgentChannel, ControllerChannel
 from libra.backends.transport.engine_messages import (

@@ -15,7 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from libra.backends.lend.device_token import BorrowerToken, LendingError, ServingToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.device_page import LendingError
+from libra.backends.lend.serving_token import ServingToken
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 

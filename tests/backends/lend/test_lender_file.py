@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from libra.backends.lend.device_token import EngineFacts, LenderToken, LendingError, ServingToken
+from libra.backends.lend.device_page import EngineFacts, LendingError
 from libra.backends.lend.lender_file import LoanOrder, load_lender_file
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.server_watch import ServerWatch
+from libra.backends.lend.serving_token import ServingToken
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig
 from libra.config.yaml_file import ConfigError
@@ -120,7 +122,8 @@ def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:
     def serve(facts: EngineFacts) -> subprocess.Popen[str]:
         """Another process takes the device over."""
         code = (
-            "import sys; from pathlib import Path; from libra.backends.lend.device_token import *;"
+            "import sys; from pathlib import Path; from libra.backends.lend.device_page import EngineFacts;"
+            "from libra.backends.lend.serving_token import ServingToken;"
             f"ServingToken(Path(sys.argv[1]), {facts!r}); print('ready', flush=True); sys.stdin.readline()"
         )
         process = subprocess.Popen(

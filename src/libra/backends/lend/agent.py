@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.backends.launch.launcher import LocalLauncher
-from libra.backends.lend.device_token import BorrowerTally, LenderToken
+from libra.backends.lend.device_page import BorrowerTally
 from libra.backends.lend.lender_file import LoanOrder
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.lent_engine import LentEngine
 from libra.backends.lend.server_watch import ServerWatch
 from libra.exec.background import background

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from libra.backends.lend.block_quota import BlockQuota
-from libra.backends.lend.device_token import BorrowerToken, LendingError, ServingToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.device_page import LendingError
+from libra.backends.lend.serving_token import ServingToken
 from libra.lend.quota import KVLimits, KVQuota, KVView, ceded
 
 _CEDED_AT_ONCE = 16 << 20  # bytes between two steps of serving: giving pages back takes it a tenth of a ms a MiB

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from libra.backends.lend.device_token import LendingError
+from libra.backends.lend.device_page import LendingError
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from libra.backends.lend.device_token import EngineFacts, LendingError
+from libra.backends.lend.device_page import EngineFacts, LendingError
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.transport.engine_messages import DeviceLoan, StartEngine
 from libra.config.units import SIZES, quantity

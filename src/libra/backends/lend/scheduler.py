@@ -23,8 +23,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from libra.backends.lend.device import Cores, LentDevice
-from libra.backends.lend.device_token import EngineFacts, LendingError, ServingStep, ServingToken
+from libra.backends.lend.device_page import EngineFacts, LendingError, ServingStep
 from libra.backends.lend.kv_loan import CededKV
+from libra.backends.lend.serving_token import ServingToken
 from libra.lend.gate import ServingView, due
 from libra.lend.quota import KVView
 from libra.lend.step_cost import RolloutQueue, StepShape
@@ -90,6 +91,7 @@ class _Lending(_Shaped):
         self._began = 0.0
         self._steps_since_grant = 0
         self._came = 0  # requests, ever
+        self._current = True  # what was published last is of the last step
         self._publish()
 
     def add_request(self, request: Request) -> None:
@@ -141,11 +143,13 @@ class _Lending(_Shaped):
                 self.device.end()
             now = self.device.clock()
             self._steps_since_grant += 1
-            step = ServingStep(shape.sequences, shape.new_tokens, shape.context, now - self._began)
+            margin = self._token.due - now if self._current else math.inf
+            step = ServingStep(shape.sequences, shape.new_tokens, shape.context, now - self._began, now, margin)
             self._began = now
         # Without the lender's word nobody reads it. What was said as a request came or went stays true enough until
         # then: somebody waits, or what is due is due no sooner than that.
-        if self._token.leased or not self.requests:
+        self._current = self._token.leased or not self.requests
+        if self._current:
             self._publish()
         if self._under_way:
             self._token.note(step)

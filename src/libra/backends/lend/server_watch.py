@@ -10,8 +10,9 @@ import contextlib
 import os
 import select
 
-from libra.backends.lend.device_token import EngineFacts, LenderToken, LendingError
+from libra.backends.lend.device_page import EngineFacts, LendingError
 from libra.backends.lend.lender_file import LoanOrder
+from libra.backends.lend.lender_token import LenderToken
 
 
 class ServerWatch:

@@ -15,21 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from libra.backends.lend.device_token import (
-    BorrowerToken,
-    FencedError,
-    LenderToken,
-    LendingError,
-    ServingStep,
-    ServingToken,
-)
+from libra.backends.lend.borrower_token import BorrowerToken, FencedError
+from libra.backends.lend.device_page import LendingError, ServingStep
+from libra.backends.lend.lender_token import LenderToken
+from libra.backends.lend.serving_token import ServingToken
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
 
 BORROWER = """
 import sys, time
 from pathlib import Path
-from libra.backends.lend.device_token import BorrowerToken
+from libra.backends.lend.borrower_token import BorrowerToken
 token = BorrowerToken(Path(sys.argv[1]), 0.1)
 expires = time.monotonic() + float(sys.argv[2])
 assert token.try_take(expires)
@@ -71,6 +67,11 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     for number in range(3):
         serving.release(ServingStep(number, 10, 100, 0.5))
     assert borrower.steps() == [ServingStep(number, 10, 100, 0.5) for number in range(3)]
+    serving.release(step := ServingStep(4, 0, 90, 0.25, ended=12.5, margin=-0.125))
+    assert borrower.steps() == [step]
+    assert serving.due == 3.5
+    serving.publish(view, kv, 0.0)
+    assert serving.due == math.inf  # nobody asks for a pace
     assert borrower.steps() == []
     for number in range(200):
         serving.release(ServingStep(number, 0, 0, 0.1))
