@@ -30,7 +30,7 @@ from libra.trajectory import read_trajectories
 pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 60
 
 # Rewards of any model vary, so that each step changes the weights.
 GRADED = """
@@ -48,8 +48,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 engine = LLMEngine.from_engine_args(EngineArgs(
     model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
-    max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20, block_size=32, dtype="float32", enforce_eager=True, disable_log_stats=True,
-    async_scheduling=False, scheduler_cls="libra.backends.lend.scheduler.LendingScheduler"))
+    max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20, block_size=32, dtype="float32", enforce_eager=True,
+    disable_log_stats=True, async_scheduling=False, scheduler_cls="libra.backends.lend.scheduler.LendingScheduler"))
 print("ready", flush=True)
 ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()
@@ -170,8 +170,7 @@ def test_a_run_borrows_from_an_agent_that_comes_late_is_killed_and_comes_back(
         return sum(words in row["text"] for row in small_runs.rows("events"))
 
     def agent(number: int) -> Agent:
-        """One from which the run borrows by now. The run stands still meanwhile: it could be over before."""
-        run.send_signal(signal.SIGSTOP)
+        """One from which the run, which stands still until it is ready, borrows by now."""
         found = Agent(tmp_path, number)
         processes.append(found.process)
         wait_for(lambda: found.ready, found.process, server)
@@ -181,9 +180,10 @@ def test_a_run_borrows_from_an_agent_that_comes_late_is_killed_and_comes_back(
 
     try:
         assert server.stdout is not None
+        wait_for(lambda: small_runs.rows("metrics"), run, server)
+        run.send_signal(signal.SIGSTOP)  # it could be over before the next process has started
         while (line := server.stdout.readline()) != "ready\n":  # vLLM may print before
             assert line
-        wait_for(lambda: small_runs.rows("metrics"), run, server)
         [warmed] = (path.parent for path in cache.glob("**/warm/*/model.safetensors") if path.stat().st_mtime > began)
         write_loan(tmp_path, warmed)
         assert said("lends nothing yet, and is asked again: no agent answers") == 1
@@ -191,6 +191,7 @@ def test_a_run_borrows_from_an_agent_that_comes_late_is_killed_and_comes_back(
         first.process.kill()
         first.process.wait()
         wait_for(lambda: said("the worker closed the connection; its slot is idle"), run, server)
+        run.send_signal(signal.SIGSTOP)
         agent(2)
         status, out, err = small_runs.finish(run)
         assert status == 0, err[-3000:]

@@ -76,7 +76,7 @@ class ServingFleet:
                     recall_rate=entry.handle.recall_rate,
                 )
                 for name, entry in self._instances.items()
-                if entry.shape in buckets and entry.handle.version >= max(0, version) and _serves(entry.handle, seeded)
+                if entry.shape in buckets and entry.handle.version >= version and _serves(entry.handle, seeded)
             ),
             limits=self.limits,
             turn_tokens=turn_tokens,
@@ -114,7 +114,7 @@ class ServingFleet:
 
 
 def _serves(engine: Engine, seeded: bool) -> bool:
-    return not engine.lent or not (seeded or engine.away)
+    return not engine.lent or (engine.version >= 0 and not seeded and not engine.away)
 
 
 class RunObserver(PoolObserver, Protocol):
