@@ -129,6 +129,12 @@ class LendingConfig(Section):
     engine: ShapeConfig  # what runs on a lent device; an agent's may be larger
 
     @property
+    def objective(self) -> tuple[float, float]:
+        """`ttft` and `tpot`, of a run with servers of its own."""
+        assert self.ttft is not None and self.tpot is not None
+        return self.ttft, self.tpot
+
+    @property
     def devices(self) -> int:
         """That are lent, whoever serves on them."""
         return self.servers + len(self.agents)

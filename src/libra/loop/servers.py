@@ -45,8 +45,7 @@ class TracedServers:
 
     @property
     def slo(self) -> Slo:
-        assert self.config.ttft is not None and self.config.tpot is not None
-        return Slo(self.config.ttft, self.config.tpot)
+        return Slo(*self.config.objective)
 
     @property
     def _server(self) -> ServerConfig:
@@ -72,6 +71,7 @@ class TracedServers:
             recall=RecallPolicy(config.quiet, _MOST_QUIET * config.quiet),
             sharing=config.rule,
             ttft=config.use * self.slo.ttft,
+            slo=self.slo,
         )
         return DeviceLoan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
 

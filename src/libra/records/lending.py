@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from libra.config.run import LendingRule
-from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule
+from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst, TimeSlices
 from libra.records.files import whole_lines
@@ -37,6 +37,7 @@ class LendingTerms(Record):
     kind: Literal["terms"] = "terms"
     sharing: LendingRule = "gate"  # any other is a baseline
     ttft: float | None = None  # what the first token may take; None: as long as it likes
+    slo: Slo | None = None  # of the users; None: of a record from before it was kept
 
     def rule(self) -> SharingRule:
         match self.sharing:

@@ -6,6 +6,7 @@ version waits for lent engines. A recall loses no token: turns go on elsewhere a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
-from libra.sim.tenant import ServingTenant, misses
+from libra.sim.tenant import ServingTenant, latencies, misses
 from libra.sim.training_run.outcome import LenderOutcome
 from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 
@@ -145,4 +146,17 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
     served = it.device.serve_out(now)
     away = it.away + (now - it.recalled_at if it.recalled_at is not None else 0)
     missed = misses(served, slo.ttft, slo.tpot)
-    return LenderOutcome(name, len(served), missed, seconds(it.device.lent), seconds(away), it.recalls)
+    ttft, tpot = latencies(served)
+    margin = it.device.tenant.margin
+    return LenderOutcome(
+        name,
+        len(served),
+        missed,
+        seconds(it.device.lent),
+        seconds(away),
+        it.recalls,
+        frozenset(it.device.tenant.uncovered),
+        ttft,
+        tpot,
+        None if margin == math.inf else seconds(int(margin)),
+    )
