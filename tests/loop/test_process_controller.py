@@ -18,7 +18,7 @@ from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.launch.lenders import Publication
+from libra.backends.launch.lenders import RunWeights
 from libra.backends.transport.engine_messages import (
     DeviceLoan,
     Generate,
@@ -500,13 +500,13 @@ class Agents:
 
     def __init__(self, away: str = "") -> None:
         self.away = away
-        self.begun: Publication | None = None
+        self.begun: RunWeights | None = None
         self.published: list[int] = []
 
     async def join(self, engine: Handle) -> Lent:
         return Lent("chat", 2.0, self.away)
 
-    def begin(self, published: Publication) -> None:
+    def begin(self, published: RunWeights) -> None:
         self.begun = published
 
     def publish(self, order: LoadWeights) -> None:

@@ -18,7 +18,7 @@ from libra.backends.grpo.trainers import Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
-from libra.backends.launch.lenders import LenderLauncher, Publication
+from libra.backends.launch.lenders import LenderLauncher, RunWeights
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, LoanState, StartEngine
@@ -228,7 +228,7 @@ class SlotProcesses:
         self._published = PublishedWeights(self.launcher, trainers, self._layout.buffer_bytes, current, self.observer)
         self._trainers = trainers
         if self.lenders is not None:
-            self.lenders.begin(Publication(self._layout.layout, self._layout.buffer_bytes, current))
+            self.lenders.begin(RunWeights(self._layout.layout, self._layout.buffer_bytes, current))
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self.settings.engines[shape]

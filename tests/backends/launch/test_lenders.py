@@ -18,16 +18,16 @@ from fakes.workers import MadeLauncher
 
 import libra.backends.launch.lenders
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.lenders import LenderLauncher, LenderRefusedError, Publication
+from libra.backends.launch.lenders import LenderLauncher, LenderRefusedError, RunWeights
 from libra.backends.transport.channel import AgentChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import Follower
+from libra.backends.weights.processes import WeightsFollower
 from libra.exec.protocols import WorkerLostError
 
 LAYOUT = (Tensor("a", (1000,), 0, "float32"),)
-PUBLISHED = Publication(LAYOUT, 4032, LoadWeights(3, 1, 0x9E3C6D2E))
+PUBLISHED = RunWeights(LAYOUT, 4032, LoadWeights(3, 1, 0x9E3C6D2E))
 WANTED = Borrow(64, 8, 256)
 LENT = Lent("chat", 2.0, "")
 
@@ -154,7 +154,7 @@ async def test_weights_can_be_followed_and_a_publisher_that_ends_is_replaced(tmp
         lenders_sum = zlib.crc32(content.data)
         async with lenders.agent():
             await lenders.launcher.look()
-            lenders.launcher.begin(Publication(LAYOUT, PUBLISHED.size, publication(3)))
+            lenders.launcher.begin(RunWeights(LAYOUT, PUBLISHED.size, publication(3)))
             lost = asyncio.Event()
             engine = Handle(await lenders.launcher.spawn("lent-0", 4), lambda name, why: lost.set())
             assert await lenders.launcher.join(engine) == LENT
@@ -162,7 +162,7 @@ async def test_weights_can_be_followed_and_a_publisher_that_ends_is_replaced(tmp
             assert isinstance(asked, Borrow) and (asked.layout, asked.max_model_len) == (LAYOUT, 64)
             assert asked.weights is not None
             grid = Grid.of(LAYOUT, PUBLISHED.size)
-            follower = await Follower.open(grid, memory, asked.weights, tmp_path / "follower.log")
+            follower = await WeightsFollower.open(grid, memory, asked.weights, tmp_path / "follower.log")
             assert (await follower.next()).version == 3
             follower.loaded()
             lenders.launcher.publish(publication(4))
@@ -178,7 +178,7 @@ async def test_weights_can_be_followed_and_a_publisher_that_ends_is_replaced(tmp
             assert (
                 isinstance(again, Borrow) and again.weights is not None and again.weights.token != asked.weights.token
             )
-            follower = await Follower.open(grid, memory, again.weights, tmp_path / "follower.log")
+            follower = await WeightsFollower.open(grid, memory, again.weights, tmp_path / "follower.log")
             assert (await follower.next()).version == 4
             await follower.close()
         assert lenders.told[-1] == "lent-0 borrows beside chat, up to 2 requests/s there"

@@ -43,7 +43,7 @@ from libra.backends.transport.engine_messages import (
 from libra.backends.transport.messages import Failure, Message, Ready, Tensor
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import Publisher
+from libra.backends.weights.processes import WeightsPublisher
 from libra.config.run import ModelConfig
 from libra.lend.recall import RecallPolicy
 from libra.records.lending import LendingTerms
@@ -289,10 +289,10 @@ def test_an_engine_takes_what_a_run_publishes_and_makes_no_turn_before(
             assert found == content_of(version).tobytes() and zlib.crc32(found) == order.checksum
             engine.send(Loaded(version, 0.25))
 
-        def begun(run: Publisher) -> Borrow:
+        def begun(run: WeightsPublisher) -> Borrow:
             return replace(ASKED, layout=LAYOUT, buffer_bytes=GRID.size, weights=run.place)
 
-        publisher = await Publisher.open(GRID, memory, "127.0.0.1", 0, tmp_path / "publisher.log")
+        publisher = await WeightsPublisher.open(GRID, memory, "127.0.0.1", 0, tmp_path / "publisher.log")
         engine = await loan.engine()
         early = await loan.controller(begun(publisher))
         assert await early.receive() == LENT
@@ -317,7 +317,7 @@ def test_an_engine_takes_what_a_run_publishes_and_makes_no_turn_before(
         assert [await again.receive(), await again.receive()] == [LENT, Loaded(4, 0.0)]
         again.close()
 
-        other = await Publisher.open(GRID, memory, "127.0.0.1", 0, tmp_path / "other.log")  # the same numbers
+        other = await WeightsPublisher.open(GRID, memory, "127.0.0.1", 0, tmp_path / "other.log")  # the same numbers
         next_run = await loan.controller(begun(other))
         assert await next_run.receive() == LENT
         next_run.send(turn("a"))

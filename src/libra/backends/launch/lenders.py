@@ -24,7 +24,7 @@ from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow, WeightsPlace
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import Publisher, WeightsProcessError
+from libra.backends.weights.processes import WeightsProcessError, WeightsPublisher
 from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
@@ -38,7 +38,7 @@ class LenderRefusedError(WorkerFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Publication:
+class RunWeights:
     """What a run publishes, and where it lies."""
 
     layout: tuple[Tensor, ...]
@@ -66,8 +66,8 @@ class LenderLauncher:
         self._there: set[int] = set()
         self._told: dict[int, str] = {}  # why an agent is away
         self._links: dict[WorkerLink, int] = {}
-        self._published: Publication | None = None
-        self._publisher: Publisher | None = None
+        self._published: RunWeights | None = None
+        self._publisher: WeightsPublisher | None = None
         self._publishing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -94,14 +94,14 @@ class LenderLauncher:
         self._say(f"{engine.name} borrows beside {answer.model}, up to {answer.certified:.4g} requests/s there")
         return answer
 
-    def begin(self, published: Publication) -> None:
+    def begin(self, published: RunWeights) -> None:
         """The run has weights."""
         self._published = published
 
     def publish(self, order: LoadWeights) -> None:
         """The run has later ones."""
         assert self._published is not None
-        self._published = Publication(self._published.layout, self._published.size, order)
+        self._published = RunWeights(self._published.layout, self._published.size, order)
         if self._publisher is not None:
             self._publisher.tell(order)
 
@@ -220,13 +220,13 @@ class LenderLauncher:
 
     # Weights
 
-    async def _publication(self, published: Publication) -> WeightsPlace:
+    async def _publication(self, published: RunWeights) -> WeightsPlace:
         """Where they can be followed; the process that publishes them runs when this returns."""
         async with self._publishing:
             if self._publisher is None:
                 grid = Grid.of(published.layout, published.size)
                 try:
-                    publisher = await Publisher.open(grid, self._inner.weights, *self._place, self._log)
+                    publisher = await WeightsPublisher.open(grid, self._inner.weights, *self._place, self._log)
                 except WeightsProcessError as error:
                     raise WorkerFailedError(f"weights cannot be published: {error}") from None
                 assert self._published is not None
@@ -235,7 +235,7 @@ class LenderLauncher:
                 self._tasks.append(background(self._outlive(publisher), "watch the publisher"))
             return self._publisher.place
 
-    async def _outlive(self, publisher: Publisher) -> None:
+    async def _outlive(self, publisher: WeightsPublisher) -> None:
         """Whoever follows a publisher that ended has to come again, to another."""
         await publisher.ended()
         self._publisher = None

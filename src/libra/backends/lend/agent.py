@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.backends.launch.launcher import LocalLauncher
+from libra.backends.lend.agent_engine import AgentEngine
 from libra.backends.lend.device_page import BorrowerTally
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.lender_token import LenderToken
-from libra.backends.lend.lent_engine import LentEngine
 from libra.backends.lend.server_watch import ServerWatch
 from libra.exec.background import background
 
@@ -62,7 +62,7 @@ class LendingAgent:
         told: Callable[[str], None],
     ) -> None:
         self._lender, self._token, self._server, self._told = lender, token, server, told
-        self._engine = LentEngine(lender, launcher, logs, told, self._word)
+        self._engine = AgentEngine(lender, launcher, logs, told, self._word)
         self._before: tuple[float, BorrowerTally, int] | None = None
         self._unrecorded = False
         self.why: str | None = "the borrower starts"  # the word is not given

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import Follower, WeightsProcessError
+from libra.backends.weights.processes import WeightsFollower, WeightsProcessError
 from libra.exec.background import background
 from libra.records.files import DiskError
 
@@ -58,9 +58,9 @@ class EngineWeights:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def _keep_up(self, place: WeightsPlace, grid: Grid) -> None:
-        follower: Follower | None = None
+        follower: WeightsFollower | None = None
         try:
-            follower = await Follower.open(grid, self._memory, place, self._log)
+            follower = await WeightsFollower.open(grid, self._memory, place, self._log)
             while True:
                 order = await follower.next()
                 async with self._loading:

@@ -71,13 +71,13 @@ class _Owned:
         await self._process.wait()
 
 
-class Publisher(_Owned):
+class WeightsPublisher(_Owned):
     """Beside a trainer. `place` is where it can be followed."""
 
     place: WeightsPlace
 
     @classmethod
-    async def open(cls, grid: Grid, descriptor: int, host: str, port: int, log: Path) -> Publisher:
+    async def open(cls, grid: Grid, descriptor: int, host: str, port: int, log: Path) -> WeightsPublisher:
         """Publishes what is `tell`ed to lie in the memory of this descriptor. Port 0: any. Raises
         `WeightsProcessError`."""
         token = secrets.token_hex(16)
@@ -95,11 +95,11 @@ class Publisher(_Owned):
         self._say(msgspec.json.encode(order))
 
 
-class Follower(_Owned):
+class WeightsFollower(_Owned):
     """Beside engines, whose memory has this descriptor."""
 
     @classmethod
-    async def open(cls, grid: Grid, descriptor: int, place: WeightsPlace, log: Path) -> Follower:
+    async def open(cls, grid: Grid, descriptor: int, place: WeightsPlace, log: Path) -> WeightsFollower:
         source = Address(place.host, place.port)
         order = FollowWeights(grid, descriptor, "127.0.0.1", place.token, [[source]])
         return await cls._start("follower", order, log)

@@ -42,7 +42,7 @@ _LOADING = 300.0  # likewise of one that takes weights
 _INTRODUCTION = 10.0  # seconds in which whoever connects has to say what it wants
 
 
-class LentEngine:
+class AgentEngine:
     """`changed` is told when it becomes ready, or is gone."""
 
     def __init__(
