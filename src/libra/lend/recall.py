@@ -16,8 +16,8 @@ from libra.traffic.envelope import Envelope, Load, RateWindow
 class RecallPolicy:
     """Seconds. Raises ValueError."""
 
-    quiet: float  # inside the envelope before lending resumes
-    most_quiet: float  # which doubling stops at
+    quiet: float = 5.0  # inside the envelope before lending resumes
+    most_quiet: float = 300.0  # which doubling stops at
 
     def __post_init__(self) -> None:
         if not 0 < self.quiet <= self.most_quiet:

@@ -48,6 +48,7 @@ class LenderOutcome:
     name: str
     requests: int
     missed: Misses
+    attributable: frozenset[int]  # of those, whoever is in time where nothing is lent
     lent: float  # seconds that rollout did
     away: float  # seconds in which nothing was lent, for the load was too high
     recalls: int
