@@ -70,10 +70,11 @@ def lending_section(
     markers: Sequence[tuple[float, str, str]] = (),
     wanted: Sequence[tuple[float, float]] = (),
     more: Sequence[Figure] = (),
+    seen: str = "",
 ) -> LendingSection | None:
     """`since` says what the seconds count from; `markers` are (moment, label, title), `wanted` (moment, share of the
-    time in which rollout had something to compute on the devices), and `more` figures follow those of here. None where
-    nothing was lent."""
+    time in which rollout had something to compute on the devices); `more` figures follow those of here, and `seen` says
+    what of serving is recorded. None where nothing was lent."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
     if not times:
         return None
@@ -90,7 +91,7 @@ def lending_section(
         note=_note(histories),
         figures=(
             _devices(histories, edges, scale, x, drawn),
-            _shares(histories, edges[::2], scale, x, wanted),
+            _shares(histories, edges[::2], scale, x, wanted, seen),
             _load(histories, edges[::2], scale, x),
             _margins(histories, edges[::2], scale, x),
             _requests(histories, edges[::2], scale, x),
@@ -98,7 +99,7 @@ def lending_section(
         ),
         devices=tuple(_device(it, edges[-1] - edges[0]) for it in histories[:MOST_ROWS]),
         answers=(
-            ("Device", "Steps of rollout", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
+            ("Device", "Granted and used", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
             *(_answers(it, reasons) for it in histories[:MOST_ROWS]),
         ),
         missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_MISSED]),
@@ -229,6 +230,7 @@ def _shares(
     scale: float,
     x: Axis,
     wanted: Sequence[tuple[float, float]],
+    seen: str,
 ) -> Figure:
     lent = sum((covered(_spans(it)[0], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
     serving = sum((covered(_spans(it)[1], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
@@ -244,7 +246,7 @@ def _shares(
     ]
     if wanted:
         series.append(Series("rollout has turns to make", _WANTED, [(at / scale, min(100.0, it)) for at, it in wanted]))
-    note = "Of all devices. Steps of serving are known while rollout looks, not while it has nothing to compute."
+    note = f"Of all devices. {seen}".rstrip()
     return line_figure("Whose steps the devices make", note, series, x, Axis("% of the time", (0.0, 100.0)))
 
 
@@ -365,7 +367,6 @@ def _note(histories: Sequence[LoanHistory]) -> str:
     slos = dict.fromkeys(it.slo for it in histories if it.slo is not None)
     owed = "; ".join(f"{fine_duration(slo.ttft)} to the first token, {fine_duration(slo.tpot)} a token" for slo in slos)
     pace = ", ".join(dict.fromkeys(fine_duration(it.pace) for it in histories))
-    longest = max((span.granted for it in histories for span in it.grants), default=0.0)
     said = f"{plural(len(histories), 'device')} lent by {rules}, at a pace of {pace} a token"
     said += f" (SLO: {owed})" if owed else ""
-    return f"{said}; grants of up to {fine_duration(longest)}." if longest else f"{said}."
+    return f"{said}; grants of up to {fine_duration(max(it.longest for it in histories))}."

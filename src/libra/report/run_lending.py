@@ -28,6 +28,7 @@ def run_lending(log: RunLog, directory: Path) -> LendingSection | None:
         markers,
         wanted,
         (versions_behind(behind, axis),) if behind else (),
+        "Steps of serving are known while rollout looks, not while it has nothing to compute.",
     )
 
 
