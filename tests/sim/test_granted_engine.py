@@ -156,6 +156,8 @@ def test_runs_of_steps_are_the_steps(records, rule, under_way, most, updates) ->
     assert len(made.turns.ended) == most
     assert made.recalls == exact.recalls
     assert came_of(made.served) == came_of(exact.served)
+    assert made.device.tenant.margin == exact.device.tenant.margin
+    assert made.device.tenant.uncovered == exact.device.tenant.uncovered
     assert made.device.lent == exact.device.lent and made.device.share == exact.device.share
     assert sum(it.iterations for it in made.cluster.engines) == sum(it.iterations for it in exact.cluster.engines)
     assert sum(it.events for it in made.cluster.engines) <= sum(it.events for it in exact.cluster.engines)

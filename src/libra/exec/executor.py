@@ -62,6 +62,10 @@ class Executor(Generic[Processes]):
         duties = (worker.duty for worker in self.pool.all())
         return current_allocation(duties, bucket_limits(self._plans), self.longest_context)
 
+    def holds_longest(self, allocation: Allocation) -> bool:
+        """Whether it has an engine for the longest contexts, without which no transition leads to it."""
+        return any(bucket.shape in self._longest for bucket in allocation.buckets)
+
     def transition(self, wanted: Allocation) -> Transition:
         """From what the healthy workers do now, where no plan has said how. Raises ValueError where they cannot be
         what is wanted."""

@@ -66,6 +66,7 @@ class TracedServers:
             recall=RecallPolicy(config.quiet, _MOST_QUIET * config.quiet),
             sharing=config.rule,
             ttft=config.use * config.ttft,
+            slo=self.slo,
         )
         return DeviceLoan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
 

@@ -39,13 +39,14 @@ class LenderDevice:
         self.recalls = 0  # of engines that borrowed it
         self.share = share
         self._rule, self._exact = rule, exact
+        self._watched = rule if isinstance(rule, WatchedRule) else None
         self._since = 0  # serving steps since the last grant
         self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and what had been lent by then
 
     @property
     def recalled(self) -> str | None:
         """Why nothing is lent; None: it is."""
-        return self._rule.recall.recalled if isinstance(self._rule, WatchedRule) else None
+        return None if self._watched is None else self._watched.recall.recalled
 
     def ask(self, now: int) -> Grant | Refusal:
         """Who has the device next, which is free now."""
@@ -53,7 +54,10 @@ class LenderDevice:
         return self.decide(self.tenant.view(self._since), now)
 
     def decide(self, view: ServingView, now: int) -> Grant | Refusal:
-        return self._rule.decide(view, now, self.tenant.cost)
+        answer = self._rule.decide(view, now, self.tenant.cost)
+        if self._watched is not None and self._watched.breach is not None:
+            self.tenant.uncover()
+        return answer
 
     def used(self, end: int) -> None:
         """Rollout had the device until now."""
@@ -95,7 +99,8 @@ class LenderDevice:
     def serve_out(self, now: int) -> list[Request]:
         """Serve alone from now on until all requests that have come by now have finished. Returns these."""
         self.serve_alone(now)
-        self.tenant.arrive(self.at)
+        if self.tenant.arrive(self.at):
+            self.decide(self.tenant.view(self._since), self.at)
         came = [request for request in self.tenant.came if request.arrival <= now]
         for request in came:
             while request.finish is None:
@@ -105,8 +110,8 @@ class LenderDevice:
     def returns(self) -> int:
         """Serve alone until the loan is given again. Returns the tick."""
         while self.recalled is not None:
-            assert isinstance(self._rule, WatchedRule)
-            resumes, following = self._rule.resumes, self.tenant.next_arrival
+            assert self._watched is not None
+            resumes, following = self._watched.resumes, self.tenant.next_arrival
             until = math.ceil(min(resumes, self.at + TICKS if following is None else following))
             self.serve_alone(max(until, self.at + 1))
             self.ask(self.at)

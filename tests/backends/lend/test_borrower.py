@@ -23,7 +23,7 @@ from libra.lend.gate import IDLE, Grant, ServingView
 from libra.lend.quota import KVView
 from libra.lend.recall import RecallPolicy
 from libra.lend.step_cost import RolloutQueue, StepShape
-from libra.records.lending import LendingAnswer, LendingTerms, LentStep, read_lending, replay
+from libra.records.lending import LendingAnswer, LendingTerms, LentStep, ServedStep, read_lending, replay
 from libra.traffic.envelope import Envelope
 
 TERMS = LendingTerms(
@@ -269,6 +269,16 @@ def test_an_engine_that_raises_gives_the_device_back(shared: Shared) -> None:
         shared.borrower.step(Broken(shared.clock, shared.serving))
     shared.serving.publish(ServingView(1, 1, math.inf), KVView(), TERMS.pace)
     assert shared.serving.acquire() and shared.serving.fenced == 0 and not shared.serving.lent
+
+
+def test_the_record_has_the_steps_of_serving(shared: Shared) -> None:
+    for margin in (0.03, math.inf):
+        shared.serving.note(ServingStep(2, 0, 90, 0.01, ended=5.0, margin=margin))
+    shared.borrower.step(shared.engine)
+    assert shared.lines(ServedStep) == [
+        ServedStep(4.99, 0.01, 2, pytest.approx(0.03)),  # type: ignore[arg-type]
+        ServedStep(4.99, 0.01, 2, None),
+    ]
 
 
 def test_without_turns_serving_is_left_alone(shared: Shared) -> None:

@@ -68,6 +68,12 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
         serving.note(ServingStep(number, 10, 100, 0.5))
         serving.release()
     assert borrower.steps() == [ServingStep(number, 10, 100, 0.5) for number in range(3)]
+    serving.note(step := ServingStep(4, 0, 90, 0.25, ended=12.5, margin=-0.125))
+    serving.release()
+    assert borrower.steps() == [step]
+    assert serving.due == 3.5
+    serving.publish(view, kv, 0.0)
+    assert serving.due == math.inf  # nobody asks for a pace
     assert borrower.steps() == []
     for number in range(200):
         serving.note(ServingStep(number, 0, 0, 0.1))

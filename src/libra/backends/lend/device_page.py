@@ -1,7 +1,8 @@
 """A file that all processes of a lent device map: what each of them says, field by field, and the device's lock.
 
 Invariant: each field has one writer, so none of them is locked. A field of 8 bytes is read whole; what serving says is
-longer and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and nobody sets.
+longer and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and nobody sets;
+they begin anew with the machine, and so does a page that it kept on a disk.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import math
 import mmap
 import os
 import struct
@@ -23,13 +25,14 @@ from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
 
 _MAGIC = b"libralnd"
-_LAYOUT = 3
+_LAYOUT = 5
 _SIZE = 4096
 POLL = 0.0002  # seconds between two looks at what another process may change
 _PATIENCE = 2.0  # seconds in which a page that is being written must be whole: its writer may be put aside meanwhile
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _LOCK = fcntl.LOCK_EX | fcntl.LOCK_NB
-_HEADER = struct.Struct("<8sQ")
+_HEADER = struct.Struct("<8sQQ")
 _NOTICE = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _NOTICE_AT = 64
 _CHECKSUM = struct.Struct("<Q")
@@ -37,7 +40,7 @@ _VIEW_FIELDS = len(fields(ServingView))
 # `astuple` copies deeply, which a step of serving would feel.
 _view_fields, _kv_fields = (attrgetter(*(it.name for it in fields(kind))) for kind in (ServingView, KVView))
 _FIELDS_AT = 256
-_STEP = struct.Struct("<qqqd")
+_STEP = struct.Struct("<iiiddf")
 _STEPS = 64  # of the last steps, how many can be read
 _STEPS_AT = 384
 _TALLY = struct.Struct("<qqqqqdd256s")
@@ -68,6 +71,8 @@ class ServingStep(NamedTuple):
     new_tokens: int  # beyond one a sequence
     context: int
     seconds: float
+    ended: float = 0.0
+    margin: float = math.inf  # seconds by which the token that was due first came before its due; inf: none was due
 
 
 class EngineFacts(NamedTuple):
@@ -135,11 +140,15 @@ class DevicePage:
                 raise LendingError(f"{path}: {size} bytes, not the {_SIZE} of a device's page; give another file")
             self.bytes = mmap.mmap(self.descriptor, _SIZE)
             self.fields = PageFields.from_buffer(self.bytes, _FIELDS_AT)
-            magic, layout = _HEADER.unpack_from(self.bytes, 0)
-            if magic == bytes(8) and create:
-                _HEADER.pack_into(self.bytes, 0, _MAGIC, _LAYOUT)
-            elif (magic, layout) != (_MAGIC, _LAYOUT):
+            magic, layout, boot = _HEADER.unpack_from(self.bytes, 0)
+            started, ours = crc32(_BOOT.read_bytes()), (magic, layout) == (_MAGIC, _LAYOUT)
+            if create and (magic == bytes(8) or (ours and boot != started)):
+                self.bytes[:] = bytes(_SIZE)
+                _HEADER.pack_into(self.bytes, 0, _MAGIC, _LAYOUT, started)
+            elif not ours:
                 raise LendingError(f"{path}: not a device's page of this version of libra; remove the file")
+            elif boot != started:
+                raise LendingError(f"{path}: nobody has served here since this machine was started; start the server")
         except OSError as error:
             os.close(self.descriptor)
             raise LendingError(f"{path}: {error.strerror}; give a file on a disk with {_SIZE} bytes free") from None
@@ -175,6 +184,14 @@ class DevicePage:
             os.close(only)
             raise LendingError(f"{self.path}: {refusal}") from None
         return only
+
+    def has(self, who: str) -> bool:
+        """Whether a process has that lock."""
+        try:
+            os.close(self.only(who, "somebody has it"))
+        except LendingError:
+            return True
+        return False
 
     # Serving's notice
 

@@ -125,6 +125,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
         shortest=file.shortest_grant,
         envelope=certificate.envelope,
         recall=RecallPolicy(file.quiet, file.most_quiet),
+        slo=Slo(file.serving.ttft, file.serving.tpot),
     )
     device = Path(file.device)
     start = StartEngine(

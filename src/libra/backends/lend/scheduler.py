@@ -155,9 +155,11 @@ class _Lending(Scheduler):
                 self.device.end()
             self._steps_since_grant += 1
             if leased:
-                began, self._began = self._began, self.device.clock()
+                now = self.device.clock()
                 if shape is not None:
-                    token.note(ServingStep(shape.sequences, shape.new_tokens, shape.context, self._began - began))
+                    spent, margin = now - self._began, token.due - now if self._said_all else math.inf
+                    token.note(ServingStep(shape.sequences, shape.new_tokens, shape.context, spent, now, margin))
+                self._began = now
         if leased or not self.requests:
             self._publish()
         elif self._said_all:

@@ -7,6 +7,7 @@ then on serving goes ahead without the lock, and says so by a new epoch.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class ServingToken:
         self._page, self._clock, self._pid = DevicePage(path, create=True), clock, os.getpid()
         if about is not None:
             self._page.facts = about
-        self._wants = self._held = False
+        self._wants = self._held = self._nobody = False
         self.lent = False  # the device was, before the step that is under way
         self.fenced = 0
         self.publish(IDLE, KVView(), self.pace)
@@ -53,12 +54,18 @@ class ServingToken:
     @property
     def kv_asked(self) -> int:
         """Bytes of KV that the borrower asks for."""
-        return self._page.fields.kv_asked
+        return 0 if self._gone() else self._page.fields.kv_asked
 
     @property
     def kv_held(self) -> int:
         """Bytes of KV that it has now, of what serving ceded."""
-        return self._page.fields.kv_held
+        return 0 if self._gone() else self._page.fields.kv_held
+
+    @property
+    def due(self) -> float:
+        """When the next token is due, by what was published last; inf: none is, or nobody has asked for a pace."""
+        view, _, pace = self._said
+        return view.due if pace > 0 else math.inf
 
     def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
         self._said = view, kv, pace
@@ -131,6 +138,15 @@ class ServingToken:
 
     def close(self) -> None:
         self._page.close()
+
+    def _gone(self) -> bool:
+        """Whether the borrower is, and the agent as well, which says so of one that is gone alone."""
+        if self.leased:
+            self._nobody = False
+        elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):
+            # Asked until it is so, and not again: a lock that is tried is had for a moment.
+            self._nobody = not self._page.has("borrower")
+        return self._nobody
 
     def _write(self) -> None:
         view, kv, pace = self._said

@@ -6,9 +6,11 @@ version waits for lent engines. A recall loses no token: turns go on elsewhere a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
@@ -16,9 +18,10 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
-from libra.sim.tenant import ServingTenant, misses
+from libra.sim.tenant import ServingTenant, latencies, misses
 from libra.sim.training_run.outcome import LenderOutcome
 from libra.sim.training_run.tenancy import ServingDevice, Tenancy
+from libra.sim.workload.requests import Requests
 
 
 @dataclass(slots=True)
@@ -136,7 +139,7 @@ class Lending:
 def _device(serving: ServingDevice, exact: bool) -> LenderDevice:
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
-    tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
+    tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
     return LenderDevice(tenant, serving.rule(), serving.share, exact=exact)
 
 
@@ -145,4 +148,27 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
     served = it.device.serve_out(now)
     away = it.away + (now - it.recalled_at if it.recalled_at is not None else 0)
     missed = misses(served, slo.ttft, slo.tpot)
-    return LenderOutcome(name, len(served), missed, seconds(it.device.lent), seconds(away), it.recalls)
+    alone = _missed_alone(it.serving, len(it.device.tenant.came)) if missed.any else missed.any
+    ttft, tpot = latencies(served)
+    margin = it.device.tenant.margin
+    return LenderOutcome(
+        name,
+        len(served),
+        missed,
+        missed.any - alone,
+        seconds(it.device.lent),
+        seconds(away),
+        it.recalls,
+        frozenset(it.device.tenant.uncovered),
+        ttft,
+        tpot,
+        None if margin == math.inf else seconds(int(margin)),
+    )
+
+
+def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
+    """Of the first so many requests, those that miss their SLO where nothing is lent."""
+    case = serving.case
+    cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
+    cluster.run()
+    return misses(cluster.requests, case.slo.ttft, case.slo.tpot).any
