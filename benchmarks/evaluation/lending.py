@@ -30,8 +30,8 @@ from benchmarks.workloads.definition import FILES
 
 # With 32 groups a step, as elsewhere, the longest trajectory is most of a step; with 128 work is. DAPO has 512 (arXiv
 # 2503.14476), and ROSE an 8B beside a 7B.
-LONG, WORK = (LendingSetting("search_r1", 6, 8, groups, 4096 // (2 * groups)) for groups in (32, 128))
-BATCH = LendingSetting("search_r1", 6, 8, 512, 8, model="Qwen/Qwen3-8B")
+LONG, WORK = LendingSetting("search_r1", 6, 8, 32, 32), LendingSetting("search_r1", 6, 8, 128, 16)
+BATCH = LendingSetting("search_r1", 6, 8, 512, 6, model="Qwen/Qwen3-8B")
 _QUICK = LendingSetting("search_r1", 2, 3, 43, 8)  # as WORK, per GPU
 BOUNDS = ("fixed", "gate", "elastic", "whole")
 WAITING = ("fixed", "gate", "published", "elastic")  # whose rollout is timed, in steps that wait for it
@@ -43,7 +43,7 @@ Values = Mapping[str, Any]
 
 def synchronous(setting: LendingSetting) -> LendingSetting:
     """The same, where a step begins when the one before has been trained on."""
-    steps = max(4, setting.steps // 2)
+    steps = max(3, setting.steps // 2)
     return replace(setting, steps=steps, staleness=0)
 
 

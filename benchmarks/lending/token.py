@@ -36,6 +36,7 @@ from libra.backends.lend.agent import LendingAgent
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.scheduler import DEVICE
 from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.engine_messages import Borrow, Lent
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.lend.recall import RecallPolicy
@@ -184,7 +185,7 @@ async def _load(lender: LoanOrder) -> None:
     engine = EngineHandle(WorkerLink("lent", 0, channel, (0,), 0), lambda name, why: None)
     turns: set[asyncio.Task[None]] = set()
     try:
-        await engine.start(lender.start)
+        await engine.ask(Borrow(1, 1, 1), Lent)
         for number in count():
             turns.add(asyncio.create_task(engine.generate(turn(number, 40 + number % 300, 100), lambda piece: None)))
             if len(turns) >= _TURNS:

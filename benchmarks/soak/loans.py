@@ -166,7 +166,8 @@ def _outlived(
 def _in_service(
     count: int, struck: Sequence[Struck], seen: Sequence[Seen], sessions: Mapping[int, Window]
 ) -> Iterator[tuple[int, Window]]:
-    """Whenever a lent engine was in service for long, with its server and without a fault: pieces of `_LONG`."""
+    """Whenever a lent engine was in service for long while steps were made, with its server and without a fault: pieces
+    of `_LONG`."""
     for session, number in ((session, number) for session in sessions.values() for number in range(count)):
         changes: list[tuple[float, str]] = [(session.end, "out")]
         for it in (it for it in struck if it.session == session.session and _concerns(it, number)):
@@ -175,9 +176,11 @@ def _in_service(
             else:
                 changes += [(it.time, "disturbed"), (it.time + it.seconds, "disturbed")]
         after = ""
-        for entry in seen:
+        for entry in (it for it in seen if it.session == session.session):
             row = entry.row
-            if entry.session == session.session and row.get("worker") == f"lent-{number}":
+            if row["kind"] == "step":
+                changes.append((entry.time, "step"))
+            elif row.get("worker") == f"lent-{number}":
                 after = row["after"]["role"] if row["kind"] == "intend" else after
                 changes.append((entry.time, "in" if row["kind"] == "done" and after == "rollout" else "out"))
         for begin, end in _pieces(sorted(changes)):
@@ -185,14 +188,18 @@ def _in_service(
 
 
 def _pieces(changes: Sequence[tuple[float, str]]) -> Iterator[tuple[float, float]]:
-    since: float | None = None
+    serves, steps = False, False
+    since = math.inf
     for time, change in changes:
-        if since is not None:
+        if change == "step" and steps:
+            continue
+        if serves and steps:
             for piece in range(int((time - since) / _LONG)):
                 yield since + piece * _LONG, since + (piece + 1) * _LONG
         if change == "gone":
             return
-        since = time if change == "in" or (change == "disturbed" and since is not None) else None
+        serves = change == "in" or (serves and change != "out")
+        steps, since = steps or change == "step", time
 
 
 def _concerns(it: Struck, number: int) -> bool:

@@ -113,6 +113,13 @@ def test_when_an_engine_on_a_lent_device_is_to_borrow_it(
     faults: list[Struck], spans: list[tuple[float, float]]
 ) -> None:
     rollout, idle = {"after": {"role": "rollout"}}, {"after": {"role": "idle"}}
-    journal = [seen(10.0, "intend", **rollout), seen(20.0, "done"), seen(112.0, "intend", **idle), seen(113.0, "done")]
+    steps = [seen(19.0, "step"), seen(70.0, "step")]
+    journal = [
+        *steps,
+        seen(10.0, "intend", **rollout),
+        seen(20.0, "done"),
+        seen(112.0, "intend", **idle),
+        seen(113.0, "done"),
+    ]
     found = [(it.begin, it.end) for _, it in _in_service(1, faults, journal, {1: Window(1, 0.0, 300.0)})]
     assert found == spans

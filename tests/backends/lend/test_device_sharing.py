@@ -105,6 +105,28 @@ def test_serving_waits_until_the_grant_is_over_and_no_longer(tmp_path: Path, fat
         serving.release()
 
 
+def test_serving_goes_on_in_the_moment_in_which_the_grant_is_over(tmp_path: Path) -> None:
+    """On a clock of its own, of a millisecond a look: how long the machine takes does not count."""
+    now = 100.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    serving = ServingToken(tmp_path / "device", clock=clock)
+    borrower = BorrowerToken(tmp_path / "device", 0.1)
+    for length in (0.05, 0.2):
+        expires = now + length
+        assert borrower.try_take(expires)
+        assert serving.acquire() and serving.lent
+        assert expires <= now < expires + 0.003
+        serving.release()
+        with pytest.raises(FencedError):
+            borrower.release()
+    assert serving.fenced == 2
+
+
 def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_path: Path) -> None:
     """A step follows upon the other, so a borrower must be left time to take its turn."""
     serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
