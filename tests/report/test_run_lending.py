@@ -93,3 +93,15 @@ def test_all_time_of_spans_is_in_some_bin() -> None:
     assert float((covered(spans, edges) * np.diff(edges)).sum()) == pytest.approx(5.0)
     assert covered([], edges).tolist() == [0.0] * 10
     assert binned([], edges, np.max) == []
+
+
+def test_what_agents_lend_is_shown_as_far_as_the_run_knows_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    write_lines(run.directory / "metrics.jsonl", [replace(step, loans=LOANS) for step in run.steps])
+    page = render_report(run.directory)
+    assert "2 engines; what became of their devices is with their agents." in Page(page).text
+    had = titles(figure(page, "What rollout had of the devices"))
+    second = run.steps[1].step_seconds  # of which the engines had 0.375 on average, and wanted 0.75
+    assert f"had: {100 * 0.375 / second:.3g} (optimiser step: 2)" in had
+    assert f"wanted: it had turns to make: {100 * 0.75 / second:.3g} (optimiser step: 2)" in had
+    assert "Device by device" not in page and "Lent devices" not in page

@@ -28,7 +28,7 @@ MOST_ROWS = 40  # of a table
 MOST_MISSED = 12  # requests of one
 _SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
 _RECALLED = ROLES[Role.DRAINING]
-_LENT, _GRANTED, _SERVING, _WANTED = "var(--blue)", "#9fd0ee", "#e69f00", "#8a949e"
+_LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
 _MARGINS = (  # quantile, name, colour
     (0.0, "the closest of all", "var(--deep)"),
     (0.1, "p10: one in ten is closer", "#56b4e9"),
@@ -52,29 +52,27 @@ Spans = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class LendingSection:
-    """What a page says of lending."""
+    """What a page says of lending; empty is what nobody knows."""
 
-    note: str
     figures: tuple[Figure, ...]
-    devices: tuple[tuple[str, ...], ...]
-    answers: tuple[tuple[str, ...], ...]  # of the gate, the first row being its columns
-    missed: tuple[tuple[str, ...], ...]
-    missed_note: str
-    recalls: tuple[tuple[str, ...], ...]
-    recalls_note: str
+    note: str = ""
+    devices: tuple[tuple[str, ...], ...] = ()
+    answers: tuple[tuple[str, ...], ...] = ()  # of the gate, the first row being its columns
+    missed: tuple[tuple[str, ...], ...] = ()
+    missed_note: str = ""
+    recalls: tuple[tuple[str, ...], ...] = ()
+    recalls_note: str = ""
 
 
 def lending_section(
     histories: Sequence[LoanHistory],
     since: str,
     markers: Sequence[tuple[float, str, str]] = (),
-    wanted: Sequence[tuple[float, float]] = (),
     more: Sequence[Figure] = (),
     seen: str = "",
 ) -> LendingSection | None:
-    """`since` says what the seconds count from; `markers` are (moment, label, title), `wanted` (moment, share of the
-    time in which rollout had something to compute on the devices); `more` figures follow those of here, and `seen` says
-    what of serving is recorded. None where nothing was lent."""
+    """`since` says what the seconds count from; `markers` are (moment, label, title); `more` figures follow those
+    of here, and `seen` says what of serving is recorded. None where nothing was lent."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
     if not times:
         return None
@@ -91,7 +89,7 @@ def lending_section(
         note=_note(histories),
         figures=(
             _devices(histories, edges, scale, x, drawn),
-            _shares(histories, edges[::2], scale, x, wanted, seen),
+            _shares(histories, edges[::2], scale, x, seen),
             _load(histories, edges[::2], scale, x),
             _margins(histories, edges[::2], scale, x),
             _requests(histories, edges[::2], scale, x),
@@ -229,7 +227,6 @@ def _shares(
     edges: NDArray[np.float64],
     scale: float,
     x: Axis,
-    wanted: Sequence[tuple[float, float]],
     seen: str,
 ) -> Figure:
     lent = sum((covered(_spans(it)[0], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
@@ -244,8 +241,6 @@ def _shares(
         Series("granted for that", _GRANTED, _middles(100 * np.minimum(granted, 1.0), edges, scale)),
         Series("serving computes", _SERVING, _middles(100 * serving, edges, scale)),
     ]
-    if wanted:
-        series.append(Series("rollout has turns to make", _WANTED, [(at / scale, min(100.0, it)) for at, it in wanted]))
     note = f"Of all devices. {seen}".rstrip()
     return line_figure("Whose steps the devices make", note, series, x, Axis("% of the time", (0.0, 100.0)))
 
