@@ -142,6 +142,7 @@ def owned_run(template: Path, directory: Path, count: int) -> tuple[Path, list[O
     write_tiny_model(directory / "chat", ModelConfig.model_validate(MODEL), alphabet, LIMITS["max_model_len"])
     config: dict[str, Any] = yaml.safe_load(template.read_text())
     write_tiny_model(directory / "policy", ModelConfig.model_validate(config["model"]), alphabet, 192)
+    _save_weights(directory / "policy")
     (directory / "certificate.json").write_text(certificate_json(_CERTIFICATE))
     owners = [Owner(directory, number) for number in range(count)]
     config |= {
@@ -153,6 +154,13 @@ def owned_run(template: Path, directory: Path, count: int) -> tuple[Path, list[O
     path = directory / "agents.yaml"
     path.write_text(yaml.safe_dump(config))
     return path, owners
+
+
+def _save_weights(model: Path) -> None:
+    """Random ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
 
 
 def publishers(controller: int) -> Sequence[psutil.Process]:
