@@ -159,7 +159,9 @@ def owned_run(template: Path, directory: Path, count: int) -> tuple[Path, list[O
 def _save_weights(model: Path) -> None:
     """Random ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
 
 
