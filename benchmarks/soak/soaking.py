@@ -194,7 +194,7 @@ class Soak:
         if lending is not None:
             yield from loans(
                 self._run_directory,
-                Slo(lending.ttft, lending.tpot),
+                Slo(*lending.objective),
                 self._lenders,
                 storm.struck,
                 self._seen,
