@@ -23,10 +23,5 @@ def with_drafts(config: EngineConfig, seed: int) -> EngineConfig:
     budget = max(config.max_num_batched_tokens, least)
     if random.random() < 0.6:
         budget = max(budget, config.max_num_seqs * least)
-    step_blocks = config.blocks(speculative.tokens_each + speculative.lookahead)
-    return replace(
-        config,
-        speculative=speculative,
-        max_num_batched_tokens=budget,
-        kv_blocks=max(config.kv_blocks, config.blocks(config.max_model_len) + step_blocks),
-    )
+    config = replace(config, speculative=speculative, max_num_batched_tokens=budget)
+    return replace(config, kv_blocks=max(config.kv_blocks, config.blocks(config.max_model_len) + config.draft_blocks))

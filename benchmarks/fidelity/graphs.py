@@ -48,7 +48,7 @@ def _difference(seed: int) -> str | None:
     theirs = kind.name, graph.num_tokens
     if theirs == ours:
         return None
-    return f"case {seed}: {mode}, {seats} seats of {each}, {tokens} tokens, uniform {uniform}: ours {ours}, vLLM's {theirs}"
+    return f"case {seed}: {mode}, {seats} seats of {each}, {tokens} tokens, {uniform=}: ours {ours}, vLLM's {theirs}"
 
 
 def _dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...], each: int) -> CudagraphDispatcher:

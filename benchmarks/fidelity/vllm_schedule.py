@@ -231,8 +231,8 @@ class VllmEngine:
         return replace(step, time=time, finished=_ended(results))
 
     def _sample(self, name: str, drafts: int) -> list[int]:
-        """The next token of a request, and those before it that were drafted and are accepted. None comes of one that was
-        given up, or of a prompt before its last chunk."""
+        """The next token of a request, and before it the drafts that are accepted. None comes of one that was given up,
+        or of a prompt before its last chunk."""
         context, request = self._scheduler.requests.get(name), self._requests[name]
         if context is None:
             return []

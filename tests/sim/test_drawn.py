@@ -30,8 +30,8 @@ TEN = AffineCost(10)  # ticks for any iteration
 
 
 def test_a_request_has_as_many_tokens_as_are_accepted_and_one() -> None:
-    """A prompt of 8 tokens, whose last iteration gives the first one of 8; then 1, 3, 2 and 1 of the next verifications.
-    The drafter writes two tokens beyond those that are verified, whose blocks are held too."""
+    """A prompt of 8 tokens, whose last iteration gives the first one of 8; then 1, 3, 2 and 1 of the verifications. The
+    drafter writes two tokens beyond those that are verified, whose blocks are held too."""
     run = simulate(CONFIG, TEN, lambda: [Request(0, 0, 8, 8)])
     assert [(it.start, it.scheduled, it.free_blocks) for it in run.iterations] == [
         (0, ((0, 8),), 13),  # 10 tokens
@@ -136,7 +136,7 @@ def test_what_cannot_be_drafted_is_refused(change: dict[str, Any], words: str) -
 
 
 def test_a_budget_below_one_request_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_num_batched_tokens is 2: .* raise it to 3"):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 2: .* raise it to 3"):
         replace(CONFIG, max_num_batched_tokens=2)
     with pytest.raises(ValueError, match="raise it to 4"):
         replace(CONFIG, max_num_batched_tokens=3, speculative=replace(TWO, method="draft_model"))

@@ -150,10 +150,9 @@ def _let_go(state: EngineState, request: Request) -> None:
 def _reserved(state: EngineState) -> int:
     """Blocks that a pull leaves free: for prompts that are computed or pulled, and for drafts."""
     config, partial = state.config, state.partial
-    drafts = config.tokens_each + config.lookahead if config.speculative is not None else 0
-    if not drafts:
+    if config.speculative is None:
         return 0 if partial is None else config.blocks(partial.target) - config.blocks(partial.computed)
-    reserved = config.blocks(drafts)
+    drafts, reserved = config.tokens_each + config.lookahead, config.draft_blocks
     prefilled = [it for it in (*state.flight.finishing, partial) if it is not None and it.reserves]
     for request in (*prefilled, *state.arriving):
         tokens = request.prompt_tokens + request.generated

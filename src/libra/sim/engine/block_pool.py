@@ -165,8 +165,8 @@ class BlockPool:
                 del self._runs[owner]
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
-        """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. Of those
-        that were found the last is computed again where a request needs it, and with `again` always."""
+        """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. With
+        `again` some of them were there already, and were not held but computed anew."""
         written, request.written = request.written, full
         own_copy = request in self._own_copies
         for owner, start, end in request.path:

@@ -117,6 +117,11 @@ class EngineConfig:
         """Of a request that generates, in an iteration."""
         return 1 if self.speculative is None else self.speculative.tokens_each
 
+    @property
+    def draft_blocks(self) -> int:
+        """That a pull leaves free, for the drafts of its request."""
+        return 0 if self.speculative is None else self.blocks(self.tokens_each + self.lookahead)
+
     def held_blocks(self, tokens: int) -> int:
         """Blocks of a request that has computed so many tokens."""
         return -(-min(tokens + self.lookahead, self.max_model_len) // self.block_size)

@@ -56,7 +56,7 @@ class Drawn(Generation):
 
     @property
     def rows(self) -> int:
-        return int(self._sums[_ROWS, self.iteration - self._origin])
+        return int(self._sums[_ROWS, self.iteration - self._origin]) if self.count else 0
 
     @property
     def spread(self) -> int:
@@ -117,7 +117,7 @@ class Drawn(Generation):
         return self._sums[_ATTENDED, at : at + steps]
 
     def context_after(self, steps: int) -> int:
-        return int(self._sums[_ATTENDED, self.iteration - self._origin + steps])
+        return int(self._sums[_ATTENDED, self.iteration - self._origin + steps]) if self.count else 0
 
     def demand(self, steps: int = 1) -> int:
         at = self.iteration - self._origin
@@ -192,7 +192,7 @@ class Drawn(Generation):
         return course, over
 
     def _look(self) -> None:
-        self.context = int(self._sums[_ATTENDED, self.iteration - self._origin])
+        self.context = self.context_after(0)
 
     def _room(self, start: int, steps: int) -> int:
         """The column of an iteration; from it on there is room for so many."""

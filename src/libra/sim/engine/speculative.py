@@ -47,9 +47,7 @@ class Speculative:
         if drafts < 1:
             raise ValueError(f"num_speculative_tokens is {drafts}; propose 1 or more, or leave `speculative` out")
         if bool(rates) == bool(self.accepted):
-            raise ValueError(
-                "give synthetic_acceptance_rates, synthetic_acceptance_length or accepted, and one of them"
-            )
+            raise ValueError("accepted, synthetic_acceptance_rates or synthetic_acceptance_length: give one of them")
         if rates and len(rates) != drafts:
             raise ValueError(f"synthetic_acceptance_rates has {len(rates)} entries; give {drafts}, one for each draft")
         if any(not 0 <= rate <= 1 for rate in rates):
