@@ -43,6 +43,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.fidelity.pull_connector import PullConnector
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.speculative import Draws
 
 _NUMBER_DIGITS = 10  # vLLM breaks ties by comparing names as text
 _LONGEST_CONTEXT = 2**30  # tokens; of the model that is never run
@@ -131,6 +132,7 @@ class VllmEngine:
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
         self._speculative = config.speculative
+        self._draws = None if config.speculative is None else Draws(config.speculative)
         self._verifications: Counter[str] = Counter()  # of drafts, by request
         self._preempted: list[int] = []
         self._under_way: deque[tuple[SchedulerOutput, Step, dict[str, bool]]] = deque()
@@ -238,8 +240,8 @@ class VllmEngine:
             return []
         count = 1
         if drafts:
-            assert self._speculative is not None
-            (gain,) = self._speculative.gains(request.number, self._verifications[name], 1)
+            assert self._draws is not None
+            (gain,) = self._draws.gains(request.number, self._verifications[name], 1)
             self._verifications[name] += 1
             count = min(int(gain), 1 + drafts)
         known = context.num_output_tokens

@@ -22,7 +22,7 @@ from benchmarks.fidelity.random_workloads import random_case
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request
-from libra.sim.engine.speculative import Speculative
+from libra.sim.engine.speculative import Draws, Speculative
 
 TWO = Speculative("eagle", 2, accepted=(0, 2, 1))
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=16, block_size=4, max_num_seqs=2, speculative=TWO)
@@ -67,14 +67,15 @@ def _on(chain: Any, request: Request) -> Request:
 @given(st.integers(0, 2**62), st.integers(0, 2**40), st.integers(0, 50), st.integers(1, 20))
 def test_a_draw_depends_on_the_request_and_the_verification_alone(seed: int, request: int, first: int, n: int) -> None:
     speculative = Speculative("mtp", 3, (0.9, 0.5, 0.1), seed=seed)
-    whole = speculative.gains(request, 0, first + n)
-    assert np.array_equal(speculative.gains(request, first, n), whole[first:])
+    whole = Draws(speculative).gains(request, 0, first + n)
+    assert np.array_equal(Draws(speculative).gains(request, first, n), whole[first:])
     assert ((whole >= 1) & (whole <= 4)).all()
 
 
 def test_the_drawn_have_the_chances_that_are_asked_for() -> None:
     rates = (0.8, 0.55, 0.25)
-    drawn = np.concatenate([Speculative("mtp", 3, rates, seed=4).gains(number, 0, 400) for number in range(500)])
+    draws = Draws(Speculative("mtp", 3, rates, seed=4))
+    drawn = np.concatenate([draws.gains(number, 0, 400) for number in range(500)])
     for position, rate in enumerate(rates):
         assert np.mean(drawn > position + 1) == pytest.approx(rate, abs=0.005)
     mean = Speculative.of_length("mtp", 3, 2.6)

@@ -133,6 +133,7 @@ def give_up(state: EngineState, request: Request) -> None:
     came = state.arriving.pop(request)
     if came == "under way":
         state.orphans.append(request)
+        state.blocked = state.blocked and state.config.speculative is None  # nothing is reserved for it any more
         return
     state.ready -= 1
     if came == "written":

@@ -16,7 +16,7 @@ import numpy as np
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Request
-from libra.sim.engine.speculative import Ints, Speculative
+from libra.sim.engine.speculative import Draws, Ints, Speculative
 
 _ATTENDED, _BLOCKS, _ROWS = range(3)
 _FEWEST = 1024  # iterations for which there is room
@@ -25,16 +25,26 @@ _FEWEST = 1024  # iterations for which there is room
 class Course:
     """One request's iterations from `start` on."""
 
-    __slots__ = ("generated", "held", "known", "offset", "start", "sums", "tokens", "undrawn")
+    __slots__ = ("blocks", "generated", "held", "known", "offset", "start", "sums", "tokens", "undrawn")
 
     def __init__(
-        self, start: int, known: int, generated: int, held: int, tokens: Ints, sums: Ints, undrawn: int, offset: int
+        self,
+        start: int,
+        known: int,
+        generated: int,
+        held: int,
+        tokens: Ints,
+        blocks: Ints,
+        sums: Ints,
+        undrawn: int,
+        offset: int,
     ) -> None:
         self.start = start
         self.known = known  # tokens that others may know of before it
         self.generated = generated  # before it
         self.held = held  # blocks, before it
         self.tokens = tokens  # of the context before each iteration, the one to compute next too
+        self.blocks = blocks  # that it holds from each iteration on
         self.sums = sums  # what it adds to those of the batch
         self.undrawn = undrawn  # iterations that verify nothing: 1 if its first one does not
         self.offset = offset
@@ -44,11 +54,11 @@ class Drawn(Generation):
     """As vLLM schedules: a running request gets its next token and `num_speculative_tokens` drafts, or as many as
     `max_model_len` allows; the blocks for them, and for what the drafter looks ahead, stay when drafts are rejected."""
 
-    __slots__ = ("_end", "_length", "_offsets", "_origin", "_size", "_speculative", "_squares", "_sums")
+    __slots__ = ("_draws", "_end", "_length", "_offsets", "_origin", "_size", "_speculative", "_squares", "_sums")
 
     def __init__(self, config: EngineConfig, speculative: Speculative) -> None:
         super().__init__()
-        self._speculative = speculative
+        self._speculative, self._draws = speculative, Draws(speculative)
         self._size, self._length = config.block_size, config.max_model_len
         self._sums = np.zeros((3, _FEWEST), np.int64)
         self._origin = self._end = 0  # iteration of the first column, and of the first that has nothing
@@ -56,7 +66,7 @@ class Drawn(Generation):
 
     @property
     def rows(self) -> int:
-        return int(self._sums[_ROWS, self.iteration - self._origin]) if self.count else 0
+        return self._sums.item(_ROWS, self.iteration - self._origin) if self.count else 0
 
     @property
     def spread(self) -> int:
@@ -110,23 +120,25 @@ class Drawn(Generation):
 
     def reaches(self, request: Request, tokens: int) -> int:
         course = _course(request)
-        return course.start + int(np.searchsorted(course.tokens, request.prompt_tokens + tokens)) - 1
+        return course.start + int(course.tokens.searchsorted(request.prompt_tokens + tokens)) - 1
 
     def contexts(self, steps: int) -> Ints:
         at = self.iteration - self._origin
         return self._sums[_ATTENDED, at : at + steps]
 
     def context_after(self, steps: int) -> int:
-        return int(self._sums[_ATTENDED, self.iteration - self._origin + steps]) if self.count else 0
+        return self._sums.item(_ATTENDED, self.iteration - self._origin + steps) if self.count else 0
 
     def demand(self, steps: int = 1) -> int:
         at = self.iteration - self._origin
-        return int(self._sums[_BLOCKS, at : at + steps].sum())
+        if not self.count:
+            return 0
+        return self._sums.item(_BLOCKS, at) if steps == 1 else int(self._sums[_BLOCKS, at : at + steps].sum())
 
     def affordable(self, steps: int, blocks: int) -> int:
         at = self.iteration - self._origin
-        needed = np.cumsum(self._sums[_BLOCKS, at : at + steps])
-        return int(np.searchsorted(needed, blocks, side="right"))
+        needed = self._sums[_BLOCKS, at : at + steps].cumsum()
+        return steps if needed[-1] <= blocks else int(needed.searchsorted(blocks, side="right"))
 
     def advance(self, steps: int) -> list[Request]:
         self.iteration += steps
@@ -139,13 +151,13 @@ class Drawn(Generation):
         speculative, before = self._speculative, request.prompt_tokens + generated
         left = request.output_tokens - generated
         undrawn = int(first == 1)
-        gains = speculative.gains(request.number, request.verifications, left)
+        gains = self._draws.gains(request.number, request.verifications, left)
         if undrawn:
             gains = np.concatenate((np.ones(1, np.int64), gains))
         elif first is not None:
             gains[0] = min(int(gains[0]), first)
-        sums = np.cumsum(gains)
-        steps = int(np.searchsorted(sums, left)) + 1
+        sums = gains.cumsum()
+        steps = int(sums.searchsorted(left)) + 1
         tokens = np.empty(steps, np.int64)
         tokens[0] = before
         np.add(sums[: steps - 1], before, out=tokens[1:])
@@ -163,7 +175,7 @@ class Drawn(Generation):
         course[_BLOCKS, 0] = blocks[0] - held
         np.subtract(blocks[1:], blocks[:-1], out=course[_BLOCKS, 1:])
         offset = before - round(speculative.mean_tokens * start)
-        request.course = Course(start, known, generated, held, tokens, course, undrawn, offset)
+        request.course = Course(start, known, generated, held, tokens, blocks, course, undrawn, offset)
         at = self._room(start, steps)
         self._sums[:, at : at + steps] += course
         request.last = last = start + steps - 1
@@ -189,6 +201,7 @@ class Drawn(Generation):
         self._squares -= course.offset * course.offset
         self.count -= 1
         self._look()
+        request.course = None
         return course, over
 
     def _look(self) -> None:
@@ -215,9 +228,9 @@ def _course(request: Request) -> Course:
 
 def _held(course: Course, over: int) -> int:
     """Blocks held when so many of the iterations are over."""
-    return course.held + int(course.sums[_BLOCKS, : max(over, 0)].sum())
+    return course.blocks.item(over - 1) if over > 0 else course.held
 
 
 def _known(course: Course, over: int) -> int:
     """Tokens that others may know of when so many of the iterations are over."""
-    return int(course.tokens[over - 1]) if over > 0 else course.known
+    return course.tokens.item(over - 1) if over > 0 else course.known

@@ -10,8 +10,6 @@ from __future__ import annotations
 from itertools import repeat
 from math import sqrt
 
-import numpy as np
-
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
@@ -173,16 +171,14 @@ def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, ste
 def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: Ints) -> tuple[list[Piece], int]:
     """The same of iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
     count = len(contexts)
-    ticks = np.empty(count, np.int64)
-    done = 0
-    while done < count:
-        base, slope, limit = cost.line(batch, int(contexts[done]))
-        until = count if limit > contexts[-1] else int(np.searchsorted(contexts, limit))
-        ticks[done:until] = contexts[done:until] * slope + base
-        done = until
-    ends = np.cumsum(ticks).tolist()
-    starts = [now, *(now + end for end in ends[:-1])]
-    return list(zip(range(count), starts, ticks.tolist(), repeat(0), strict=False)), now + ends[-1]
+    base, slope, limit = cost.line(batch, contexts.item(0))
+    ticks = contexts * slope + base
+    while limit <= contexts[-1]:
+        done = int(contexts.searchsorted(limit))
+        base, slope, limit = cost.line(batch, contexts.item(done))
+        ticks[done:] = contexts[done:] * slope + base
+    ends = [now, *(now + end for end in ticks.cumsum().tolist())]
+    return list(zip(range(count), ends, ticks.tolist(), repeat(0), strict=False)), ends[-1]
 
 
 def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:

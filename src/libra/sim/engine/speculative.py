@@ -97,29 +97,42 @@ class Speculative:
             return 1 + sum(self.accepted) / len(self.accepted)
         return 1 + sum(self.synthetic_acceptance_rates)
 
+
+class Draws:
+    """How many tokens verifications generate."""
+
+    def __init__(self, speculative: Speculative) -> None:
+        self._told = np.array(speculative.accepted, np.int64) + 1
+        self._seed = speculative.seed * _ODD
+        chances = [round(rate * _WHOLE) for rate in reversed(speculative.synthetic_acceptance_rates)]
+        self._chances = np.array([chance for chance in chances if chance < _WHOLE], np.uint64)
+        self._most = speculative.tokens_each
+        self._steps = _steps(1024)
+
     def gains(self, request: int, first: int, count: int) -> Ints:
         """Tokens that `count` verifications of a request generate, from the one of number `first` on."""
-        if self.accepted:
-            return 1 + np.take(np.array(self.accepted, np.int64), np.arange(first, first + count), mode="wrap")
-        key = _mixed((self.seed * _ODD + request) % _WHOLE)
-        drawn = np.arange(first + 1, first + count + 1, dtype=np.uint64)
-        drawn *= np.uint64(_ODD)
-        drawn += np.uint64(key)
+        if len(self._told):
+            return self._told.take(np.arange(first, first + count), mode="wrap")
+        if first + count > len(self._steps):
+            self._steps = _steps(2 * (first + count))
+        drawn = self._steps[first : first + count] + np.uint64(_mixed((self._seed + request) % _WHOLE))
         for shift, factor in _ROUNDS:
             drawn ^= drawn >> shift
             drawn *= factor
-        drawn >>= _UPPER
-        rates = np.array(self.synthetic_acceptance_rates)[::-1]
-        return 1 + self.num_speculative_tokens - np.searchsorted(rates, drawn * 2.0**-53, side="right")
+        return self._most - self._chances.searchsorted(drawn, side="right")
 
 
-# The output function of SplitMix64 (Steele, Lea and Flood 2014); what follows its last multiplication only mixes bits
-# that are not read.
-_ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-_UPPER = np.uint64(11)
+# SplitMix64 (Steele, Lea and Flood 2014). What its output function does after the last multiplication mixes lower bits
+# that hardly matter to a comparison.
+_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_ROUNDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in _FACTORS)
+
+
+def _steps(count: int) -> NDArray[np.uint64]:
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD)
 
 
 def _mixed(key: int) -> int:
-    for shift, factor in _ROUNDS:
-        key = (key ^ (key >> int(shift))) * int(factor) % _WHOLE
+    for shift, factor in _FACTORS:
+        key = (key ^ (key >> shift)) * factor % _WHOLE
     return key ^ (key >> 31)
