@@ -5,7 +5,11 @@ VENV ?= .venv
 STAMP := $(VENV)/.libra-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test fuzz soak lint bench bench-quick bench-evaluation fidelity
+# Of `bench-lending`: requests of a serving deployment (.jsonl, or the .csv of Azure's public traces), and the rows.
+TRAFFIC ?= $(LIBRA_SERVING_TRACE)
+RESULTS ?= benchmarks/results/lending-$(shell date +%F).jsonl
+
+.PHONY: help setup run test fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +54,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
 	$(VENV)/bin/python -m benchmarks.gateway --quick
+	$(VENV)/bin/python -m benchmarks.lending all --quick
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots
@@ -65,6 +70,9 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.routing_speed
 	$(VENV)/bin/python -m benchmarks.gateway
 	$(VENV)/bin/python -m benchmarks.workloads
+
+bench-lending: setup  ## lending and weights, an hour; with TRAFFIC=FILE what replays recorded requests, too; see RESULTS
+	$(VENV)/bin/python -m benchmarks.lending all $(if $(TRAFFIC),--traffic $(TRAFFIC)) --json $(RESULTS)
 
 bench-evaluation: setup  ## whole systems in simulation, an hour and a half; what has finished is kept and not run again
 	$(VENV)/bin/python -m benchmarks.evaluation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Generator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Generator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from hypothesis import settings
 from lanes import PROCESSES, Lanes, turn
 
 HERE = Path(__file__).parent
-# Seconds after which a coroutine that would hang fails, and one with real processes.
+# Seconds after which a coroutine that would hang fails, and one with real processes. Those in which it waits for a core
+# that others have do not count: it does not hang then.
 PATIENCE, LONG_PATIENCE = 60.0, 600.0
 
 settings.register_profile("libra", settings(), deadline=None)  # no test judges by the clock
@@ -38,6 +39,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@asynccontextmanager
+async def _patient(seconds: float) -> AsyncIterator[None]:
+    """As `asyncio.timeout`, by the seconds in which this thread had a core or slept."""
+    async with asyncio.timeout(None) as limit:
+        expiry = asyncio.create_task(_expire(limit, seconds))
+        try:
+            yield
+        finally:
+            expiry.cancel()
+
+
+async def _expire(limit: asyncio.Timeout, seconds: float) -> None:
+    clock = asyncio.get_running_loop().time
+    ends = clock() + seconds - _waited_for_a_core()
+    while (left := ends + _waited_for_a_core() - clock()) > 0:
+        await asyncio.sleep(left)
+    limit.reschedule(clock())
+
+
+def _waited_for_a_core() -> float:
+    """Seconds, since this thread began."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is a coroutine; async context managers among its fixtures are entered on its event loop."""
@@ -48,7 +73,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     patience = PATIENCE if pyfuncitem.get_closest_marker("integration") is None else LONG_PATIENCE
 
     async def run() -> None:
-        async with asyncio.timeout(patience), AsyncExitStack() as stack:
+        async with _patient(patience), AsyncExitStack() as stack:
             arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
             for name, value in arguments.items():
                 if isinstance(value, AbstractAsyncContextManager):

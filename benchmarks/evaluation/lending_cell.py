@@ -50,7 +50,7 @@ from libra.trajectory import Trajectory
 
 VARIABLE = "LIBRA_SERVING_TRACE"  # of the environment: the trace that lenders serve
 _BESIDE = Path(__file__).parents[3] / "shared" / "data" / "serving" / "azure_2023_conv.csv"  # beside the checkout
-MODEL, SERVED, WHOLE = "Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B"
+SERVED, WHOLE = "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B"
 RATE = 0.5  # share of the trace's requests that each lender gets
 LONGEST_GRANT = 0.03  # seconds
 START = 60.0  # seconds in which a device that is handed over becomes an engine
@@ -73,6 +73,7 @@ class LendingSetting:
     groups: int  # of a step
     steps: int
     staleness: int = 4
+    model: str = "Qwen/Qwen3-14B"  # that is trained
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,7 +108,7 @@ class LendingSetting:
         `inside` an envelope; without one nothing else is in their memory, and no grant ends."""
         own = _nodes("own", self.nodes)
         if not lending or not share:
-            return self._solved(Planner(Cluster((own,)), load_model(MODEL), self.recipe(), self._profiles(own)))
+            return self._solved(Planner(Cluster((own,)), load_model(self.model), self.recipe(), self._profiles(own)))
         serving = _nodes("serving", lending)
         whole = inside is None
         inside, grant = inside or Envelope(1, 1, 1, 1, 60), 10.0 if whole else LONGEST_GRANT
@@ -117,7 +118,9 @@ class LendingSetting:
         lender = Lender("serving", load_model(WHOLE if whole else SERVED), 1, (certificate,), (1.0,), _HOUR)
         cluster = Cluster((own,), (ServingPool(serving),))
         return self._solved(
-            Planner(cluster, load_model(MODEL), self.recipe(), self._profiles(own), (lender,), self._profiles(serving))
+            Planner(
+                cluster, load_model(self.model), self.recipe(), self._profiles(own), (lender,), self._profiles(serving)
+            )
         )
 
     def _solved(self, planner: Planner) -> Plan:
@@ -127,7 +130,7 @@ class LendingSetting:
         return planner.plan(tracker)
 
     def _profiles(self, nodes: NodeClass) -> Any:
-        return engine_profiles(Cluster((nodes,)), load_model(MODEL), self.recipe(), "tables")
+        return engine_profiles(Cluster((nodes,)), load_model(self.model), self.recipe(), "tables")
 
     def router(self) -> Policy:
         policy = policy_named("cmlfq")
@@ -182,7 +185,7 @@ def run(setting: dict[str, Any], system: str) -> dict[str, Any]:
         "predicted": made.plan.predicted.step,
         "bottleneck": made.plan.predicted.bottleneck,
         "interrupted": outcome.interrupted,
-        **_lent(where, system, made, outcome),
+        **(_handed_over(where, outcome.seconds) if system == "elastic" else _lent(where, system, made, outcome)),
     }
 
 
@@ -190,8 +193,8 @@ def _system(where: LendingSetting, name: str) -> System:
     make = partial(System, name, route=where.router, serve_by_priority=True, start_by_cache=True)
     if name == "fixed":
         return make(where.plan(0, 0.0))
-    if name == "elastic":  # of the devices that are asked for, half are granted
-        return make(where.plan(where.lending // 2, 1.0), tenancy=Tenancy({}, START, _WEIGHTS))
+    if name == "elastic":
+        return make(where.plan(granted(where), 1.0), tenancy=Tenancy({}, START, _WEIGHTS))
     if name == "whole":  # what no way of lending can exceed
         return make(where.plan(where.lending, 1.0), tenancy=Tenancy({}, 0.0, 0.0))
     inside = Envelope(**_certified("gate")["envelope"])
@@ -213,10 +216,11 @@ def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRu
     """What lenders gave, and what it cost those whom they serve."""
     devices = {} if system.tenancy is None else system.tenancy.devices
     lenders = outcome.lenders
-    attributable = 0
+    attributable = covered = 0
     for lender in lenders:
         if lender.missed.any:
-            attributable += len(lender.missed.any - _missed_alone(devices[lender.name], lender))
+            blamed = lender.missed.any - _missed_alone(devices[lender.name], lender)
+            attributable, covered = attributable + len(blamed), covered + len(blamed - lender.uncovered)
     return {
         "lent": sum(it.lent for it in lenders) / len(lenders) / outcome.seconds if lenders else 0.0,
         "recalls": sum(it.recalls for it in lenders),
@@ -224,7 +228,37 @@ def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRu
         "requests": sum(it.requests for it in lenders),
         "missed": sum(len(it.missed.any) for it in lenders),
         "attributable": attributable,
+        "covered": covered,
     }
+
+
+def _handed_over(where: LendingSetting, seconds: float) -> dict[str, Any]:
+    """What it costs users that devices are gone: their requests go in turn to those that stay."""
+    cases = [_case(number, min(seconds, _HOUR)) for number in range(8 * where.lending)]
+    stay = len(cases) - 8 * granted(where)
+    load: list[list[tuple[int, int, int]]] = [[] for _ in range(stay)]  # arrival, whose, its number
+    for of, case in enumerate(cases):
+        for number, request in enumerate(case.requests):
+            load[of if of < stay else number % stay].append((request.arrival, of, number))
+    before = [misses(case.alone(1.0), SLO.ttft, SLO.tpot).any for case in cases]
+    now: list[tuple[int, int, int]] = []
+    for mine in load:
+        mine.sort()
+        case = replace(cases[0], requests=tuple(cases[of].requests[number] for _, of, number in mine))
+        now += [mine[place] for place in misses(case.alone(1.0), SLO.ttft, SLO.tpot).any]
+    return {
+        "lent": 0.0,
+        "recalls": 0,
+        "away": 0.0,
+        "requests": sum(len(case.requests) for case in cases),
+        "missed": len(now),
+        "attributable": sum(number not in before[of] for _, of, number in now),
+    }
+
+
+def granted(where: LendingSetting) -> int:
+    """Nodes that elastic provisioning gets: half of those that it asks for."""
+    return where.lending // 2
 
 
 def _missed_alone(device: ServingDevice, lender: LenderOutcome) -> frozenset[int]:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(directory: Path) -> list[Row]:
     """Rows of everything, with files in `directory`."""
-    from libra.backends.lend.device_token import BorrowerToken
+    from libra.backends.lend.borrower_token import BorrowerToken
     from libra.backends.lend.kv_loan import BorrowedKV
     from libra.backends.lend.scheduler import DEVICE, LendingScheduler
 

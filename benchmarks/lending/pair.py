@@ -32,7 +32,8 @@ from benchmarks.lending._engines import (
 )
 from benchmarks.rows import Row, report
 from libra.backends.lend.borrower import GatedBorrower
-from libra.backends.lend.device_token import BorrowerToken, LenderToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.record import LendingRecord
 from libra.backends.lend.scheduler import DEVICE, SynchronousLending
 from libra.lend.gate import SharingRule, Slo

@@ -3,12 +3,13 @@
 Invariant: every row prices the same trajectories; a lent engine has the memory that serving leaves, steps that fit into
 a grant, and the certified share of the time, and never the longest contexts.
 
-    python -m benchmarks.lending plan [--share 0.75] [--simulate STEPS] [--json FILE]
+    python -m benchmarks.lending plan [--share 0.75] [--simulate STEPS] [--lifted] [--json FILE]
 
 Own GPUs are A800 in nodes of eight that train and generate with Qwen3-14B, four versions stale. Lenders are A800, too:
 engines of one GPU that serve Qwen3-8B, or of four that serve Qwen3-32B, as the borrowing engine has as many GPUs as the
 one beside it. Either holds 86 requests with 105,000 tokens of context at most, which is what Azure's conversation hour
-at half its rate comes to where its tokens take 120 ms. `--simulate` makes whole runs of the plans.
+at half its rate comes to where its tokens take 120 ms. `--simulate` makes whole runs of the plans, `--lifted` plans the
+first case again with one restriction of a loan, or of the recipe, lifted at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.evaluation.setting import Setting
 from benchmarks.rows import Row, report
@@ -52,7 +54,18 @@ class _Case:
         return f"{self.workload}, {_NODE * self.own} + {_NODE * self.lent}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Of a loan."""
+
+    share: float  # of a lender's time
+    grant: float = 0.05  # seconds, the longest
+    served: str | None = None  # None: as large a model as the engines are
+    context: int = 105_000  # tokens that serving holds
+
+
 _MAIN = _Case("search_r1", 6, 2)
+_TINY = "Qwen/Qwen3-0.6B"
 _WORKLOADS = ("search_r1", "dapo_math", "r2e_gym")
 _LENT = {6: (2, 4, 8), 3: (4,)}  # nodes, by own ones
 
@@ -63,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--share", type=float, default=0.75, help="of a lender's time (default: 0.75)")
     parser.add_argument("--simulate", type=int, default=0, metavar="STEPS", help="whole runs of so many steps, too")
+    parser.add_argument("--lifted", action="store_true", help="what each restriction costs, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     if not 0 < options.share <= 1:
@@ -70,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [
         row for workload in _WORKLOADS for own in _LENT for row in _rows(workload, own, options.share, options.simulate)
     ]
+    if options.lifted:
+        rows += _lifted(options.share)
     report(rows, options.json)
     return 0
 
@@ -83,6 +99,8 @@ def _rows(workload: str, own: int, share: float, steps: int) -> Iterator[Row]:
     named = f"{workload}, {_NODE * own} alone"
     yield Row(named, f"{alone.predicted.bottleneck}-bound step", alone.predicted.step, "s")
     yield Row(named, "GPUs that train", train.devices, "")
+    every = min(it.seconds for it in alone.request.menu().problem.training)
+    yield Row(named, "over it, did all of them train and rollout take no time", alone.predicted.step / every, "x")
     alone_seconds = cache(lambda: _simulated(setting, alone, steps))
     for lent in _LENT[own]:
         case = _Case(workload, own, lent)
@@ -90,7 +108,7 @@ def _rows(workload: str, own: int, share: float, steps: int) -> Iterator[Row]:
         yield Row(case.name, "over none, were all one's own", alone.predicted.step / owned, "x")
         for devices in _SERVED:
             name, main = f"{case.name}, engines of {devices}", case == _MAIN and share == 0.75
-            together = _lending(planner, lent, devices, share).plan(tracker)
+            together = _lending(planner, lent, devices, _Terms(share)).plan(tracker)
             problem = together.request.menu().problem
             kept = solve(replace(problem, training=(train,))).predicted.step
             over_none, over_kept = alone.predicted.step / together.predicted.step, kept / together.predicted.step
@@ -108,23 +126,48 @@ def _judged(row: Row, least: float | None) -> Row:
     return row if least is None else replace(row, goal=f">= {least:g}", met=row.value >= least)
 
 
-def _lending(planner: Planner, nodes: int, devices: int, share: float) -> Planner:
-    own = planner.cluster.nodes[0]
+def _lifted(share: float) -> Iterator[Row]:
+    """Rows of the first case with one restriction lifted at a time."""
+    setting = Setting(_MODEL, _MAIN.workload, nodes=_MAIN.own)
+    asked: list[tuple[str, _Terms, dict[str, Any]]] = [
+        ("as it is", _Terms(share), {}),
+        ("the whole of the time", _Terms(1.0), {}),
+        ("the whole of the memory", _Terms(share, served=_TINY, context=1), {}),
+        ("grants without an end", _Terms(share, grant=10.0), {}),
+        ("gradients added up as groups come", _Terms(share), {"early_gradients": True}),
+        ("5 versions stale", _Terms(share), {"staleness": 5}),
+        ("6 versions stale", _Terms(share), {"staleness": 6}),
+        ("8 versions stale", _Terms(share), {"staleness": 8}),
+    ]
+    for name, terms, recipe in asked:
+        planner = setting.planner(**recipe)
+        tracker = setting.tracker(planner)
+        alone = planner.plan(tracker).predicted.step
+        for devices in _SERVED:
+            together = _lending(planner, _MAIN.lent, devices, terms).plan(tracker)
+            case = f"{_MAIN.name}, engines of {devices}, {name}"
+            train = own_training(together.request.menu().problem, together.allocation)
+            yield Row(case, "over none", alone / together.predicted.step, "x")
+            yield Row(case, "GPUs that train", train.devices, "")
+
+
+def _lending(planner: Planner, nodes: int, devices: int, terms: _Terms) -> Planner:
+    own, served = planner.cluster.nodes[0], terms.served or _SERVED[devices]
     pool = replace(own, name="chat", count=nodes)
     certificate = Certificate(
-        model=_SERVED[devices],
+        model=served,
         hardware=f"{devices} x A800",
         slo=Slo(ttft=0.5, tpot=0.15),
         use=0.8,
-        longest_grant=0.05,
+        longest_grant=terms.grant,
         longest_step=0.06,
-        envelope=Envelope(rate=4.0, queued=8192, live=86, context=105_000, window=60.0),
-        harvest=(Harvest(rate=2.7, share=share),),
+        envelope=Envelope(rate=4.0, queued=min(8192, terms.context), live=86, context=terms.context, window=60.0),
+        harvest=(Harvest(rate=2.7, share=terms.share),),
         traffic="assumed",
         requests=1,
         missed_alone=0,
     )
-    lender = Lender("chat", load_model(_SERVED[devices]), devices, (certificate,), rates=(2.7,), period=300.0)
+    lender = Lender("chat", load_model(served), devices, (certificate,), rates=(2.7,), period=300.0)
     return replace(
         planner,
         cluster=Cluster((own,), (ServingPool(pool),)),

@@ -1,6 +1,7 @@
 """A run under random faults for some minutes, and whether everything held.
 
     python -m benchmarks.soak --minutes 20 --seed 0
+    python -m benchmarks.soak --lending --minutes 20 --seed 0
 
 Exit status: 0 all held, 1 something did not, 130 interrupted.
 """
@@ -23,8 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.soak.faults import schedule
-from benchmarks.soak.soaking import Soak, Soaked, SoakError
+from benchmarks.soak.faults import DECK, LENDING_DECK, schedule
+from benchmarks.soak.soaking import CONFIG, LENDING_CONFIG, Soak, Soaked, SoakError
 from libra.backends.machine import hardware_name
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0, help="of faults; then the run ends (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
+    parser.add_argument("--lending", action="store_true", help="a run that borrows, and the faults of loans")
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, a JSON line each")
@@ -45,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[dim]\\[{time.monotonic() - began:7.1f} s][/dim] {escape(text)}")
 
     try:
-        soaked = Soak(options.directory, say).run(schedule(options.seed, options.pause), 60 * options.minutes)
+        config, deck = (LENDING_CONFIG, LENDING_DECK) if options.lending else (CONFIG, DECK)
+        faults = schedule(options.seed, options.pause, deck)
+        soaked = Soak(options.directory, say, config).run(faults, 60 * options.minutes)
     except SoakError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
@@ -56,7 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in (faults_table(soaked), recoveries_table(soaked)):
         console.print(table)
     lines = "".join(json.dumps(line) + "\n" for line in result(soaked, options))
-    for path in filter(None, (options.json, RESULTS / f"soak-{date.today()}.jsonl" if options.save else None)):
+    for path in filter(
+        None,
+        (
+            options.json,
+            RESULTS / f"soak{'-lending' if options.lending else ''}-{date.today()}.jsonl" if options.save else None,
+        ),
+    ):
         path.write_text(lines, encoding="utf-8")
     return 0 if soaked.held else 1
 
@@ -92,7 +102,8 @@ def recoveries_table(soaked: Soaked) -> Table:
 def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The soak as lines: what was run, then each check, then each recovery."""
     run = {
-        "command": f"python -m benchmarks.soak --minutes {options.minutes:g} --seed {options.seed}"
+        "command": f"python -m benchmarks.soak{' --lending' if options.lending else ''}"
+        f" --minutes {options.minutes:g} --seed {options.seed}"
         f" --pause {options.pause:g}",
         "date": str(date.today()),
         "commit": _commit(),

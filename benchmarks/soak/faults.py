@@ -1,13 +1,13 @@
 """What is done to the run, and when.
 
 Invariant: a seed gives the same faults in the same order at the same intervals; whom they strike is decided by a number
-that comes with them, among those who are there by then. Every kind comes up once in a deck.
+that comes with them, among those who are there by then. Every kind of a deck comes up once in it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,12 +25,26 @@ class Kind(StrEnum):
     KILL_FORK_SERVER = "kill the fork server"
     KILL_CONTROLLER = "kill the controller"
     INTERRUPT = "interrupt the run"
+    KILL_BORROWER = "kill a borrower in its grant"
+    STOP_BORROWER = "stop a borrower in its grant"
+    LOOP_BORROWER = "a borrower computes beyond its grant"
+    FULL_DISK = "no disk is left for the record of a loan"
+    KILL_SERVER = "kill a server"
+    STOP_SERVER = "stop a server for a moment"
 
 
 # What ends the session; after everything else it must go on.
 ENDING = frozenset({Kind.KILL_CORES, Kind.KILL_FORK_SERVER, Kind.KILL_CONTROLLER, Kind.INTERRUPT})
 
-_DECK = {
+# What strikes a borrower while it has the device.
+IN_GRANT = frozenset({Kind.KILL_BORROWER, Kind.STOP_BORROWER, Kind.LOOP_BORROWER})
+
+# What no worker is to be lost for.
+HARMLESS = frozenset({Kind.SLOW, Kind.STOP_BORROWER, Kind.LOOP_BORROWER, Kind.FULL_DISK})
+
+Deck = Mapping[Kind, int]
+
+DECK: Deck = {
     Kind.KILL_ENGINE: 22,
     Kind.KILL_HYBRID: 12,
     Kind.KILL_CORE: 12,
@@ -45,12 +59,32 @@ _DECK = {
     Kind.INTERRUPT: 1,
 }
 
+LENDING_DECK: Deck = {
+    Kind.KILL_BORROWER: 12,
+    Kind.STOP_BORROWER: 12,
+    Kind.LOOP_BORROWER: 12,
+    Kind.FULL_DISK: 2,
+    Kind.KILL_SERVER: 2,
+    Kind.STOP_SERVER: 4,
+    Kind.KILL_ENGINE: 4,
+    Kind.KILL_CORE: 4,
+    Kind.KILL_MOVING: 6,
+    Kind.HANG: 1,
+    Kind.SLOW_CONTROLLER: 4,
+    Kind.HOG: 4,
+    Kind.KILL_CONTROLLER: 3,
+    Kind.INTERRUPT: 1,
+}
+
 # Seconds from and to. A worker that hangs is given up after 10 to 20 s; one that is slow must not be.
 _SECONDS = {
     Kind.SLOW: (0.5, 5.0),
     Kind.HANG: (45.0, 45.0),
     Kind.SLOW_CONTROLLER: (0.5, 5.0),
     Kind.HOG: (2.0, 8.0),
+    Kind.STOP_BORROWER: (0.2, 3.0),
+    Kind.LOOP_BORROWER: (0.2, 3.0),
+    Kind.STOP_SERVER: (0.5, 4.0),  # the word of its lender lapses after 2
 }
 
 
@@ -64,11 +98,11 @@ class Fault:
     seconds: float
 
 
-def schedule(seed: int, pause: float) -> Iterator[Fault]:
+def schedule(seed: int, pause: float, kinds: Deck = DECK) -> Iterator[Fault]:
     """Faults without an end, `pause` seconds apart on average."""
     rng = random.Random(f"soak:{seed}")
     while True:
-        deck = [kind for kind, count in _DECK.items() for _ in range(count)]
+        deck = [kind for kind, count in kinds.items() for _ in range(count)]
         rng.shuffle(deck)
         for kind in deck:
             yield Fault(kind, rng.uniform(0.2, 1.8) * pause, rng.random(), rng.uniform(*_SECONDS.get(kind, (0.0, 0.0))))

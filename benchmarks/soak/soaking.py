@@ -14,6 +14,8 @@ from pathlib import Path
 
 from benchmarks.soak.accounts import Check, Sizes, accounts, checked, weights
 from benchmarks.soak.faults import Fault, Kind
+from benchmarks.soak.lenders import Lenders
+from benchmarks.soak.loans import Slo, Window, loans, returns
 from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
@@ -21,7 +23,7 @@ from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth
 from benchmarks.soak.written import Segments, Tail, read_rows
 from libra.config.run import load_config
 
-CONFIG = Path(__file__).with_name("soak.yaml")
+CONFIG, LENDING_CONFIG = (Path(__file__).with_name(name) for name in ("soak.yaml", "lent.yaml"))
 
 _SAMPLE_SECONDS = 1.0  # between two looks at the processes
 _START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
@@ -63,6 +65,9 @@ class Soak:
         self._kept = directory / "episodes"
         self._segments = Segments(self._run_directory, self._kept)
         self._journal = Tail(self._run_directory / "journal.jsonl")
+        lending = load_config(config).lending
+        self._lenders = Lenders(self._run_directory, 0 if lending is None else lending.servers)
+        self._windows: dict[int, Window] = {}  # by session
         self._processes = Processes()
         self._ends: list[Ended] = []
         self._seen: list[Seen] = []
@@ -73,7 +78,7 @@ class Soak:
         """Faults for so long, or until there are no more; then the run ends in peace, and is looked at. Raises
         `SoakError` where it never came to its first checkpoint."""
         began, files, memory = time.monotonic(), shared_files(), shared_memory()
-        storm = Storm(faults, lambda struck: self._say(_words(struck)))
+        storm = Storm(faults, lambda struck: self._say(_words(struck)), self._lenders)
         try:
             self._until_checkpoint(self._start("--overwrite"))
             self._weather(storm, time.monotonic() + seconds)
@@ -86,7 +91,10 @@ class Soak:
         self._say(f"shared memory of this machine: {(shared_memory() - memory) / 2**20:+.0f} MiB since the start")
         return Soaked(
             tuple(self._checks(storm, steps, files)),
-            tuple(recoveries(storm.struck, self._seen)),
+            (
+                *recoveries(storm.struck, self._seen),
+                *returns(self._run_directory, self._lenders.count, storm.struck, self._windows),
+            ),
             tuple(storm.struck),
             storm.passed,
             sum(entry.row["kind"] == "done" for entry in self._seen),
@@ -147,6 +155,7 @@ class Soak:
         time.sleep(LOOK_SECONDS)
         self._seen += [Seen(found, session.number, row) for found, row in session.read()]
         self._segments.look()
+        self._lenders.look(session)
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
             self._sampled = time.monotonic()
             self._processes.look(session.pid, session.number, session.ready)
@@ -170,6 +179,7 @@ class Soak:
             session.last_words(),
         )
         self._ends.append(ended)
+        self._windows[session.number] = Window(session.number, session.began, time.monotonic())
         self._say(f"session {ended.session} ended with {status} after {ended.seconds:.0f} s")
         return ended
 
@@ -180,6 +190,16 @@ class Soak:
         if self._ends[-1].status != 0:
             return  # there is nothing whole to look at
         yield from accounts(self._run_directory, self._kept, sizes)
+        lending = load_config(self._config).lending
+        if lending is not None:
+            yield from loans(
+                self._run_directory,
+                Slo(*lending.objective),
+                self._lenders,
+                storm.struck,
+                self._seen,
+                self._windows,
+            )
         yield weights(self._run_directory / "model")
         yield from growth(self._processes.samples)
         yield checked("no port is listened on any more", self._processes.listening(), "looked once")

@@ -6,18 +6,22 @@ last core trainer that is sound. So a session that ends otherwise has ended wron
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from benchmarks.soak.faults import ENDING, Fault, Kind
+from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, Fault, Kind
+from benchmarks.soak.lenders import Lenders, holds
 from benchmarks.soak.session import Session
 
+_STOPPED = frozenset({Kind.SLOW, Kind.HANG, Kind.STOP_BORROWER, Kind.LOOP_BORROWER})
 _PATIENCE = 3.0  # seconds for which a fault waits for somebody whom it can strike
 
 
@@ -42,9 +46,9 @@ class _Stopped:
 
 
 class Storm:
-    def __init__(self, faults: Iterator[Fault], tell: Callable[[Struck], None]) -> None:
+    def __init__(self, faults: Iterator[Fault], tell: Callable[[Struck], None], lenders: Lenders) -> None:
         """`tell` hears of every fault that is done."""
-        self._faults, self._tell = faults, tell
+        self._faults, self._tell, self._lenders = faults, tell, lenders
         self.struck: list[Struck] = []
         self.passed = 0  # faults that found nobody to strike
         self._next: Fault | None = None
@@ -100,14 +104,29 @@ class Storm:
         if not session.ready:
             return False
         if fault.kind is Kind.HOG:
-            self._hogs.append((subprocess.Popen([sys.executable, "-c", "while True: pass"]), now + fault.seconds))
+            self._hog(now + fault.seconds)
             return self._note(session, fault, now)
         if fault.kind is Kind.SLOW_CONTROLLER:
             controller = psutil.Process(session.pid)
             _send(controller, signal.SIGSTOP)
             self._stopped.append(_Stopped(controller, now + fault.seconds))
             return self._note(session, fault, now)
+        if fault.kind in (Kind.KILL_SERVER, Kind.STOP_SERVER):
+            return self._strike_server(session, fault, now)
         return self._strike_worker(session, fault, now)
+
+    def _strike_server(self, session: Session, fault: Fault, now: float) -> bool:
+        names = self._lenders.servers
+        process = self._lenders.process(names[int(fault.draw * len(names))]) if names else None
+        if process is None:
+            return False
+        name = process.name()
+        if fault.kind is Kind.STOP_SERVER:
+            _send(process, signal.SIGSTOP)
+            self._stopped.append(_Stopped(process, now + fault.seconds))
+        else:
+            _send(process, signal.SIGKILL)
+        return self._note(session, fault, now, name, process.pid)
 
     def _strike_worker(self, session: Session, fault: Fault, now: float) -> bool:
         names = sorted(self._candidates(session, fault.kind))
@@ -115,16 +134,36 @@ class Storm:
             return False
         name = names[int(fault.draw * len(names))]
         process = session.worker(name)
-        if process is None:
+        if process is None or (fault.kind in IN_GRANT and not self._caught(process, name)):
             return False
-        if fault.kind in (Kind.SLOW, Kind.HANG):
+        if fault.kind in _STOPPED:
             _send(process, signal.SIGSTOP)
             self._stopped.append(_Stopped(process, now + fault.seconds))
+            if fault.kind is Kind.LOOP_BORROWER:
+                self._hog(now + fault.seconds, process.cpu_affinity())
+        elif fault.kind is Kind.FULL_DISK:
+            record = self._lenders.record(name)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (record.stat().st_size, resource.RLIM_INFINITY))
         else:
             _send(process, signal.SIGKILL)
-        if fault.kind is not Kind.SLOW:
+        if fault.kind not in HARMLESS:
             self._harmed.add(process.pid)
         return self._note(session, fault, now, name, process.pid)
+
+    def _caught(self, process: psutil.Process, name: str) -> bool:
+        """Stop it; whether that was while it had its device. If not, it goes on."""
+        _send(process, signal.SIGSTOP)
+        if holds(process.pid, self._lenders.device(name)):
+            return True
+        _send(process, signal.SIGCONT)
+        return False
+
+    def _hog(self, until: float, cores: Sequence[int] | None = None) -> None:
+        """Somebody who computes, on these cores or any."""
+        hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        if cores is not None:
+            os.sched_setaffinity(hog.pid, cores)
+        self._hogs.append((hog, until))
 
     def _candidates(self, session: Session, kind: Kind) -> set[str]:
         if kind is Kind.KILL_MOVING:
@@ -133,6 +172,8 @@ class Storm:
         cores = {name for name in sound if name.startswith("core")}
         if len(cores) < 2 and kind is not Kind.SLOW:
             sound -= cores
+        if kind in IN_GRANT or kind is Kind.FULL_DISK:
+            return {name for name in sound if name.startswith("lent-")}
         match kind:
             case Kind.KILL_ENGINE:
                 return {name for name in sound if session.roles[name] == "rollout"}

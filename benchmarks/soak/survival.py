@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.soak.accounts import Check, checked
-from benchmarks.soak.faults import ENDING, Kind
+from benchmarks.soak.faults import ENDING, HARMLESS, Kind
 from benchmarks.soak.processes import Sample
 from benchmarks.soak.storm import Struck
 from benchmarks.soak.written import Row
@@ -78,7 +78,7 @@ def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[See
 
 
 def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[str]]:
-    fatal = {(entry.session, entry.worker, entry.pid) for entry in struck if entry.kind is not Kind.SLOW}
+    fatal = {(entry.session, entry.worker, entry.pid) for entry in struck if entry.kind not in HARMLESS}
     ended = {entry.session: entry.time for entry in struck if entry.kind in (Kind.KILL_FORK_SERVER, Kind.KILL_CORES)}
     pids: dict[str, int] = {}
     lost, unexplained = 0, []
@@ -149,13 +149,13 @@ def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Recov
         ("killed core trainer: it trains again", Kind.KILL_CORE, "done"),
         ("worker that hangs: it is given up", Kind.HANG, "lost"),
     ):
-        yield from _summed(name, (_until(fault, seen, sign) for fault in struck if fault.kind is kind))
+        yield from summed(name, (_until(fault, seen, sign) for fault in struck if fault.kind is kind))
     for kind in sorted(ENDING):
         name = f"{kind}, resume: the next new step is made"
-        yield from _summed(name, (_until_new_step(fault, seen) for fault in struck if fault.kind is kind))
+        yield from summed(name, (_until_new_step(fault, seen) for fault in struck if fault.kind is kind))
 
 
-def _summed(name: str, seconds: Iterable[float | None]) -> Iterator[Recovery]:
+def summed(name: str, seconds: Iterable[float | None]) -> Iterator[Recovery]:
     found = sorted(each for each in seconds if each is not None)
     if found:
         yield Recovery(name, len(found), median(found), found[-1])

@@ -30,6 +30,16 @@ def test_a_certificate_is_found_shown_and_written(tmp_path: Path) -> None:
     assert written.traffic == "requests.jsonl" and 0 < written.harvest[-1].share < 1
 
 
+def test_each_certificate_has_a_file_of_its_own(tmp_path: Path) -> None:
+    shown = check(*SLO, "--use", "0.5,0.825", "-o", tmp_path / "chat_{use}.json")
+    assert shown.exit_code == 0, shown.stderr
+    assert {it.name: load_certificate(it).use for it in tmp_path.iterdir()} == {
+        "chat_50.json": 0.5,
+        "chat_82.5.json": 0.825,
+    }
+    assert_refused(check(*SLO, "-o", tmp_path / "none" / "{use}.json"), "there is no directory")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words", "status"),
     [

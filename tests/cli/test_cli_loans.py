@@ -104,6 +104,41 @@ def replanned(directory: Path, change: Callable[[dict[str, Any]], object]) -> tu
     return parse_plan((directory / "plan.json").read_bytes()), directory / "plan.json", result
 
 
+LENDER = ("--lender", EXAMPLES / "lender.yaml", "--traffic", EXAMPLES / "chat.jsonl")
+
+
+def test_a_whole_run_has_the_traffic_of_its_lenders(planned: tuple[Path, Result], tmp_path: Path) -> None:
+    run = ("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1)
+    shown = libra(*run, *LENDER, "-o", tmp_path / "run.json")
+    assert shown.exit_code == 0, shown.stderr
+    assert "serving and recalls are not simulated" not in shown.stdout and "chat-0/0" in shown.stdout
+    found = json.loads((tmp_path / "run.json").read_text())
+    borrowed = sum(loan.engines for loan in parse_plan(planned[0].read_bytes()).loans)
+    assert len(found["lenders"]) == borrowed
+    assert len({it["requests"] for it in found["lenders"]}) > 1  # each begins elsewhere in the traffic
+    for it in found["lenders"]:
+        assert 0 < it["lent"] < 1 and it["due_margin"] > 0 and it["inside_envelope"] == []
+        assert it["tpot"] <= 0.95 * 0.1 and it["requests"] > 0.9 * 1.5 * found["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (LENDER, ("--lender and --traffic", "give --steps")),
+        (("--steps", 1, *LENDER[:2]), ("--lender is given 1 times and --traffic 0", "give one of each")),
+        (("--steps", 1, "--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines are 2", "a single engine")),
+        (
+            ("--steps", 1, *LENDER, *LENDER),
+            ("2 files are of Qwen/Qwen3-8B on 1 x H100, which serves on chat", "give one"),
+        ),
+    ],
+)
+def test_lenders_that_do_not_fit_the_plan_are_refused(
+    planned: tuple[Path, Result], arguments: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(libra("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", *arguments), *words)
+
+
 def test_a_lender_that_is_too_busy_is_said_to_lend_nothing(tmp_path: Path) -> None:
     found, path, result = replanned(tmp_path, rates(80))
     assert found.loans == ()

@@ -9,10 +9,12 @@ from typing import cast
 import pytest
 from fakes.small_run import episode, make_observations
 
+from libra.backends.transport.engine_messages import LoanState
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.cost.device import EngineCost
 from libra.loop.fleet import ServingEngine
-from libra.loop.observations import EngineCounters, EngineWork
+from libra.loop.observations import EngineCounters, EngineWork, LoanCounters
+from libra.records.schema import StepLoan
 
 
 def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> ServingEngine:
@@ -49,6 +51,21 @@ LOOKS = [
     ("no engine", [], (0.0, 0, 0, 0, 0), 0.0),
     ("a process id that is used again is a new engine", [(2, 0.5, 5, 50, 9, 1)], (0.5, 5, 50, 9, 1), 0.5),
 ]
+
+
+def test_what_each_lent_engine_had_between_two_looks() -> None:
+    def lent(version: int, wanted: float, had: float, away: str = "") -> ServingEngine:
+        loan = LoanState(away, wanted, had, 1, 0)
+        return ServingEngine(
+            cast(EngineHandle, SimpleNamespace(name="lent-0", link=1, version=version, loan=loan)), "lent", 9
+        )
+
+    counters = LoanCounters()
+    counters.observe([lent(0, 1.0, 0.5)])
+    counters.observe([lent(2, 3.0, 2.0, "4 requests/s, certified to 3")])
+    assert counters.last == {"lent-0": StepLoan(2.0, 1.5, 2, "4 requests/s, certified to 3")}
+    counters.observe([])
+    assert counters.last == {} and 0.5 < counters.share < 0.75
 
 
 def test_looks() -> None:

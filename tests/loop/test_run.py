@@ -34,7 +34,7 @@ from libra.backends.transport.engine_messages import (
     MeasureHandover,
     StartEngine,
 )
-from libra.backends.transport.messages import Dtype, Failure, Message
+from libra.backends.transport.messages import Dtype, Failure, Message, Ready
 from libra.backends.transport.trainer_messages import Follow, MeasureTraining, Publish, StartTrainer, Train
 from libra.config.run import ModelConfig, RunConfig
 from libra.config.yaml_file import ConfigError
@@ -42,6 +42,7 @@ from libra.cost.device import HandoverCost
 from libra.cost.sources.files import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.exec.recovery import Recovery
 from libra.loop import calibration, session
 from libra.loop import run as run_module
 from libra.loop.checkpoint import Interrupted, latest_checkpoint
@@ -386,6 +387,55 @@ async def test_workers_that_are_lost_while_they_are_measured_are_started_again(
     assert len(again) == next(attempts) - 1 == (1 if broken or next_broken else 0)
     [cached] = runs.cached_profiles()
     assert load_profile(cached) == load_profile(config.run_directory / "profile.json")
+
+
+async def test_who_is_lost_as_another_one_is_started_again_is_started_again_too(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, real, found = runs.config("both", steps=1, measured=True), calibration.measure, list[str]()
+
+    async def start_slowly() -> Message:
+        runs.launcher.workers["rollout-1"].die()
+        while executors[0].pool["rollout-1"].duty.shape is not None:
+            await asyncio.sleep(0)
+        return Ready(0.1, (), 0)
+
+    executors: list[Any] = []
+
+    async def measured(*arguments: Any) -> Any:
+        executors.append(arguments[0])
+        found.append(arguments[0].allocation().describe())
+        if len(found) == 1:
+            runs.launcher.workers["rollout-0"].instead[MeasureEngine] = None
+            runs.launcher.prepared["rollout-0"] = {StartEngine: start_slowly}
+        return await real(*arguments)
+
+    monkeypatch.setattr(calibration, "measure", measured)
+    summary = await runs.start(config)
+    require_whole(config.run_directory, summary, steps=1)
+    assert set(summary.lost_workers) == {"rollout-0", "rollout-1"}
+    assert found == 2 * found[:1]
+
+
+async def test_an_engine_for_the_longest_contexts_that_is_lost_between_two_evaluations_is_started_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody recovers it at that moment, and those who come next find an allocation without it."""
+    config, real, calls = runs.config("between"), Recovery.during, itertools.count()
+
+    async def late(recovery: Recovery, work: Any) -> Any:
+        if next(calls) == 1:
+            executor = recovery._executor
+            [longest] = [worker.id for worker in executor.pool.all() if worker.duty.shape == "long"]
+            runs.launcher.workers[longest].die()
+            while executor.pool[longest].duty.shape is not None:
+                await asyncio.sleep(0)
+        return await real(recovery, work)
+
+    monkeypatch.setattr(Recovery, "during", late)
+    summary = await runs.start(config)
+    require_whole(config.run_directory, summary)
+    assert len(summary.lost_workers) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ import os
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from libra.loop.progress import loan_words
+from libra.records.schema import StepLoan
 from libra.report.live import (
     FIRST_SECONDS,
     LOG_SECONDS,
@@ -14,6 +17,7 @@ from libra.report.live import (
     RunView,
     SimulationProgress,
     make_display,
+    panel,
 )
 from libra.sim.simulate import Elapsed
 
@@ -208,3 +212,30 @@ def test_a_terminal_gets_a_line_that_moves_and_goes() -> None:
     shown = moments(Terminal(), Clock(), 1.0, 2.0, 3.0)
     assert "requests that came have ended" in shown
     assert "requests" not in shown.splitlines()[-1]
+
+
+def test_a_run_that_borrows_says_what_it_had() -> None:
+    view = replace(VIEW, lending="had for 75 % of the time wanted; lent-1 is recalled (4 requests/s, certified to 3)")
+    *_, line = plain_lines((0.0, view))
+    assert f"max 2  lent devices: {view.lending}  w0 train" in line
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(panel(view, 1.0))
+    assert f"\nlent devices  {view.lending}" in shown.getvalue()
+    Console(file=shown, width=120).print(panel(VIEW, 1.0))
+    assert shown.getvalue().count("lent devices") == 1
+
+
+@pytest.mark.parametrize(
+    ("loans", "words"),
+    [
+        ({}, ""),
+        ({"lent-0": StepLoan(0.0, 0.0, 1, "")}, "not wanted"),
+        ({"lent-0": StepLoan(2.0, 0.5, 1, ""), "lent-1": StepLoan(2.0, 1.5, 1, "")}, "had for 50 % of the time wanted"),
+        (
+            {f"lent-{n}": StepLoan(1.0, 1.0, 1, "x" * (n > 0)) for n in range(4)},
+            "had for 100 % of the time wanted; 3 of 4 are recalled",
+        ),
+    ],
+)
+def test_loans_in_words(loans: dict[str, StepLoan], words: str) -> None:
+    assert loan_words(loans) == words

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from libra.lend.gate import Gate, ServingView, ttft_bound
+from libra.lend.gate import Gate, ServingView, ttft_bound, ttft_queue
+from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst
-from libra.sim.clock import ticks
+from libra.sim.clock import TICKS, seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.shared_device import RolloutBorrower, SharedDevice, SpendsAll
-from libra.sim.tenant import EngineServingCost, misses
+from libra.sim.tenant import EngineServingCost, ServingTenant, misses
 from libra.sim.workload.requests import RecordedRequest, recorded_requests
+from libra.traffic.envelope import Envelope
 
 MS = ticks(0.001)
 COST = AffineCost(step=5 * MS, per_sequence=MS // 4, per_context_token=MS // 1000, per_new_token=MS // 20)
@@ -73,6 +77,70 @@ def test_no_later_token_is_late_and_the_first_is_within_its_bound(
         )
         bound = ttft_bound(grant, longest, ahead, CHUNK - len(records))
         assert request.first_token - request.arrival <= bound
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    records=TRAFFIC,
+    grant=st.integers(1, 40),
+    live=st.integers(1, 12),
+    context=st.integers(200, 6000),
+    ttft=st.floats(0.1, 1),
+)
+def test_whoever_its_envelope_covers_is_in_time(
+    records: list[RecordedRequest], grant: int, live: int, context: int, ttft: float
+) -> None:
+    cost, grant = EngineServingCost(COST, CHUNK, prompt=500), grant * MS
+    longest = cost.longest_step(ServingView(live, 0, 0, context=context))
+    queue = ttft_queue(ticks(ttft), grant, longest, CHUNK - live)
+    assume(queue > 0)
+    pace = longest + 5 * MS
+    inside = Envelope(1e9, queue, live, context, 60.0)
+    rule = WatchedRule(Gate(grant, MS), inside, Recall(RecallPolicy(0.1, 0.4)), float(TICKS))
+    found = SharedDevice(engine(), rule, SpendsAll(), pace=pace, prompt=500).run(replay(records))
+    covered = [it for it in found.requests if it.number not in found.uncovered]
+    assert not misses(covered, ttft, seconds(pace)).any
+    if len(covered) == len(records):
+        assert found.margin is None or found.margin >= 0
+    if found.most_live <= live and found.most_context <= context and found.most_queued <= queue:
+        assert len(covered) == len(records)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 300), st.integers(1, 500), st.integers(1, 600))
+def test_the_longest_queue_is_where_the_bound_still_holds(ttft: int, grant: int, step: int, prefill: int) -> None:
+    queue = ttft_queue(ttft, grant, step, prefill)
+    if queue > 0:
+        assert ttft_bound(grant, step, queue, prefill) <= ttft
+    assert ttft_bound(grant, step, max(queue, 0) + 1, prefill) > ttft
+
+
+@settings(max_examples=60, deadline=None)
+@given(records=TRAFFIC, pace=st.integers(1, 60), blocks=st.sampled_from([400, 4096]))
+def test_the_margin_is_that_of_the_closest_token(records: list[RecordedRequest], pace: int, blocks: int) -> None:
+    """Against every token of every step, where nobody is preempted."""
+    tenants = [ServingTenant(engine(blocks), replay(records), pace=pace * MS, prompt=500) for _ in range(2)]
+    stepwise, together = tenants
+    now, margins, tokens = 0, [math.inf], dict[Request, int]()
+    while stepwise.next_arrival is not None or stepwise.busy:
+        stepwise.arrive(now)
+        end = stepwise.step(now)
+        if end is None:
+            now = max(now, stepwise.next_arrival or now)
+            continue
+        for request in stepwise.came:
+            made = request.generated if request.finish else stepwise.engine.generated_by(request, end)
+            before, tokens[request] = tokens.get(request, 0), made
+            if made > before >= 1:
+                assert request.first_token is not None
+                margins.append(request.first_token + before * pace * MS - end)
+        now = end
+    now = 0
+    while together.next_arrival is not None or together.busy:
+        together.arrive(now)
+        end = together.steps_until(now, 1 << 60)
+        now = max(now, together.next_arrival or now) if end is None else end
+    assert not stepwise.engine.preemptions
+    assert stepwise.margin == together.margin == min(margins)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="What a deployment that serves can spare for rollouts.")
 
+_EACH = "{use}"  # in the name of a file
 _LOADS = tuple(step / 10 for step in range(1, 21))  # times the rate of the traffic
 
 
@@ -44,7 +45,12 @@ def check(
     ] = "0.6,0.8,0.95",
     longest_grant: Annotated[float, typer.Option(help="Seconds that a rollout step has the device, at most.")] = 0.03,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the certificate of the highest rate to this file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the certificate of the highest rate to this file, or each to one with {use} in its name.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all certificates as JSON.")] = False,
 ) -> None:
@@ -60,8 +66,10 @@ def check(
     from libra.sim.certify import NothingToLendError, certify
 
     try:
-        check_writable(output, reads=(engine, traffic))
-        case, uses = _case(engine, traffic, ttft, tpot, longest_grant), _uses(use)
+        uses = _uses(use)
+        if output is not None:
+            check_writable(*{_file(output, each): None for each in uses}, reads=(engine, traffic))
+        case = _case(engine, traffic, ttft, tpot, longest_grant)
         found = certify(case, uses, _LOADS, _Told(as_json))
     except NothingToLendError as error:
         typer.echo(f"libra: {error}", err=True)
@@ -70,7 +78,8 @@ def check(
         bad_input(error)
     chosen = best(found, max(it.rate for it in found))
     if output is not None:
-        write_text(output, certificate_json(chosen))
+        for it in found if _EACH in output.name else (chosen,):
+            write_text(_file(output, it.use), certificate_json(it))
     if as_json:
         typer.echo(json.dumps([json.loads(certificate_json(it)) for it in found], indent=1))
     else:
@@ -105,7 +114,7 @@ def serve(
         with needing("cpu", "msgspec", "tokenizers", "psutil", "vllm"):
             from libra.backends.launch.fork_server import LaunchError
             from libra.backends.lend.agent import LoanEndedError
-            from libra.backends.lend.device_token import LendingError
+            from libra.backends.lend.device_page import LendingError
             from libra.backends.lend.lender_file import load_lender_file
 
             lender = load_lender_file(file)
@@ -172,6 +181,11 @@ def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: 
         requests=tuple(read_requests(traffic)),
         longest_grant=longest_grant,
     )
+
+
+def _file(output: Path, use: float) -> Path:
+    """Where the certificate of this `use` goes, such as chat_use_60.json for chat_use_{use}.json."""
+    return output.with_name(output.name.replace(_EACH, f"{100 * use:g}"))
 
 
 def _uses(text: str) -> list[float]:

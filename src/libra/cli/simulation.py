@@ -42,6 +42,17 @@ def simulate(
         int | None,
         typer.Option(help="Simulate a whole run of this many steps, training included; for a cluster's plan."),
     ] = None,
+    lender: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--lender",
+            help="With --steps: what serves on the devices that the plan borrows, as for `libra lend check`.",
+        ),
+    ] = None,
+    traffic: Annotated[
+        list[Path] | None,
+        typer.Option("--traffic", help="What each of those engines serves, a file for each --lender, in their order."),
+    ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(help="Most trajectories in flight (default: all; for a plan, as many as its staleness allows)."),
@@ -114,15 +125,14 @@ def simulate(
     if report is not None:
         require_pages()
     try:
-        check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
+        reads = (what, trajectories, requests, learn_from, *(lender or ()), *(traffic or ()))
+        check_writable(output, requests_out, timeline, report, reads=reads)
         _check_numbers(seed, time_limit, given)
         if steps is not None and what.suffix == ".json":
             unfit = {
                 "--requests": requests,
                 "--time-limit": time_limit,
                 "--requests-out": requests_out,
-                "--timeline": timeline,
-                "--report": report,
                 **{name: value for name, value in given.items() if name not in ("--steps", "--truncate-context")},
             }
             refuse_unfit(unfit)
@@ -136,9 +146,15 @@ def simulate(
                 seed=seed,
                 exact=exact,
                 output=output,
+                report=report,
+                timeline=timeline,
                 as_json=as_json,
+                lenders=lender or [],
+                traffic=traffic or [],
             )
             return
+        if lender or traffic:
+            raise ValueError("--lender and --traffic are for a whole run of a plan that borrows: give --steps")
         work = asked(what, trajectories, requests, given, seed)
         deployment = _routed(work.deployment, route)
         policy = deployment.policy(seed)

@@ -7,18 +7,21 @@ own batch, samples per prompt and staleness.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from libra.cli.output import write_text
+from libra.cli.output import write_text, writing
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from libra.plan.plan import Plan
-    from libra.sim.training_run.outcome import SimulatedRun
+    from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+    from libra.sim.training_run.tenancy import Tenancy
 
 
 def refuse_unfit(given: Mapping[str, object]) -> None:
@@ -39,7 +42,11 @@ def run_of_plan(
     seed: int,
     exact: bool,
     output: Path | None,
+    report: Path | None,
+    timeline: Path | None,
     as_json: bool,
+    lenders: Sequence[Path],
+    traffic: Sequence[Path],
 ) -> None:
     """Simulate, print and write. Raises ValueError in words for whoever called the command, and OSError where a file
     cannot be read."""
@@ -59,10 +66,23 @@ def run_of_plan(
     log = list(read_workload(trajectories, plan.request.recipe.max_length, truncate))
     learned = () if learn_from is None else read_trajectories(learn_from)
     named = DEFAULT_ROUTE if route is None else route
-    outcome = simulate_run(plan, log, steps, named, learned=learned, seed=seed, exact=exact)
+    tenancy = _tenancy(plan, lenders, traffic)
+    if tenancy is not None and (report is not None or timeline is not None):
+        tenancy = replace(tenancy, watched=True)
+    outcome = simulate_run(plan, log, steps, named, learned=learned, seed=seed, exact=exact, tenancy=tenancy)
     text = _document(plan, outcome, named, seed)
     if output is not None:
         write_text(output, text)
+    if report is not None:
+        from libra.report.training_run_page import training_run_page
+
+        title = f"{what.name} on {trajectories.name}, {steps} steps"
+        write_text(report, training_run_page(outcome, plan.predicted.step, title))
+    if timeline is not None:
+        from libra.report.training_run_trace import write_training_trace
+
+        with writing(timeline):
+            write_training_trace(outcome, timeline)
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -82,9 +102,62 @@ def _document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
         "placements": outcome.placements,
         "migrations": outcome.migrations,
         "preemptions": outcome.preemptions,
+        "interrupted": outcome.interrupted,
+        "moved_tokens": outcome.moved_tokens,
+        "lenders": [_lender(it, outcome.seconds) for it in outcome.lenders],
         "steps": [asdict(step) for step in outcome.steps],
     }
     return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
+    """Requests are told by their numbers, times are seconds."""
+    return {
+        "name": it.name,
+        "lent": it.lent / seconds,
+        "away": it.away / seconds,
+        "recalls": it.recalls,
+        "requests": it.requests,
+        "ttft": it.ttft,
+        "tpot": it.tpot,
+        "due_margin": it.margin,
+        "missed": sorted(it.missed.any),
+        "attributable": sorted(it.attributable),
+        "inside_envelope": sorted(it.attributable - it.uncovered),
+    }
+
+
+def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path]) -> Tenancy | None:
+    """What serves on the devices that the plan borrows; None where nothing is said of it."""
+    from libra.lend.recall import RecallPolicy
+    from libra.plan.options.cluster_request import ClusterRequest
+    from libra.sim.engines_file import load_lender
+    from libra.sim.training_run.tenancy import TenantEngine, tenancy_of
+    from libra.sim.workload.request_file import read_requests
+
+    if not lenders and not traffic:
+        return None
+    if len(lenders) != len(traffic):
+        raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
+    if not plan.loans:
+        raise ValueError("--lender is for a plan that borrows, and this one has no loans: leave it out")
+    assert isinstance(plan.request, ClusterRequest)
+    engines = []
+    for file, log in zip(lenders, traffic, strict=True):
+        spec, model, hardware = load_lender(file, lambda note: typer.echo(f"note: {note}", err=True))
+        engines.append(TenantEngine(spec, model, hardware, log.name, tuple(read_requests(log))))
+    serving = {}
+    for lender in plan.request.lenders:
+        wanted = lender.certificates[0]
+        found = [it for it in engines if (it.model, it.hardware) == (wanted.model, wanted.hardware)]
+        if len(found) == 1:
+            serving[lender.pool] = found[0]
+        elif any(loan.pool == lender.pool for loan in plan.loans):
+            raise ValueError(
+                f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
+                f" {lender.pool}: give one"
+            )
+    return tenancy_of(plan, serving, RecallPolicy())
 
 
 def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
@@ -106,7 +179,7 @@ def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
         f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
         f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
         f" {percent(outcome.engine_share, 0)} of theirs.",
-        *([f"{LENT.capitalize()}."] if plan.loans else ()),
+        *([f"{LENT.capitalize()}."] if plan.loans and not outcome.lenders else ()),
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     table = Table("step", "waited", "training", "ended at", "longest context", "mean staleness")
@@ -120,3 +193,46 @@ def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
             f"{step.staleness:.2f}",
         )
     console.print(table)
+    if outcome.lenders:
+        console.print(
+            "Devices that serve: the shares of their time that were lent and recalled, what users saw, how long before"
+            " it was due the closest token came, and misses: by lending, and of these those inside the envelope.",
+            soft_wrap=True,
+        )
+        console.print(_lenders_table(outcome))
+
+
+def _lenders_table(outcome: SimulatedRun) -> Table:
+    """A row a device that serves."""
+    from rich.table import Table
+
+    from libra.report.words import percent
+
+    table = Table()
+    table.add_column("device", no_wrap=True)
+    for name in (
+        "lent",
+        "away",
+        "TTFT P99, ms",
+        "TPOT P99, ms",
+        "margin, ms",
+        "requests",
+        "missed",
+        "by lending",
+        "inside",
+    ):
+        table.add_column(name, justify="right")
+    for it in outcome.lenders:
+        table.add_row(
+            it.name,
+            percent(it.lent / outcome.seconds, 0),
+            percent(it.away / outcome.seconds, 1),
+            f"{1e3 * it.ttft:.0f}",
+            f"{1e3 * it.tpot:.0f}",
+            "" if it.margin is None else f"{1e3 * it.margin:+.1f}",
+            f"{it.requests:,}",
+            f"{len(it.missed.any)}",
+            f"{len(it.attributable)}",
+            f"{len(it.attributable - it.uncovered)}",
+        )
+    return table

@@ -36,13 +36,14 @@ class Recovery:
 
     async def start(self) -> None:
         """Bring up the first workers. Raises what a worker says that it cannot, and what `during` does."""
-        await self._executor.start(self._first)
+        pool = self._executor.pool
+        await self._executor.start(fitted(self._first, pool.healthy(), pool.lent_shapes()))
         await self._recover(self._first, lambda: False)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises what it raises; `CoreLostError` or `InfeasiblePlanError` where the workers that
         are left cannot go on."""
-        wanted = self._executor.allocation() or self._first
+        wanted = self._wanted()
         task = asyncio.create_task(work)
         task.add_done_callback(lambda task: self._executor.drop_rest("what it was for is done"))
         try:
@@ -59,7 +60,7 @@ class Recovery:
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that moves workers itself, and fails where one is lost: it is begun again when they are
         what they were. Raises what the last attempt does, and what `during` does."""
-        wanted = self._executor.allocation() or self._first
+        wanted = self._wanted()
         for _ in range(_ATTEMPTS - 1):
             try:
                 return await work()
@@ -67,6 +68,12 @@ class Recovery:
                 self._warn(f"{what} begins again: {error}")
                 await self._recover(wanted, lambda: False)
         return await work()
+
+    def _wanted(self) -> Allocation:
+        """What the workers are, or were at first where one who is gone by now leaves nobody for the longest
+        contexts."""
+        now = self._executor.allocation()
+        return now if now is not None and self._executor.holds_longest(now) else self._first
 
     async def _recover(self, wanted: Allocation, over: Callable[[], bool]) -> None:
         """Idle slots that cannot be started are retired, so only moves that are undone have to be counted."""
@@ -78,8 +85,10 @@ class Recovery:
             if self._executor.allocation() == whole:
                 return
             applied = await self._executor.apply(self._executor.transition(whole))
-            if applied.failure is None or over():
+            if over() or (applied.failure is None and not self._lost.is_set()):
                 return
+            if applied.failure is None:
+                continue  # who was lost during the last of these moves is missing still
             self._warn(f"the workers are not {whole.describe()} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
             if undone == _MOST_UNDONE:

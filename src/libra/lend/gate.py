@@ -123,3 +123,9 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
     if prefill < 1:
         raise ValueError(f"a step has room for {prefill} prompt tokens: raise max_num_batched_tokens over max_num_seqs")
     return longest + serving_step * (1 + -(-queued // prefill))
+
+
+def ttft_queue(ttft: float, longest: float, serving_step: float, prefill: int) -> int:
+    """Prompt tokens that may wait, a request's own among them, for `ttft_bound` to be within `ttft`: the inverse. 0 or
+    less where not even one may."""
+    return max(0, prefill) * (math.floor((ttft - longest) / serving_step) - 1)

@@ -16,8 +16,8 @@ from libra.traffic.envelope import Envelope, Load, RateWindow
 class RecallPolicy:
     """Seconds. Raises ValueError."""
 
-    quiet: float  # inside the envelope before lending resumes
-    most_quiet: float  # which doubling stops at
+    quiet: float = 5.0  # inside the envelope before lending resumes
+    most_quiet: float = 300.0  # which doubling stops at
 
     def __post_init__(self) -> None:
         if not 0 < self.quiet <= self.most_quiet:
@@ -61,7 +61,8 @@ class WatchedRule:
     """Grants nothing outside its certificate's envelope. `second` is one in the unit of the view's times."""
 
     def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
-        self._rule, self._envelope, self.recall, self._second = rule, envelope, recall, second
+        self._rule, self.envelope, self.recall, self._second = rule, envelope, recall, second
+        self.breach: str | None = None  # how the load was outside the envelope at the last look
         self._window = RateWindow(envelope.window)
 
     @property
@@ -72,6 +73,7 @@ class WatchedRule:
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
         at = now / self._second
         load = Load(self._window.rate(at, view.came), view.queued, view.live, view.context)
-        if self.recall.observe(self._envelope.breach(load), at) is not None:
+        self.breach = self.envelope.breach(load)
+        if self.recall.observe(self.breach, at) is not None:
             return Refusal("load")
         return self._rule.decide(view, now, cost)

@@ -22,6 +22,7 @@ from libra.plan.options.slots import make_tracker
 from libra.plan.replanner import Replanner
 from libra.plan.site import SlotSite
 from libra.plan.transition import Device, Role
+from libra.records.schema import StepLoan
 
 _LEAST_SHARE = 0.02  # of a device that is recalled for long: prices stay finite
 
@@ -59,6 +60,7 @@ class LoanCounters:
     def __init__(self) -> None:
         self._seen: dict[WorkerLink, tuple[float, float]] = {}
         self._share = Ratio()
+        self.last: dict[str, StepLoan] = {}  # of every lent engine, between the last two looks
 
     @property
     def share(self) -> float:
@@ -67,13 +69,15 @@ class LoanCounters:
 
     def observe(self, instances: Iterable[ServingEngine]) -> None:
         """What came of the loans since the last call."""
-        lent = wanted = 0.0
-        for entry in instances:
-            loan = entry.handle.loan
+        self.last = {}
+        for engine in (entry.handle for entry in instances):
+            loan = engine.loan
             if loan is not None:
-                before = self._seen.get(entry.handle.link, (0.0, 0.0))
-                lent, wanted = lent + loan.lent - before[0], wanted + loan.wanted - before[1]
-                self._seen[entry.handle.link] = loan.lent, loan.wanted
+                lent, wanted = self._seen.get(engine.link, (0.0, 0.0))
+                self.last[engine.name] = StepLoan(loan.wanted - wanted, loan.lent - lent, engine.version, loan.away)
+                self._seen[engine.link] = loan.lent, loan.wanted
+        wanted = sum(loan.wanted for loan in self.last.values())
+        lent = sum(loan.lent for loan in self.last.values())
         if wanted > 0:
             self._share.observe(lent, wanted)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 
-from libra.records.schema import StepRecord
+from libra.records.schema import StepLoan, StepRecord
 from libra.report.live import Display, RunView
+from libra.report.words import percent
 
 _RECENT_STEPS = 10  # over which the shown reward is averaged
+_NAMED = 2  # recalled devices: of more, their number
 
 
 class RunProgress:
@@ -44,8 +46,28 @@ class RunProgress:
                 staleness_mean=record.staleness_mean,
                 staleness_max=record.staleness_max,
                 workers=tuple((worker, role, "") for worker, role in record.roles.items()),
+                lending=loan_words(record.loans),
                 last_decision=last_decision,
                 phase=f"step {record.step_seconds:.2f} s, training waits {record.wait_seconds:.2f} s",
                 messages=tuple(messages),
             )
         )
+
+
+def loan_words(loans: Mapping[str, StepLoan]) -> str:
+    """What a step had of the lent devices, and which are recalled.
+
+    >>> away = "4 requests/s, certified to 3"
+    >>> loan_words({"lent-0": StepLoan(2.0, 1.5, 7, ""), "lent-1": StepLoan(0.0, 0.0, 7, away)})
+    'had for 75 % of the time wanted; lent-1 is recalled (4 requests/s, certified to 3)'
+    """
+    if not loans:
+        return ""
+    wanted, lent = (sum(getattr(loan, name) for loan in loans.values()) for name in ("wanted", "lent"))
+    said = [f"had for {percent(lent / wanted, 0)} of the time wanted" if wanted else "not wanted"]
+    away = {name: loan.away for name, loan in loans.items() if loan.away}
+    if len(away) > _NAMED:
+        said.append(f"{len(away)} of {len(loans)} are recalled")
+    else:
+        said += [f"{name} is recalled ({why})" for name, why in away.items()]
+    return "; ".join(said)

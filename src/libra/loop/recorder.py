@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from libra.backends.protocols import StepResult
@@ -22,6 +23,7 @@ from libra.loop.rollout import Episode, TurnReport
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.files import LineFile, writing
+from libra.records.loan_history import RecallSpan, run_loans
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,
@@ -65,11 +67,16 @@ class Recorder:
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
         self.recalls = 0
+        self._recalls = defaultdict[str, list[RecallSpan]](list)  # of each lent engine, on the timeline
         self._away: dict[str, tuple[float, str]] = {}  # engines whose device is recalled: since when, and why
 
     def begin(self) -> None:
         """Reinforcement learning begins, or goes on."""
         self._began = time.monotonic()
+        what = "goes on" if self._seconds_before else "begins"
+        self._write(
+            "events", EventRecord(self.now(), "began", None, f"reinforcement learning {what}", clock=self._began)
+        )
 
     def now(self) -> float:
         """Seconds of reinforcement learning so far."""
@@ -223,14 +230,18 @@ class Recorder:
 
     def recalled(self, worker: str, why: str) -> None:
         """The device of an engine is recalled, `why` says; empty: it is lent again."""
-        self.event("recalled" if why else "lent_again", worker, why or "its device is lent again")
+        kind, text = ("recalled", why) if why else ("lent_again", "its device is lent again")
+        self._write("events", EventRecord(self.now(), kind, worker, text))
+        self.messages.append(f"the device of {worker} is recalled: {why}" if why else f"{worker}: {text}")
         self.recalls += bool(why)
-        with self._drawing() as (timeline, now):
-            since = self._away.pop(worker, None)
-            if since is not None:
-                timeline.work(worker, f"away: {since[1]}", since[0], now)
-            if why:
-                self._away[worker] = now, why
+        self._end_recall(worker)
+        if why:
+            self._away[worker] = self._moment(), why
+
+    def _end_recall(self, worker: str) -> None:
+        since = self._away.pop(worker, None)
+        if since is not None:
+            self._recalls[worker].append(RecallSpan(since[0], self._moment(), since[1]))
 
     def load(self, worker: str) -> None:
         """An engine is told to take new weights."""
@@ -254,7 +265,19 @@ class Recorder:
                 stack.callback(file.close)
             stack.enter_context(writing(self._timeline_path))
             stack.callback(self._timeline.close)
+            stack.callback(self._draw_loans)
             self._devices.take(self._moment())  # draws what is not over
+
+    def _draw_loans(self) -> None:
+        """By what their borrowers recorded in this session."""
+        for worker in list(self._away):
+            self._end_recall(worker)
+
+        def moment(clock: float) -> float | None:
+            return clock - self._started if clock >= self._started else None
+
+        found = run_loans(self.directory, moment, ())
+        self._timeline.loans([replace(it, recalls=self._recalls[it.name]) for it in found])
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Timeline, float]]:

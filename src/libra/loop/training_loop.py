@@ -253,6 +253,7 @@ class TrainingLoop:
             allocation=allocation.describe() if allocation is not None else "",
             roles=dict(self.recorder.roles),
             device_seconds=spent,
+            loans=self.observations.loans.last,
         )
         self._generated = tokens
         self.recorder.step(record)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from libra.config.run import LendingRule
-from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule
+from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst, TimeSlices
 from libra.records.files import whole_lines
@@ -37,6 +37,7 @@ class LendingTerms(Record):
     kind: Literal["terms"] = "terms"
     sharing: LendingRule = "gate"  # any other is a baseline
     ttft: float | None = None  # what the first token may take; None: as long as it likes
+    slo: Slo | None = None  # of the users; None: of a record from before it was kept
 
     def rule(self) -> SharingRule:
         match self.sharing:
@@ -120,6 +121,27 @@ class LentStep(Record):
     kind: Literal["step"] = "step"
 
 
+@dataclass(frozen=True, slots=True)
+class ServedStep(Record):
+    """One step of serving, as far as the borrower looked: not while it has nothing to compute."""
+
+    at: float  # its beginning
+    seconds: float
+    sequences: int
+    margin: float | None  # seconds by which the token that was due first came before its due; None: none was due
+    kind: Literal["served"] = "served"
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaChange(Record):
+    """KV memory that the borrower has from now on."""
+
+    at: float
+    held: int  # bytes
+    put_out: int  # turns that had to go for it
+    kind: Literal["quota"] = "quota"
+
+
 _SLICES = 1.0  # seconds: the period in which a fixed split gives each side its share
 
 
@@ -144,7 +166,7 @@ class RecordReplay:
     different: tuple[int, ...]  # lines
 
 
-LendingLine = LendingTerms | LendingAnswer | LentStep
+LendingLine = LendingTerms | LendingAnswer | LentStep | ServedStep | QuotaChange
 _LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discriminator("kind")])
 
 

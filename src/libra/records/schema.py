@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,16 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLoan:
+    """What one lent engine had of its device in a step, and what it could be used for. Seconds."""
+
+    wanted: float  # with turns to make
+    lent: float  # of them, in which it had the device
+    version: int  # of its weights, as the step ended
+    away: str  # why nothing was lent, as the step ended; empty: it was
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord(Record):
     """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
     of `step_seconds`; what they leave is the controller's own."""
@@ -102,6 +112,7 @@ class StepRecord(Record):
     allocation: str
     roles: Mapping[str, str]  # worker -> role
     device_seconds: Mapping[str, Mapping[Cause, float]]  # worker -> what its `step_seconds` went to
+    loans: Mapping[str, StepLoan] = field(default_factory=dict)  # of engines on lent devices
 
     def __post_init__(self) -> None:
         _require_finite(self)
@@ -174,7 +185,8 @@ class DecisionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class EventRecord(Record):
-    """Something that happened at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`..."""
+    """Something that happened at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`...
+    Each session has one of kind `began`, as its steps begin."""
 
     time: float
     kind: str
@@ -182,6 +194,7 @@ class EventRecord(Record):
     text: str
     seconds: float | None = None  # that a move took, or a join from the start of the process
     held_seconds: float | None = None  # that a step waited for a join
+    clock: float | None = None  # the machine's monotonic clock at that time, of a session's beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +278,10 @@ def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
 
 
 def _require_finite(record: Any) -> None:
-    for field in fields(record):
-        value = getattr(record, field.name)
+    for it in fields(record):
+        value = getattr(record, it.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} is {value}: a record holds finite numbers only")
+            raise ValueError(f"{it.name} is {value}: a record holds finite numbers only")
 
 
 def parse_record(kind: type[R], text: str | bytes, where: str) -> R:

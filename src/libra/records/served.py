@@ -26,6 +26,7 @@ class ServedRequest(Record):
     output_tokens: int
     ttft: float
     tpot: float  # mean over the tokens after the first; 0 of one with a single token
+    came: float | None = None  # the arrival on the machine's monotonic clock; None: of a record from before it was kept
 
     def misses(self, slo: Slo) -> bool:
         return self.ttft > slo.ttft or self.tpot > slo.tpot

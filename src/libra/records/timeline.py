@@ -6,18 +6,20 @@ nothing else; the last role of each worker is kept even in a full file.
 Groups, top to bottom: `roles` (one lane a worker, and the trainer's steps), `moves` (from one role to another, as a
 whole; one lane a worker), `where the time goes` (its cause; one lane a worker), `work` (batches, weight loads, joins;
 one lane a worker), `running turns` (one counter a worker: hundreds of turns overlap in an engine, and their number is
-what can be read), `staleness` (of the trajectories of each step).
+what can be read), `staleness` (of the trajectories of each step), `lent devices` where there are any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from libra.plan.transition import Role
 from libra.records.causes import Cause
+from libra.records.loan_history import LoanHistory
+from libra.records.loan_trace import draw_loans
 from libra.records.schema import role_of, styles
 from libra.records.trace import MAX_EVENTS, JsonValue, TraceFile
 
@@ -30,6 +32,7 @@ _GROUPS = {
     _TURNS: "running turns",
     _STEPS: "staleness",
 }
+_LOANS = 7  # group of lent devices, where there are any
 _STEPS_LANE = "training steps"
 
 # Names of the viewers' own palette; what waits is pale there, too.
@@ -144,6 +147,10 @@ class Timeline:
         self._turns[worker] = running
         self._see(at)
         self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
+
+    def loans(self, histories: Sequence[LoanHistory]) -> None:
+        """What became of the lent devices; their times are those of the timeline. Called once, when it is over."""
+        draw_loans(self._trace, _LOANS, histories)
 
     def close(self) -> None:
         """End what is open and finish the file; closing twice does nothing."""

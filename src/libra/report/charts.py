@@ -167,8 +167,8 @@ def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_l
 
 
 def _legend(series: Sequence[Series]) -> Legend:
-    """One that stands alone is told by the title."""
-    names = tuple((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series)
+    """One that stands alone is told by the title; a line in several pieces is one."""
+    names = tuple(dict.fromkeys((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series))
     return names if len(names) > 1 else ()
 
 

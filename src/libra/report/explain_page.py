@@ -14,6 +14,7 @@ from libra.report.explain_table import (
     fewer_nodes_rows,
     headline,
     lender_sentences,
+    lender_steps,
     loss,
     roles,
     routing_sentence,
@@ -21,7 +22,7 @@ from libra.report.explain_table import (
 from libra.report.lanes import Density, Lane, LaneSpan, lane_figure
 from libra.report.page import ROLES, Bar, Tile, render
 from libra.report.vega import Axis, Marker, ends
-from libra.report.words import duration, percent, plain, plural
+from libra.report.words import duration, percent, plain, plural, signed_percent
 
 MOST_REJECTED = 50  # of one kind: there may be thousands
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
@@ -43,6 +44,7 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         else (it.change, "nothing", "-")
         for it in explanation.reliefs
     ]
+    longest = max((step for _, _, step in lender_steps(explanation)), default=1.0)
     return render(
         "explain.html",
         title,
@@ -55,6 +57,10 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         otherwise=[_plan(name, plan, widest) for name, plan in otherwise],
         routing=routing_sentence(explanation),
         lenders=lender_sentences(explanation),
+        lender_steps=[
+            (pool, case, Bar(duration(step), step / longest), _over(step, explanation.plan))
+            for pool, case, step in lender_steps(explanation)
+        ],
         reliefs=reliefs,
         fewer_nodes=fewer_nodes_rows(explanation) if explanation.fewer_nodes else (),
         rejected=explanation.rejected,
@@ -67,6 +73,10 @@ def _plan(name: str, plan: PlanView | None, widest: float) -> tuple[str | Bar, .
         return name, "-", "-", "no plan"
     part = plan.loss / widest if plan.loss >= LEAST_LOSS else 0.0
     return name, Bar(loss(plan), part), duration(plan.predicted.step), roles(plan)
+
+
+def _over(step: float, plan: PlanView) -> str:
+    return "-" if step == plan.predicted.step else signed_percent(step / plan.predicted.step - 1, 1)
 
 
 def _tiles(explanation: Explanation) -> Iterator[Tile]:

@@ -67,7 +67,33 @@ def routing_sentence(explanation: Explanation) -> str:
 
 def lender_sentences(explanation: Explanation) -> tuple[str, ...]:
     """What the loan of each pool that serves is worth, or why there is none."""
-    return tuple(map(_lender_sentence, explanation.lenders))
+    return tuple(f"{_lender_sentence(view)} {_one_more(explanation, view.pool)}" for view in explanation.lenders)
+
+
+def lender_steps(explanation: Explanation) -> tuple[tuple[str, str, float], ...]:
+    """(pool, case, seconds of a step) with and without the loan of each pool that lends, and were there more of it."""
+    rows: list[tuple[str, str, float]] = []
+    for view in explanation.lenders:
+        if view.engines:
+            rows.append((view.pool, f"with the loan of {plural(view.engines, 'engine')}: the plan", view.step))
+            rows += [(view.pool, "on average, as traffic may take it away", view.average)] if view.away else []
+            rows.append((view.pool, "the same plan, while nothing of it is lent", view.recalled))
+            rows.append((view.pool, "with it, training as would be best without it", view.kept))
+            rows.append((view.pool, "the best plan without it", view.without))
+        rows += [
+            (view.pool, "were there one more node of it", relief.step)
+            for relief in explanation.reliefs
+            if relief.node_of == view.pool and relief.binds
+        ]
+    return tuple(rows)
+
+
+def _one_more(explanation: Explanation, pool: str) -> str:
+    """What one more node of a pool that serves would buy, and what binds where that is nothing."""
+    relief = next((it for it in explanation.reliefs if it.node_of == pool), None)
+    if relief is not None and relief.binds:
+        return f"One more node of it would save {duration(relief.seconds)} a step ({percent(relief.gain)})."
+    return f"One more node of it would save nothing: what bounds the step is {BOTTLENECK_WORDS[explanation.bound.by]}."
 
 
 def _lender_sentence(view: LenderView) -> str:

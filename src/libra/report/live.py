@@ -57,6 +57,7 @@ class RunView:
     last_decision: str = ""  # empty: none yet
     phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
+    lending: str = ""  # what a step had of the lent devices; empty: there are none
 
 
 class Display(Protocol):
@@ -162,7 +163,8 @@ def summary_line(view: RunView) -> str:
     >>> summary_line(RunView("demo", 3, 20, 0.41, 3, 4200.0, 0.5, 1, (("w0", "train", ""),), "", "training"))
     'step 3/20  training  reward 0.41 (mean of 3 steps)  4,200 tokens/s  staleness 0.5, max 1  w0 train'
     """
-    parts = [f"step {view.step}/{view.steps}", view.phase, *_measures(view)]
+    lending = f"lent devices: {view.lending}" if view.lending else ""
+    parts = [f"step {view.step}/{view.steps}", view.phase, *_measures(view), lending]
     workers = ", ".join(f"{worker} {role}" for worker, role, _ in view.workers)
     return "  ".join(part for part in (*parts, workers) if part)
 
@@ -182,6 +184,8 @@ def panel(view: RunView, elapsed: float) -> RenderableType:
     blocks: list[RenderableType] = [head, Text("   ".join(_measures(view)))]
     if view.workers:
         blocks.append(workers)
+    if view.lending:
+        blocks.append(Text.assemble(("lent devices  ", "bold"), view.lending))
     if view.last_decision:
         blocks.append(Text.assemble(("last decision  ", "bold"), view.last_decision))
     blocks += [Text(message, style="dim") for message in view.messages]
@@ -221,12 +225,15 @@ class SimulationProgress:
         self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
 
     def __call__(self, moment: Elapsed) -> None:
+        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
+        self.tell(f"simulated {duration(moment.seconds)}: {ended}")
+
+    def tell(self, words: str) -> None:
+        """Show this, if it is time to."""
         now = self._clock()
         if now < self._due:
             return
         self._due = now + self._pace
-        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
-        words = f"simulated {duration(moment.seconds)}: {ended}"
         if self._status is None:
             write_line(self._stream, words)
         else:

@@ -9,6 +9,7 @@ from libra.records.run_log import RunLog, outcomes, read_run
 from libra.records.schema import StepRecord
 from libra.report.page import flatten, render
 from libra.report.run_figures import named_decisions, run_figures
+from libra.report.run_lending import run_lending
 from libra.report.run_verdict import edges, headline, notices, tiles, why_nothing_was_decided
 from libra.report.words import count, duration, percent, plain
 
@@ -49,7 +50,8 @@ def render_report(run_directory: Path) -> str:
         health=_health(log) if log.steps else (),
         averaged=max(1, len(log.steps) // 10),
         evaluations=_evaluations(log),
-        lending=log.summary.lending.words if log.summary is not None and log.summary.lending is not None else "",
+        lending=run_lending(log, run_directory),
+        lent=log.summary.lending.words if log.summary is not None and log.summary.lending is not None else "",
         losses=[(duration(event.time), event.worker or "–", event.text) for event in log.losses],
         events=[
             (duration(event.time), event.kind.replace("_", " "), event.worker or "–", event.text)

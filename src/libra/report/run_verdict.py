@@ -22,7 +22,7 @@ def headline(log: RunLog) -> str:
     """The run in one short paragraph."""
     if not log.steps:
         return "No step was finished, so there is nothing to judge yet."
-    return " ".join(said for said in (_learned(log), _speed(log), _devices(log), _decided(log)) if said)
+    return " ".join(said for said in (_learned(log), _speed(log), _devices(log), _lent(log), _decided(log)) if said)
 
 
 def tiles(log: RunLog) -> tuple[Tile, ...]:
@@ -179,6 +179,17 @@ def _devices(log: RunLog) -> str:
         return f"{said}."
     most = max(waits, key=lambda cause: waits[cause])
     return f"{said}; what they waited for most was {WAITED_FOR[most]} ({percent(waits[most] / whole, 0)})."
+
+
+def _lent(log: RunLog) -> str:
+    """Empty where nobody served users."""
+    lending = log.summary.lending if log.summary is not None else None
+    if lending is None:
+        return ""
+    had = (
+        "Nothing was lent" if lending.rule == "off" else f"Rollout had {percent(lending.share, 0)} of the lent devices"
+    )
+    return f"{had}; {count(lending.missed)} of {plural(lending.requests, 'request')} of users missed their SLO."
 
 
 def _net(log: RunLog) -> tuple[int, float, str]:

@@ -1,7 +1,7 @@
 """What a serving engine can lend: the largest load whose replay has no miss that lending is to blame for.
 
 Invariant: whatever is certified was replayed against a borrower that spends every grant to its end, and compared with
-the same arrivals served alone.
+the same arrivals served alone. The queue of an envelope is no longer than what the bound of a first token proves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.lend.certificate import Certificate, Harvest
-from libra.lend.gate import Gate, ServingView, Slo
+from libra.lend.gate import Gate, ServingView, Slo, ttft_queue
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
@@ -75,6 +75,7 @@ class LoadTrial:
     missed_alone: int
     attributable: int  # of those missed, met alone
     longest_step: float  # seconds: bound of a step inside the envelope of this load
+    queue: int  # prompt tokens that may wait in a load as this one with every first token in time, by its bound
     refused: str | None  # why this is not certified
     outcome: DeviceOutcome
 
@@ -89,17 +90,35 @@ def attempt(case: LendingCase, load: float, use: float, alone: Sequence[Request]
     view = ServingView(outcome.most_live, 0, 0, context=outcome.most_context)
     longest = seconds(cost.longest_step(view))
     pace = case.slo.pace(use)
+    prefill = case.spec.config.max_num_batched_tokens - outcome.most_live
+    queue = ttft_queue(case.slo.ttft, case.longest_grant, longest, prefill)
     refused: str | None = None
     if len(missed_alone) > MISSED_ALONE * len(outcome.requests):
         refused = f"serving alone misses the SLO of {len(missed_alone)} of {len(outcome.requests)} requests"
     elif longest > pace:
         too_long = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}"
         refused = f"{too_long}: {_budget_that_fits(case, view, pace)}"
+    elif queue < 1:
+        shortest = case.longest_grant + 2 * longest
+        refused = (
+            f"a first token may take {1e3 * shortest:.0f} ms, a grant and two steps, and its objective is"
+            f" {1e3 * case.slo.ttft:.0f}: lower the longest grant or max_num_batched_tokens"
+        )
     elif attributable:
         refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
     rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
     return LoadTrial(
-        load, use, rate, outcome.lent_share, len(missed), len(missed_alone), attributable, longest, refused, outcome
+        load,
+        use,
+        rate,
+        outcome.lent_share,
+        len(missed),
+        len(missed_alone),
+        attributable,
+        longest,
+        queue,
+        refused,
+        outcome,
     )
 
 
@@ -159,7 +178,7 @@ def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificat
         longest_step=last.longest_step,
         envelope=Envelope(
             rate=_most_in_window(outcome.requests) / WINDOW,
-            queued=outcome.most_queued,
+            queued=min(outcome.most_queued, last.queue),
             live=outcome.most_live,
             context=outcome.most_context,
             window=WINDOW,

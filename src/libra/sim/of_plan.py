@@ -24,6 +24,7 @@ from libra.sim.training_run.episodes import Resampled
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
+from libra.sim.training_run.tenancy import Tenancy
 from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory
 
@@ -154,14 +155,16 @@ def simulate_run(
     learned: Iterable[Trajectory] = (),
     seed: int = 0,
     exact: bool = False,
+    tenancy: Tenancy | None = None,
 ) -> SimulatedRun:
     """A whole run of `steps` optimiser steps as the plan has it: groups are drawn from the log, prompt by prompt, with
     the recipe's samples each; engines and trainers wait for each other as its staleness says.
 
-    `route` names the policy, which is told of the trajectories `learned` before it begins. Raises ValueError for a plan
-    that is not of a cluster, an unknown policy, and a trajectory that no engine of the plan holds.
+    `route` names the policy, which is told of the trajectories `learned` before it begins. `tenancy` says what serves
+    on the devices that the plan borrows; without it they are as slow as their share. Raises ValueError for a plan that
+    is not of a cluster, an unknown policy, and a trajectory that no engine of the plan holds.
     """
-    system = System("plan", plan, lambda: policy)
+    system = System("plan", plan, lambda: policy, tenancy=tenancy)
     recipe = system.request.recipe
     policy = policy_named(route, seed=seed)
     teach(policy, learned)

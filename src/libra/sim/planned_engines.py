@@ -50,6 +50,15 @@ def lent_engines(plan: Plan) -> frozenset[str]:
     return frozenset(_name(group) for group in plan.placement if group.pool in pools)
 
 
+def beside_lent(plan: Plan) -> dict[str, LentEngine]:
+    """What each lent engine was planned as, by its name."""
+    request = plan.request
+    if not plan.loans or not isinstance(request, ClusterRequest):
+        return {}
+    shapes = {it.shape: it for it in request.menu().lent}
+    return {_name(group): shapes[group.name] for group in plan.placement if group.name in shapes}
+
+
 def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
     shapes = {shape.name: shape for shape in request.shapes}
     cost = measured_cost(request.profile.engine)

@@ -6,11 +6,13 @@ begun is never cut. Serving goes on whenever nothing is granted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from libra.lend.gate import Grant, SharingRule
+from libra.lend.recall import WatchedRule
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
@@ -75,6 +77,8 @@ class DeviceOutcome:
     most_live: int
     most_queued: int
     most_context: int
+    margin: int | None  # by which the closest of all later tokens came before it was due; None: there was none
+    uncovered: frozenset[int]  # requests that were there while the load was outside its envelope
 
     @property
     def lent_share(self) -> float:
@@ -100,6 +104,8 @@ class SharedDevice:
             most_live, most_queued = max(most_live, view.live), max(most_queued, view.queued)
             most_context = max(most_context, view.context)
             answer = self._rule.decide(view, now, tenant.cost)
+            if isinstance(self._rule, WatchedRule) and self._rule.breach is not None:
+                tenant.uncover()
             if isinstance(answer, Grant):
                 spent = self._borrower.spend(now, int(answer.length))
                 if spent:
@@ -111,5 +117,15 @@ class SharedDevice:
                 continue
             longest, since, now = max(longest, end - now), since + 1, end
         return DeviceOutcome(
-            tuple(tenant.came), now, tenant.computed, lent, longest, grants, most_live, most_queued, most_context
+            tuple(tenant.came),
+            now,
+            tenant.computed,
+            lent,
+            longest,
+            grants,
+            most_live,
+            most_queued,
+            most_context,
+            None if tenant.margin == math.inf else int(tenant.margin),
+            frozenset(tenant.uncovered),
         )

@@ -18,7 +18,12 @@ class StepBudgets:
         most = config.max_num_batched_tokens
         budgets = sorted({max(min(_LEAST, most), most >> shift) for shift in range(most.bit_length())}, reverse=True)
         self._configs = [
-            replace(config, max_num_batched_tokens=budget, max_num_seqs=min(budget, config.max_num_seqs))
+            replace(
+                config,
+                max_num_batched_tokens=budget,
+                max_num_seqs=min(budget, config.max_num_seqs),
+                capture_sizes=tuple(size for size in config.capture_sizes if size <= budget),
+            )
             for budget in budgets
         ]
 

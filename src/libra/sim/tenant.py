@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+
 from libra.lend.gate import ServingView
 from libra.sim.clock import seconds
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
-from libra.sim.engine.jump import cut_stretch
+from libra.sim.engine.jump import cut_stretch, end_of
 from libra.sim.engine.request import Request
 
 _CONTEXT_PAGE = 4096  # tokens
@@ -69,6 +71,10 @@ class ServingTenant:
         self.came: list[Request] = []
         self.computed = 0  # ticks
         self.made = 0  # steps
+        self.margin = math.inf  # ticks by which the closest of all later tokens came before it was due
+        self.closest = math.inf  # likewise, of the steps that were made last
+        self.served = 0  # requests that had a token of them
+        self.uncovered: set[int] = set()  # requests that were there while the load was outside its envelope
         self._coming = iter(requests)
         self._next = next(self._coming, None)
         self._pace = pace
@@ -115,9 +121,18 @@ class ServingTenant:
         cut_stretch(engine, until if following is None else min(until, following))
         return self._made(now, engine.end)
 
+    def uncover(self) -> None:
+        """The load is outside its envelope: whoever is there has no certificate."""
+        self.uncovered.update(it.number for it in self._waiting)
+        self.uncovered.update(it.number for it in self._decoding)
+
     def _made(self, now: int, end: int) -> int:
         steps = self.engine.steps or 1
         self.computed += end - now
+        due = self._earliest()
+        self.closest = self._closest(due, end) if due < math.inf else math.inf
+        self.margin = min(self.margin, self.closest)
+        self.served = len(self.engine.running)
         self._served(self.engine.commit(), steps, end)
         return end
 
@@ -136,20 +151,32 @@ class ServingTenant:
             self._due = [(self._due_of(it, now) - self._pace * self.made, it.number, it) for it in self._decoding]
             heapify(self._due)
 
+    def _closest(self, due: float, end: int) -> float:
+        """Ticks by which the closest token of the steps that end now comes before it is due, the first of them at
+        `due`. In each piece steps grow evenly, so the closest is at one of its ends."""
+        steps, pieces = self.engine.steps, self.engine.pieces
+        if not steps:
+            return due - end
+        ends = {*(it[0] for it in pieces[1:]), *(it[0] + 1 for it in pieces), steps}
+        return min(due + self._pace * (step - 1) - end_of(pieces, step) for step in ends)
+
     def _due_of(self, request: Request, now: int) -> int:
         assert request.first_token is not None
         return request.first_token + self.engine.generated_by(request, now) * self._pace
 
-    def view(self, since: int) -> ServingView:
-        """What serving says of itself, `since` so many steps after the last grant."""
+    def _earliest(self) -> float:
+        """When the earliest of the next tokens is due; inf where no request has its first."""
         while self._due and self._due[0][2] not in self._decoding:
             heappop(self._due)
-        due = self._due[0][0] + self._pace * self.made if self._due else math.inf
+        return self._due[0][0] + self._pace * self.made if self._due else math.inf
+
+    def view(self, since: int) -> ServingView:
+        """What serving says of itself, `since` so many steps after the last grant."""
         waiting = self._waiting
         return ServingView(
             live=len(waiting) + len(self._decoding),
             waiting=len(waiting),
-            due=due,
+            due=self._earliest(),
             oldest=next(iter(waiting)).arrival if waiting else math.inf,
             queued=sum(it.prompt_tokens - it.computed for it in waiting) if waiting else 0,
             context=self.engine.flight.generation.context + (sum(it.computed for it in waiting) if waiting else 0),
@@ -184,3 +211,18 @@ def misses(requests: Iterable[Request], ttft: float, tpot: float) -> Misses:
         if seconds(request.finish - request.first_token) > tpot * max(1, request.output_tokens - 1):
             slow.add(request.number)
     return Misses(frozenset(late), frozenset(slow))
+
+
+def latencies(requests: Iterable[Request], share: float = 0.99) -> tuple[float, float]:
+    """Seconds that this share of the finished requests kept to, to the first token and a token after it; 0 where none
+    finished."""
+    ended = [
+        (it.first_token - it.arrival, it.finish - it.first_token, it.output_tokens)
+        for it in requests
+        if it.first_token is not None and it.finish is not None
+    ]
+    if not ended:
+        return 0.0, 0.0
+    ttft = np.quantile([seconds(first) for first, _, _ in ended], share)
+    tpot = np.quantile([seconds(others) / max(1, tokens - 1) for _, others, tokens in ended], share)
+    return float(ttft), float(tpot)

@@ -32,6 +32,11 @@ class Envelope:
             if not value > 0:
                 raise ValueError(f"{field.name} of an envelope is {value:g}; it must be above 0")
 
+    def used(self, load: Load) -> float:
+        """The largest part of the load, as a share of what the envelope has of it: above 1 the load is outside."""
+        parts = load.rate / self.rate, load.queued / self.queued, load.live / self.live, load.context / self.context
+        return max(parts)
+
     def breach(self, load: Load) -> str | None:
         """How the load leaves the envelope, in a few words; None where it is inside."""
         for name, shown in (

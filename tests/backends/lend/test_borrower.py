@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 
 from libra.backends.lend.borrower import GatedBorrower
-from libra.backends.lend.device_token import BorrowerToken, EngineFacts, LenderToken, ServingStep, ServingToken
+from libra.backends.lend.borrower_token import BorrowerToken
+from libra.backends.lend.device_page import EngineFacts, ServingStep
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.record import LendingRecord
+from libra.backends.lend.serving_token import ServingToken
 from libra.config.run import LendingRule
 from libra.lend.gate import IDLE, Grant, ServingView
 from libra.lend.quota import KVView
 from libra.lend.recall import RecallPolicy
 from libra.lend.step_cost import RolloutQueue, StepShape
-from libra.records.lending import LendingAnswer, LendingTerms, LentStep, read_lending, replay
+from libra.records.lending import LendingAnswer, LendingTerms, LentStep, ServedStep, read_lending, replay
 from libra.traffic.envelope import Envelope
 
 TERMS = LendingTerms(
@@ -67,7 +70,8 @@ class Engine:
         for view in self.while_it_runs:
             self.serving.publish(view, KVView(), TERMS.pace)
             self.serving.acquire()
-            self.serving.release(ServingStep(4, 0, 400, 0.01))
+            self.serving.note(ServingStep(4, 0, 400, 0.01))
+            self.serving.release()
         return tokens
 
 
@@ -90,7 +94,8 @@ class Shared:
             spent = rng.uniform(0.9, 1.1) * (0.002 + 1e-3 * sequences)
             self.serving.acquire()
             self.serving.publish(IDLE, KVView(), TERMS.pace)
-            self.serving.release(ServingStep(sequences, rng.choice([0, 100]), 100 * sequences, spent))
+            self.serving.note(ServingStep(sequences, rng.choice([0, 100]), 100 * sequences, spent))
+            self.serving.release()
             self.engine.noise = rng.uniform(0.9, 1.1)
             self.borrower.step(self.engine)
             self.clock.now += 0.05
@@ -192,7 +197,7 @@ def test_a_grant_that_is_out_never_becomes_longer(shared: Shared, monkeypatch: p
 
 
 def test_a_page_that_was_left_half_written_is_waited_for(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.backends.lend.device_token._PATIENCE", 0.01)
+    monkeypatch.setattr("libra.backends.lend.device_page._PATIENCE", 0.01)
     page = shared.serving._page.bytes
     whole = page[64:72]
     page[64:72] = b"\xff" * 8
@@ -266,12 +271,22 @@ def test_an_engine_that_raises_gives_the_device_back(shared: Shared) -> None:
     assert shared.serving.acquire() and shared.serving.fenced == 0 and not shared.serving.lent
 
 
+def test_the_record_has_the_steps_of_serving(shared: Shared) -> None:
+    for margin in (0.03, math.inf):
+        shared.serving.note(ServingStep(2, 0, 90, 0.01, ended=5.0, margin=margin))
+    shared.borrower.step(shared.engine)
+    assert shared.lines(ServedStep) == [
+        ServedStep(4.99, 0.01, 2, pytest.approx(0.03)),  # type: ignore[arg-type]
+        ServedStep(4.99, 0.01, 2, None),
+    ]
+
+
 def test_without_turns_serving_is_left_alone(shared: Shared) -> None:
     shared.engine.queue = RolloutQueue(0, 0, False, 0)
     assert shared.borrower.step(shared.engine) is None
     shared.lender.extend(math.inf)
     shared.serving.publish(ServingView(1, 0, shared.clock.now + 9), KVView(), TERMS.pace)
-    assert not shared.serving.can_spare(shared.clock.now)
+    assert not shared.serving.can_spare()
 
 
 def test_bounds_that_let_nothing_through_are_learnt_again(shared: Shared) -> None:

@@ -10,20 +10,14 @@ from __future__ import annotations
 import math
 from typing import Protocol, TypeVar
 
+from libra.backends.lend.borrower_token import BorrowerToken, FencedError
 from libra.backends.lend.device import LentDevice
-from libra.backends.lend.device_token import (
-    POLL,
-    BorrowerTally,
-    BorrowerToken,
-    FencedError,
-    LendingError,
-    ServingNotice,
-)
+from libra.backends.lend.device_page import POLL, BorrowerTally, LendingError, ServingNotice
 from libra.backends.lend.record import LendingRecord
 from libra.lend.gate import Grant, Reason, Refusal, SharingRule
 from libra.lend.recall import Recall
 from libra.lend.step_cost import LearntServingCost, RolloutQueue, StepCost, StepShape, TokenBudget
-from libra.records.lending import LendingAnswer, LentStep
+from libra.records.lending import LendingAnswer, LentStep, ServedStep
 
 _REST = 0.001  # seconds between two looks at a device that is not to be had before its own engine has made a step
 _STUCK = 1.0  # seconds in which no step fits into any grant
@@ -171,6 +165,9 @@ class GatedBorrower:
     def _learn(self) -> None:
         for seen in self._token.steps():
             self.serving_steps.observe(StepShape(seen.sequences, seen.new_tokens, seen.context), seen.seconds)
+            if self._record is not None:
+                margin = None if seen.margin == math.inf else seen.margin
+                self._record.append(ServedStep(seen.ended - seen.seconds, seen.seconds, seen.sequences, margin))
 
     def _ask(self, notice: ServingNotice) -> Grant | None:
         now, (breach, self._breach) = self._device.clock(), (self._breach, None)

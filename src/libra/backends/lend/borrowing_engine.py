@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.backends.lend.borrower import GatedBorrower
+from libra.backends.lend.borrower_token import BorrowerToken
 from libra.backends.lend.device import device_here
-from libra.backends.lend.device_token import BorrowerToken
 from libra.backends.lend.kv_loan import BorrowedKV
 from libra.backends.lend.record import LendingRecord
 from libra.backends.transport.engine_messages import DeviceLoan, Generate, LoanState
 from libra.lend.recall import WatchedRule
+from libra.records.lending import QuotaChange
 
 if TYPE_CHECKING:
     from libra.backends.vllm.engine import VllmEngine
@@ -77,8 +78,10 @@ class BorrowingEngine:
         memory, engine = self._memory, self._engine
         if memory is None:
             return []
-        turns = [engine.put_out(request) for request in memory.in_the_way(time.monotonic())]
+        held, turns = memory.held, [engine.put_out(request) for request in memory.in_the_way(time.monotonic())]
         memory.settle()
+        if memory.held != held and self._record is not None:
+            self._record.append(QuotaChange(self._device.clock(), memory.held, len(turns)))
         return turns
 
     def step(self) -> list[Sampled] | None:

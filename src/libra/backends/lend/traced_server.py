@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from libra.backends.lend.device import Cores
-from libra.backends.lend.device_token import LenderToken
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.scheduler import DEVICE, SynchronousLending
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import StartServer
@@ -107,7 +107,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
                     request.first = now
                 request.tokens += len(output.outputs[0].token_ids)
                 if output.finished:
-                    served.append(_ended(live.pop(output.request_id), now).to_json().encode())
+                    served.append(_ended(live.pop(output.request_id), now, origin).to_json().encode())
 
 
 def _arrivals(start: StartServer) -> Iterator[_Arrival]:
@@ -134,7 +134,7 @@ def _ask(engine: LLMEngine, it: _Arrival) -> None:
     )
 
 
-def _ended(request: _Live, now: float) -> ServedRequest:
+def _ended(request: _Live, now: float, origin: float) -> ServedRequest:
     it = request.arrival
     return ServedRequest(
         number=it.number,
@@ -143,4 +143,5 @@ def _ended(request: _Live, now: float) -> ServedRequest:
         output_tokens=request.tokens,
         ttft=request.first - it.at,
         tpot=(now - request.first) / max(1, request.tokens - 1),
+        came=origin + it.at,
     )

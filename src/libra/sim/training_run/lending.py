@@ -6,19 +6,24 @@ version waits for lent engines. A recall loses no token: turns go on elsewhere a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
+from libra.records.loan_history import LoanHistory
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.request import Request
 from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
-from libra.sim.tenant import ServingTenant, misses
+from libra.sim.tenant import ServingTenant, latencies, misses
 from libra.sim.training_run.outcome import LenderOutcome
 from libra.sim.training_run.tenancy import ServingDevice, Tenancy
+from libra.sim.workload.requests import Requests
 
 
 @dataclass(slots=True)
@@ -28,6 +33,12 @@ class _Lender:
     recalls: int = 0
     away: int = 0  # ticks, of the recalls that are over
     recalled_at: int | None = None
+    recalled: str = ""  # why
+
+    def tell_recall(self, now: int) -> None:
+        """It is over."""
+        if self.device.watch is not None and self.recalled_at is not None:
+            self.device.watch.recalled(self.recalled_at, now, self.recalled)
 
 
 class Lending:
@@ -77,7 +88,7 @@ class Lending:
             self._cluster.add(spec)
             return
         if name not in self._lenders:
-            self._lenders[name] = _Lender(serving, _device(serving, self._exact))
+            self._lenders[name] = _Lender(serving, _device(serving, self._exact, self._tenancy.watched))
         make = partial(GrantedEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
         self._cluster.add(spec, make)
 
@@ -88,7 +99,7 @@ class Lending:
         if name not in self._here():
             return
         it = self._lenders[name]
-        it.recalls, it.recalled_at = it.recalls + 1, now
+        it.recalls, it.recalled_at, it.recalled = it.recalls + 1, now, it.device.recalled or ""
         self._cluster.close(name)
         # Nobody else has a say in what serving does until it lends again, so all of that can be made at once.
         self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
@@ -96,6 +107,7 @@ class Lending:
     def _return(self, name: str, now: int) -> None:
         it = self._lenders[name]
         assert it.recalled_at is not None
+        it.tell_recall(now)
         it.away, it.recalled_at = it.away + now - it.recalled_at, None
         self._lend(name, now)
 
@@ -133,11 +145,11 @@ class Lending:
         self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
-def _device(serving: ServingDevice, exact: bool) -> LenderDevice:
+def _device(serving: ServingDevice, exact: bool, watched: bool) -> LenderDevice:
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
-    tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
-    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact)
+    tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
+    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact, watched=watched)
 
 
 def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
@@ -145,4 +157,37 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
     served = it.device.serve_out(now)
     away = it.away + (now - it.recalled_at if it.recalled_at is not None else 0)
     missed = misses(served, slo.ttft, slo.tpot)
-    return LenderOutcome(name, len(served), missed, seconds(it.device.lent), seconds(away), it.recalls)
+    alone = _missed_alone(it.serving, len(it.device.tenant.came)) if missed.any else missed.any
+    ttft, tpot = latencies(served)
+    margin = it.device.tenant.margin
+    return LenderOutcome(
+        name,
+        len(served),
+        missed,
+        missed.any - alone,
+        seconds(it.device.lent),
+        seconds(away),
+        it.recalls,
+        frozenset(it.device.tenant.uncovered),
+        ttft,
+        tpot,
+        None if margin == math.inf else seconds(int(margin)),
+        history=_history(name, it, served, missed.any - alone, now),
+    )
+
+
+def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
+    """Of the first so many requests, those that miss their SLO where nothing is lent."""
+    case = serving.case
+    cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
+    cluster.run()
+    return misses(cluster.requests, case.slo.ttft, case.slo.tpot).any
+
+
+def _history(name: str, it: _Lender, served: Sequence[Request], blamed: frozenset[int], now: int) -> LoanHistory | None:
+    """None of one that nobody watched."""
+    it.tell_recall(now)
+    watch, case = it.device.watch, it.serving.case
+    if watch is None:
+        return None
+    return watch.history(name, case.slo, case.slo.pace(it.serving.use), served, blamed)

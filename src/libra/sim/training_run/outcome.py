@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.records.loan_history import LoanHistory
 from libra.sim.tenant import Misses
 
 
@@ -48,9 +49,15 @@ class LenderOutcome:
     name: str
     requests: int
     missed: Misses
+    attributable: frozenset[int]  # of those, whoever is in time where nothing is lent
     lent: float  # seconds that rollout did
     away: float  # seconds in which nothing was lent, for the load was too high
     recalls: int
+    uncovered: frozenset[int]  # requests that were there while the load was outside its envelope
+    ttft: float  # seconds, at the 99th percentile
+    tpot: float  # likewise
+    margin: float | None  # seconds by which the closest of all later tokens came before it was due; None: no token did
+    history: LoanHistory | None = None  # of one that was watched
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,21 @@ they may compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from libra.lend.gate import SharingRule
+from libra.lend.certificate import Certificate
+from libra.lend.gate import Gate, SharingRule
+from libra.lend.recall import Recall, RecallPolicy, WatchedRule
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.plan import Plan
 from libra.sim.certify import LendingCase
+from libra.sim.clock import TICKS, ticks
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.request import Request
+from libra.sim.planned_engines import beside_lent
+from libra.sim.workload.requests import RecordedRequest, around
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,13 @@ class ServingDevice:
     use: float  # share of its tpot that serving may be slowed down to
     rule: Callable[[], SharingRule]  # a new one for each run; times are ticks
     share: float  # of the device's time that is expected to be lent
+    begins: float | None = None  # at this share of the traffic, which then goes round and round; None: once through
+
+    def arrivals(self) -> Iterator[Request]:
+        """The same again at each call."""
+        if self.begins is None:
+            return self.case.arrivals(1.0).start()
+        return around(self.case.requests, self.begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +48,52 @@ class Tenancy:
     devices: Mapping[str, ServingDevice]
     start: float = 0.0
     weights: float = 0.0  # seconds that a version takes to all of them
+    watched: bool = False  # keep what becomes of each device, step by step, to be shown
 
     def __post_init__(self) -> None:
         for name in ("start", "weights"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name):g} s; it cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantEngine:
+    """What serves on the devices of a pool, each of which gets this traffic."""
+
+    spec: EngineSpec
+    model: str
+    hardware: str  # of an engine, such as "2 x A100"
+    traffic: str  # where it is from
+    requests: tuple[RecordedRequest, ...]
+
+
+def tenancy_of(plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy) -> Tenancy:
+    """The gate, inside its certificate's envelope, on each device that the plan borrows; `serving` by the name of the
+    pool. Devices begin at moments of the traffic that are evenly spaced. A version takes as long as the pool's network
+    needs for all of it.
+
+    Raises ValueError where something else serves than is certified, or nothing is said of a pool.
+    """
+    lent, request = beside_lent(plan), plan.request
+    assert isinstance(request, ClusterRequest)
+    version = request.model.parameters * request.recipe.rollout_weight_bytes
+    devices, weights = {}, 0.0
+    for number, (name, engine) in enumerate(sorted(lent.items())):
+        pool, certificate = engine.lender.pool, engine.certificate
+        if pool not in serving:
+            raise ValueError(f"the plan borrows from {pool}: say what serves there")
+        here = serving[pool]
+        other = certificate.mismatch(here.model, here.hardware, certificate.slo)
+        if other is not None:
+            raise ValueError(f"{pool}: {other}: give the engine that was certified")
+        slo, grant = certificate.slo, certificate.longest_grant
+        case = LendingCase(here.spec, here.model, here.hardware, slo, here.traffic, here.requests, grant)
+        rule = partial(_watched, certificate, recall)
+        devices[name] = ServingDevice(case, certificate.use, rule, engine.share, number / len(lent))
+        weights = max(weights, version / request.lending_nodes(engine.lender).inter_bandwidth)
+    return Tenancy(devices, weights=weights)
+
+
+def _watched(certificate: Certificate, recall: RecallPolicy) -> SharingRule:
+    gate = Gate(ticks(certificate.longest_grant), 1)
+    return WatchedRule(gate, certificate.envelope, Recall(recall), float(TICKS))

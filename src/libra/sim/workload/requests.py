@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 from libra.sim.clock import LONGEST, TICKS, ticks
@@ -106,7 +107,18 @@ def recorded_requests(
     return Requests(partial(_requests, kept, start, rate_scale), description)
 
 
-def _requests(records: list[RecordedRequest], start: int, rate_scale: float) -> Iterator[Request]:
+def around(records: Sequence[RecordedRequest], begins: float) -> Iterator[Request]:
+    """The requests again and again, from this share of the record on; all are served to their end. After the last one
+    the first comes as late as requests follow each other on average."""
+    first, last = records[0].arrival, records[-1].arrival
+    lap = last - first + max(1, (last - first) // max(1, len(records) - 1))
+    start = first + int(begins * lap)
+    times = ((number * lap, record) for number in count() for record in records)
+    coming = (replace(it, arrival=before + it.arrival - start, cancel_at=None) for before, it in times)
+    return _requests((it for it in coming if it.arrival >= 0), 0, 1.0)
+
+
+def _requests(records: Iterable[RecordedRequest], start: int, rate_scale: float) -> Iterator[Request]:
     numerator, denominator = rate_scale.as_integer_ratio()
     prefixes: dict[str, Chain] = {}
     for number, record in enumerate(records):

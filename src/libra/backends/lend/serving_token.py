@@ -1,0 +1,153 @@
+"""The serving engine's side of a device that is lent: it has the device for a step, and lets go of it.
+
+Invariant: serving waits for no borrower longer than the grant that is out. The lock alone could not promise that (the
+kernel frees it only after it has torn down a killed process), so a grant is a time, written before it begins; from
+then on serving goes ahead without the lock, and says so by a new epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from libra.backends.lend.device_page import POLL, DevicePage, EngineFacts, ServingNotice, ServingStep
+from libra.lend.gate import IDLE, ServingView
+from libra.lend.quota import KVView
+
+_PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
+
+
+class ServingToken:
+    """Makes the file if there is none; one that a server before this one left is taken over, and its borrower goes
+    on."""
+
+    def __init__(
+        self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._page, self._clock, self._pid = DevicePage(path, create=True), clock, os.getpid()
+        if about is not None:
+            self._page.facts = about
+        self._wants = self._held = self._nobody = False
+        self.lent = False  # the device was, before the step that is under way
+        self.fenced = 0
+        self.publish(IDLE, KVView(), self.pace)
+
+    @property
+    def pace(self) -> float:
+        """Seconds a token that the borrower would have serving slowed down to; 0: there was none yet."""
+        return self._page.fields.pace
+
+    @property
+    def expires(self) -> float:
+        """When the last grant is over, or was."""
+        return self._page.fields.expires
+
+    @property
+    def leased(self) -> bool:
+        """Whether the lender has given its word."""
+        lease = self._page.fields.lease
+        return lease > 0 and lease > self._clock()
+
+    @property
+    def kv_asked(self) -> int:
+        """Bytes of KV that the borrower asks for."""
+        return 0 if self._gone() else self._page.fields.kv_asked
+
+    @property
+    def kv_held(self) -> int:
+        """Bytes of KV that it has now, of what serving ceded."""
+        return 0 if self._gone() else self._page.fields.kv_held
+
+    @property
+    def due(self) -> float:
+        """When the next token is due, by what was published last; inf: none is, or nobody has asked for a pace."""
+        view, _, pace = self._said
+        return view.due if pace > 0 else math.inf
+
+    def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
+        self._said = view, kv, pace
+        self._write()
+
+    def publish_view(self, view: ServingView) -> None:
+        """Say this of the requests, and the same as before of all else."""
+        _, kv, pace = self._said
+        self.publish(view, kv, pace)
+
+    def publish_kv(self, kv: KVView) -> None:
+        """Say this of the memory, and the same as before of all else."""
+        view, _, pace = self._said
+        self.publish(view, kv, pace)
+
+    def acquire(self) -> bool:
+        """Have the device. False: it was lent meanwhile, and there is as much to spare again: say who has come
+        meanwhile, and ask anew.
+
+        A borrower that wishes for what serving can spare is left a moment to take it: it cannot in the instant between
+        two steps. What it then takes is waited for until its grant is over, and not longer.
+        """
+        if self._held:
+            return True
+        page, self.lent = self._page, False
+        free_until = self._clock() + _PICKUP if page.fields.wish and self.can_spare() else 0.0
+        while page.lock():
+            if not free_until or self._clock() >= free_until:
+                self._held = True
+                return True
+            page.unlock()
+            time.sleep(POLL)
+        self.lent = self._wants = True
+        self._write()
+        while not page.lock():
+            if self._clock() >= self.expires:
+                if page.lock():
+                    break
+                self.fenced += 1
+                page.fields.epoch += 1
+                self._wants = False
+                return True
+            time.sleep(POLL)
+        self._wants = False
+        self._held = not self.can_spare()
+        if not self._held:
+            page.unlock()
+        return self._held
+
+    def can_spare(self) -> bool:
+        """Whether somebody would borrow the device, and what serving said last leaves enough."""
+        view, wish, now = self._said[0], self._page.fields.wish, self._clock()
+        return (
+            wish > 0
+            and self._page.fields.lease > now
+            and bool(view.live)
+            and not view.waiting
+            and view.due - now >= wish
+        )
+
+    def note(self, step: ServingStep) -> None:
+        """What a step was, for those who bound the next ones."""
+        self._page.add_step(step)
+
+    def release(self) -> None:
+        """Let go of the device, after `publish`."""
+        if self._held:
+            self._held = False
+            self._page.unlock()
+
+    def close(self) -> None:
+        self._page.close()
+
+    def _gone(self) -> bool:
+        """Whether the borrower is, and the agent as well, which says so of one that is gone alone."""
+        if self.leased:
+            self._nobody = False
+        elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):
+            # Asked until it is so, and not again: a lock that is tried is had for a moment.
+            self._nobody = not self._page.has("borrower")
+        return self._nobody
+
+    def _write(self) -> None:
+        view, kv, pace = self._said
+        self._page.say(ServingNotice(view, kv, self._wants, pace, self._clock(), self._pid))

@@ -1,0 +1,199 @@
+"""What became of one lent device, as pages and timelines show it; a run's own comes from its records.
+
+Invariant: spans of one kind follow each other without overlap. Times are seconds since the run began, negative before
+that, unless something else is said.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from libra.lend.gate import Slo
+from libra.records.lending import LendingAnswer, LendingTerms, LentStep, QuotaChange, ServedStep, read_lending
+from libra.records.schema import EventRecord
+from libra.records.served import ServedRequest, read_served
+from libra.traffic.envelope import Load, RateWindow
+
+
+@dataclass(frozen=True, slots=True)
+class GrantSpan:
+    """A step that rollout made."""
+
+    start: float
+    end: float
+    granted: float  # seconds that it could have taken
+    tokens: int = 0  # that it computed
+    overstayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSpan:
+    """A step that serving made."""
+
+    start: float
+    end: float
+    sequences: int
+    margin: float | None  # seconds by which the token that was due first came before its due; None: none was due
+
+
+@dataclass(frozen=True, slots=True)
+class RecallSpan:
+    """A time in which nothing was lent."""
+
+    start: float
+    end: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserRequest:
+    """One request of the device's users that ended."""
+
+    number: int
+    came: float
+    ended: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float
+    tpot: float
+
+
+@dataclass(frozen=True, slots=True)
+class MissedRequest:
+    """One that missed its SLO. `blamed`: it met it where nothing was lent; None: nobody knows."""
+
+    request: UserRequest
+    ttft: bool  # it missed that of the first token
+    tpot: bool
+    blamed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoanHistory:
+    """`load` is (when, the largest part of the load over that of the envelope); above 1 nothing is lent."""
+
+    name: str  # of the engine that borrows the device
+    rule: str
+    slo: Slo | None  # None: the record does not say
+    pace: float  # seconds a token (tau)
+    grants: Sequence[GrantSpan] = ()
+    serving: Sequence[ServingSpan] = ()
+    load: Sequence[tuple[float, float]] = ()
+    refusals: Mapping[str, int] = field(default_factory=dict)  # reason -> answers of the gate
+    recalls: Sequence[RecallSpan] = ()
+    quotas: Sequence[tuple[float, int]] = ()  # (from when on, bytes of KV memory that rollout has)
+    requests: Sequence[UserRequest] = ()  # in the order of their arrival
+    blamed: frozenset[int] | None = None  # numbers of requests that met their SLO alone; None: nobody knows
+
+    def missed(self) -> list[MissedRequest]:
+        """Whether lending is to blame is known where the same traffic was served alone, and where nothing was lent from
+        when serving was last idle until the request was late: then the device was as if nobody borrowed it."""
+        if self.slo is None:
+            return []
+        found, since, busy_until = [], 0.0, float("-inf")
+        for it in self.requests:
+            since, busy_until = it.came if it.came > busy_until else since, max(busy_until, it.ended)
+            late, slow = it.ttft > self.slo.ttft, it.tpot > self.slo.tpot
+            if late or slow:
+                until = it.ended if slow else it.came + it.ttft
+                alone = False if self.blamed is None and not self._lent(since, until) else None
+                blamed = alone if self.blamed is None else it.number in self.blamed
+                found.append(MissedRequest(it, late, slow, blamed))
+        return found
+
+    def _lent(self, start: float, end: float) -> bool:
+        at = bisect_left(self.grants, start, key=lambda span: span.end)
+        return at < len(self.grants) and self.grants[at].start < end
+
+
+class RunClock:
+    """Seconds of a run from the machine's monotonic clock, by what each of its sessions said as it began."""
+
+    def __init__(self, events: Iterable[EventRecord]) -> None:
+        self._began = sorted((it.clock, it.time) for it in events if it.kind == "began" and it.clock is not None)
+
+    @property
+    def known(self) -> bool:
+        return bool(self._began)
+
+    def seconds(self, clock: float) -> float | None:
+        """None: it was lost as the run was interrupted, or belongs to the start of a session that went on."""
+        session = max(bisect_left(self._began, (clock, float("inf"))) - 1, 0)
+        began, before = self._began[session]
+        at = before + clock - began
+        over = session + 1 < len(self._began) and at > self._began[session + 1][1]
+        return None if over else at
+
+
+Clock = Callable[[float], float | None]  # seconds of the run from the machine's; None: no time of it
+
+
+def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> list[LoanHistory]:
+    """Of the devices that a run borrowed, by the records in its directory. What `clock` cannot place is left out.
+    Raises `RecordFormatError`."""
+    files = sorted(directory.glob("lending-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    found = []
+    for path in files:
+        number = path.stem.removeprefix("lending-")
+        name, served = f"lent-{number}", directory / f"served-{number}.jsonl"
+        found.append(_history(name, path, served, clock, _recalls(name, events)))
+    return [it for it in found if it is not None]
+
+
+def _history(name: str, lending: Path, served: Path, clock: Clock, recalls: Sequence[RecallSpan]) -> LoanHistory | None:
+    terms: LendingTerms | None = None
+    grants, serving = list[GrantSpan](), list[ServingSpan]()
+    load, quotas = list[tuple[float, float]](), list[tuple[float, int]]()
+    refusals, granted = Counter[str](), 0.0
+    for line in read_lending(lending):
+        if isinstance(line, LendingTerms):
+            terms, window = line, RateWindow(line.envelope.window)
+            continue
+        assert terms is not None
+        at = clock(line.at)
+        if at is None:
+            continue
+        match line:
+            case LendingAnswer():
+                granted = line.granted or 0.0
+                if line.refused is not None:
+                    refusals[line.refused] += 1
+                asked = Load(window.rate(line.at, line.came), line.queued, line.live, line.context)
+                load.append((at, terms.envelope.used(asked)))
+            case LentStep():
+                grants.append(GrantSpan(at, at + line.seconds, granted, line.tokens, line.overstayed))
+            case ServedStep():
+                serving.append(ServingSpan(at, at + line.seconds, line.sequences, line.margin))
+            case QuotaChange():
+                quotas.append((at, line.held))
+    if terms is None:
+        return None
+    requests = sorted(_requests(read_served(served), clock), key=lambda it: it.came)
+    return LoanHistory(
+        name, terms.sharing, terms.slo, terms.pace, grants, serving, load, refusals, recalls, quotas, requests
+    )
+
+
+def _requests(served: Iterable[ServedRequest], clock: Clock) -> Iterable[UserRequest]:
+    for it in served:
+        came = None if it.came is None else clock(it.came)
+        if came is not None:
+            ended = came + it.ttft + it.tpot * (it.output_tokens - 1)
+            yield UserRequest(it.number, came, ended, it.prompt_tokens, it.output_tokens, it.ttft, it.tpot)
+
+
+def _recalls(name: str, events: Sequence[EventRecord]) -> list[RecallSpan]:
+    """From `recalled` to `lent_again`; one that is not over lasts to the last event."""
+    spans, since = list[RecallSpan](), None
+    for it in events:
+        if it.worker == name and it.kind in ("recalled", "lent_again"):
+            if since is not None:
+                spans.append(RecallSpan(since.time, it.time, since.text))
+            since = it if it.kind == "recalled" else None
+    if since is not None:
+        spans.append(RecallSpan(since.time, events[-1].time, since.text))
+    return spans

@@ -1,0 +1,371 @@
+"""What lending does, in figures and tables: devices of a run or of a simulation, by their histories.
+
+A bin of a figure is an equal part of the time from the first step that is recorded to the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.plan.transition import Role
+from libra.records.loan_history import LoanHistory, MissedRequest, RecallSpan
+from libra.report.charts import Figure, Series, line_figure, time_unit
+from libra.report.lanes import Lane, LaneSpan, lane_figure
+from libra.report.page import ROLES
+from libra.report.vega import ALARM, Axis, Marker
+from libra.report.words import count, duration, fine_duration, percent, plural
+
+BINS = 120  # of a figure that has the page for itself: eight pixels each; half as many beside another one
+MOST_LANES = 16  # devices that are shown one by one
+MOST_ROWS = 40  # of a table
+MOST_MISSED = 12  # requests of one
+_SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
+_RECALLED = ROLES[Role.DRAINING]
+_LENT, _GRANTED, _SERVING, _WANTED = "var(--blue)", "#9fd0ee", "#e69f00", "#8a949e"
+_MARGINS = (  # quantile, name, colour
+    (0.0, "the closest of all", "var(--deep)"),
+    (0.1, "p10: one in ten is closer", "#56b4e9"),
+)
+_REASONS = {
+    "first token": "a first token is owed",
+    "due": "a token is due",
+    "load": "recalled",
+    "owner": "owner",
+}
+_RULES = {
+    "gate": "the gate",
+    "serve-first": "serving first",
+    "naive": "a step each",
+    "published": "ROSE's published rule",
+    "fixed": "a fixed split of the time",
+}
+
+Spans = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class LendingSection:
+    """What a page says of lending."""
+
+    note: str
+    figures: tuple[Figure, ...]
+    devices: tuple[tuple[str, ...], ...]
+    answers: tuple[tuple[str, ...], ...]  # of the gate, the first row being its columns
+    missed: tuple[tuple[str, ...], ...]
+    missed_note: str
+    recalls: tuple[tuple[str, ...], ...]
+    recalls_note: str
+
+
+def lending_section(
+    histories: Sequence[LoanHistory],
+    since: str,
+    markers: Sequence[tuple[float, str, str]] = (),
+    wanted: Sequence[tuple[float, float]] = (),
+    more: Sequence[Figure] = (),
+) -> LendingSection | None:
+    """`since` says what the seconds count from; `markers` are (moment, label, title), `wanted` (moment, share of the
+    time in which rollout had something to compute on the devices), and `more` figures follow those of here. None where
+    nothing was lent."""
+    times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
+    if not times:
+        return None
+    low, high = min(times), max(times)
+    edges = np.linspace(low, high if high > low else low + 1.0, BINS + 1)
+    scale, unit = time_unit(edges[-1] - edges[0])
+    x = Axis(f"time since {since} ({unit})", (edges[0] / scale, edges[-1] / scale))
+    drawn = [Marker(at / scale, label, title) for at, label, title in markers]
+    missed = [(it, miss) for it in histories for miss in it.missed()]
+    missed.sort(key=lambda pair: (pair[1].blamed is False, pair[1].request.came))
+    recalls = sorted(((it.name, span) for it in histories for span in it.recalls), key=lambda pair: pair[1].start)
+    reasons = [reason for reason in _REASONS if any(it.refusals.get(reason) for it in histories)]
+    return LendingSection(
+        note=_note(histories),
+        figures=(
+            _devices(histories, edges, scale, x, drawn),
+            _shares(histories, edges[::2], scale, x, wanted),
+            _load(histories, edges[::2], scale, x),
+            _margins(histories, edges[::2], scale, x),
+            _requests(histories, edges[::2], scale, x),
+            *more,
+        ),
+        devices=tuple(_device(it, edges[-1] - edges[0]) for it in histories[:MOST_ROWS]),
+        answers=(
+            ("Device", "Steps of rollout", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
+            *(_answers(it, reasons) for it in histories[:MOST_ROWS]),
+        ),
+        missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_MISSED]),
+        missed_note=_missed_note(histories, missed),
+        recalls=tuple(
+            (duration(span.start), name, duration(span.end - span.start), span.why)
+            for name, span in recalls[:MOST_ROWS]
+        ),
+        recalls_note=plural(len(recalls), "recall") + (f", the first {MOST_ROWS}" if len(recalls) > MOST_ROWS else ""),
+    )
+
+
+def versions_behind(points: Sequence[tuple[int, Sequence[int]]], x: Axis) -> Figure:
+    """`points` are (step, versions that the weights of each lent engine are behind as it ends)."""
+    title, note = (
+        "Weights of lent engines",
+        "No step waits for them: a turn goes to an engine that has what it may use.",
+    )
+    if not any(any(behind) for _, behind in points):
+        return Figure(title, f"{note} At the end of every step all had the newest version.")
+    series = [
+        Series("furthest behind", "var(--deep)", [(step, max(behind)) for step, behind in points if behind]),
+        Series("mean", "var(--blue)", [(step, sum(behind) / len(behind)) for step, behind in points if behind]),
+    ]
+    return line_figure(title, note, series, x, Axis("versions behind as a step ends"))
+
+
+def covered(spans: Spans, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Share of each bin that is in one of the spans, which follow each other.
+
+    >>> covered([(0.5, 1.0), (1.5, 3.0)], np.array([0.0, 1.0, 2.0, 4.0])).tolist()
+    [0.5, 0.5, 0.5]
+    """
+    if not spans:
+        return np.zeros(len(edges) - 1)
+    ends = np.array(spans, dtype=float).ravel()
+    lengths = np.cumsum(ends[1::2] - ends[::2])
+    known = np.empty(len(ends))
+    known[::2], known[1::2] = np.concatenate(([0.0], lengths[:-1])), lengths
+    shares: NDArray[np.float64] = np.diff(np.interp(edges, ends, known)) / np.diff(edges)
+    return shares
+
+
+def binned(
+    points: Iterable[tuple[float, float]], edges: NDArray[np.float64], summary: Callable[[NDArray[np.float64]], Any]
+) -> list[tuple[float, float]]:
+    """(middle of a bin, summary of the values in it) for each bin that has some.
+
+    >>> binned([(0.1, 3.0), (0.2, 5.0), (2.5, 1.0)], np.array([0.0, 1.0, 2.0, 3.0]), np.max)
+    [(0.5, 5.0), (2.5, 1.0)]
+    """
+    rows = np.array([(at, value) for at, value in points if edges[0] <= at <= edges[-1]], dtype=float).reshape(-1, 2)
+    where = np.minimum(np.searchsorted(edges, rows[:, 0], side="right") - 1, len(edges) - 2)
+    found = []
+    for index in np.unique(where):
+        middle = float(edges[index] + edges[index + 1]) / 2
+        found.append((middle, float(summary(rows[where == index, 1]))))
+    return found
+
+
+def _pieces(
+    name: str, colour: str, points: Sequence[tuple[float, float]], edges: NDArray[np.float64], scale: float
+) -> list[Series]:
+    """A line that is broken where a bin has nothing: what was in between is not known."""
+    apart = 1.5 * (edges[1] - edges[0])
+    pieces: list[list[tuple[float, float]]] = []
+    last = -math.inf
+    for at, value in points:
+        if at - last > apart:
+            pieces.append([])
+        pieces[-1].append((at / scale, value))
+        last = at
+    return [Series(name, colour, piece) for piece in pieces]
+
+
+def _middles(values: NDArray[np.float64], edges: NDArray[np.float64], scale: float) -> list[tuple[float, float]]:
+    return list(zip(((edges[:-1] + edges[1:]) / 2 / scale).tolist(), values.tolist(), strict=True))
+
+
+def _level(name: str, value: float, x: Axis) -> Series:
+    assert x.ends is not None
+    return Series(name, ALARM, [(x.ends[0], value), (x.ends[1], value)])
+
+
+def _spans(it: LoanHistory) -> tuple[Spans, Spans]:
+    return [(span.start, span.end) for span in it.grants], [(span.start, span.end) for span in it.serving]
+
+
+def _devices(
+    histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis, markers: Sequence[Marker]
+) -> Figure:
+    lanes, (low, high) = [], (float(edges[0]), float(edges[-1]))
+    for it in histories[:MOST_LANES]:
+        spans = list(_shaded(it, covered(_spans(it)[0], edges), edges / scale))
+        spans += [
+            LaneSpan(
+                max(span.start, low) / scale, min(span.end, high) / scale, span.why, _recall_words(it, span), _RECALLED
+            )
+            for span in it.recalls
+            if max(span.start, low) < min(span.end, high)
+        ]
+        crosses = [(at / scale, _miss_words(miss)) for miss in it.missed() if low <= (at := miss.request.came) <= high]
+        lanes.append(Lane(it.name, spans, crosses))
+    legend = [(f"up to {20 * (number + 1)} %", colour) for number, colour in enumerate(_SHADES)]
+    note = "Share of the time in which rollout computed; empty: none." + (
+        " Crosses: a user's request missed its SLO." if any(lane.crosses for lane in lanes) else ""
+    )
+    if len(histories) > MOST_LANES:
+        note += f" The first {MOST_LANES} of {plural(len(histories), 'device')}."
+    return lane_figure("Device by device", note, lanes, x, (*legend, ("recalled", _RECALLED)), markers)
+
+
+def _shaded(it: LoanHistory, lent: NDArray[np.float64], edges: NDArray[np.float64]) -> Iterator[LaneSpan]:
+    """Bins of one shade that follow each other are one span."""
+    shades = [min(len(_SHADES) - 1, math.ceil(share * len(_SHADES)) - 1) for share in lent]
+    first = 0
+    for index in range(1, len(shades) + 1):
+        if index == len(shades) or shades[index] != shades[first]:
+            if shades[first] >= 0:
+                share = percent(float(lent[first:index].mean()), 0)
+                yield LaneSpan(edges[first], edges[index], "", f"{it.name}: {share} lent", _SHADES[shades[first]])
+            first = index
+
+
+def _shares(
+    histories: Sequence[LoanHistory],
+    edges: NDArray[np.float64],
+    scale: float,
+    x: Axis,
+    wanted: Sequence[tuple[float, float]],
+) -> Figure:
+    lent = sum((covered(_spans(it)[0], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
+    serving = sum((covered(_spans(it)[1], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
+    granted = np.zeros(len(edges) - 1)
+    for it in histories:
+        starts = [span.start for span in it.grants]
+        lengths = [max(span.granted, span.end - span.start) for span in it.grants]
+        granted += np.histogram(starts, edges, weights=lengths)[0] / np.diff(edges) / len(histories)
+    series = [
+        Series("rollout computes", _LENT, _middles(100 * lent, edges, scale)),
+        Series("granted for that", _GRANTED, _middles(100 * np.minimum(granted, 1.0), edges, scale)),
+        Series("serving computes", _SERVING, _middles(100 * serving, edges, scale)),
+    ]
+    if wanted:
+        series.append(Series("rollout has turns to make", _WANTED, [(at / scale, min(100.0, it)) for at, it in wanted]))
+    note = "Of all devices. Steps of serving are known while rollout looks, not while it has nothing to compute."
+    return line_figure("Whose steps the devices make", note, series, x, Axis("% of the time", (0.0, 100.0)))
+
+
+def _load(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
+    title = "Load on serving"
+    points = [(at, 100 * used) for it in histories for at, used in it.load]
+    if not points:
+        return Figure(title, "Nobody asked how much serving had to do.")
+    series = [
+        *_pieces("the most of any device", "var(--blue)", binned(points, edges, np.max), edges, scale),
+        *_pieces("mean", "#56b4e9", binned(points, edges, np.mean), edges, scale),
+        _level("above: nothing is lent", 100.0, x),
+    ]
+    note = "The part of it that is nearest to its limit: requests a second, live ones, their tokens, or waiting ones."
+    return line_figure(title, note, series, x, Axis("% of the envelope"))
+
+
+def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
+    title = "How early tokens came"
+    points = [(span.end, 1e3 * span.margin) for it in histories for span in it.serving if span.margin is not None]
+    if not points:
+        return Figure(
+            title, "The record has no step of serving that owed a token, or it is from before they were kept."
+        )
+    late = sum(margin < 0 for _, margin in points)
+    series = [
+        piece
+        for quantile, name, colour in _MARGINS
+        for piece in _pieces(name, colour, binned(points, edges, partial(np.quantile, q=quantile)), edges, scale)
+    ]
+    pace = max(it.pace for it in histories)
+    note = (
+        f"Before the due, at a pace of {fine_duration(pace)} a token: at each of {plural(len(points), 'serving step')}"
+        f" the token that was due first. {'None was late.' if not late else f'{count(late)} came after it.'}"
+    )
+    return line_figure(title, note, [*series, _level("due", 0.0, x)], x, Axis("ms before the due"))
+
+
+def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
+    title = "What users waited for"
+    known = [(it, it.slo) for it in histories if it.slo is not None]
+    came = [(request, slo) for it, slo in known for request in it.requests if edges[0] <= request.came <= edges[-1]]
+    first = [(request.came, 100 * request.ttft / slo.ttft) for request, slo in came]
+    if not first:
+        return Figure(title, "No request of a user is recorded in that time.")
+    later = [(request.came, 100 * request.tpot / slo.tpot) for request, slo in came]
+    series = [
+        *_pieces("first token (TTFT)", "var(--blue)", binned(first, edges, np.max), edges, scale),
+        *_pieces("a token after it (TPOT)", "#e69f00", binned(later, edges, np.max), edges, scale),
+        _level("above: missed", 100.0, x),
+    ]
+    note = f"The longest of the requests that came at the time, {count(len(first))} in all."
+    return line_figure(title, note, series, x, Axis("% of the SLO"))
+
+
+def _device(it: LoanHistory, seconds: float) -> tuple[str, ...]:
+    lent, serving = (sum(end - start for start, end in spans) for spans in _spans(it))
+    away = sum(span.end - span.start for span in it.recalls)
+    recalled = f"{plural(len(it.recalls), 'time')}, {duration(away)}" if it.recalls else "never"
+    missed = count(len(it.missed())) if it.slo is not None else "not known"
+    return it.name, percent(lent / seconds), percent(serving / seconds), recalled, count(len(it.requests)), missed
+
+
+def _answers(it: LoanHistory, reasons: Sequence[str]) -> tuple[str, ...]:
+    overstayed = sum(span.overstayed for span in it.grants)
+    refused = (count(it.refusals.get(reason, 0)) for reason in reasons)
+    return it.name, count(len(it.grants)), count(overstayed), *refused
+
+
+def _missed(it: LoanHistory, miss: MissedRequest) -> tuple[str, ...]:
+    request = miss.request
+    ttft, tpot = fine_duration(request.ttft), fine_duration(request.tpot)
+    blame = "not known" if miss.blamed is None else "yes: it met it alone" if miss.blamed else "no"
+    return (
+        duration(request.came),
+        it.name,
+        f"{request.number:,}: {request.prompt_tokens:,} + {request.output_tokens:,} tokens",
+        f"{ttft} (missed)" if miss.ttft else ttft,
+        f"{tpot} (missed)" if miss.tpot else tpot,
+        blame,
+    )
+
+
+def _miss_words(miss: MissedRequest) -> str:
+    what = " and ".join(name for name, was in (("first token", miss.ttft), ("pace", miss.tpot)) if was)
+    return f"request {miss.request.number:,} missed its SLO: {what}"
+
+
+def _recall_words(it: LoanHistory, span: RecallSpan) -> str:
+    return f"{it.name} is recalled from {duration(span.start)} to {duration(span.end)}: {span.why}"
+
+
+def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHistory, MissedRequest]]) -> str:
+    requests = sum(len(it.requests) for it in histories)
+    if not requests:
+        return "No request of a user is recorded."
+    if not missed:
+        return f"None of {plural(requests, 'request')} missed its SLO."
+    blamed = [miss.blamed for _, miss in missed]
+    parts = [f"{plural(len(missed), 'request')} of {count(requests)} missed their SLO"]
+    if True in blamed:
+        parts.append(f"{count(blamed.count(True))} of them by lending: served alone they met it")
+    if False in blamed:
+        alone = (
+            "served alone they missed it, too"
+            if all(it.blamed is not None for it, _ in missed)
+            else ("nothing was lent from when serving was last idle")
+        )
+        parts.append(f"{count(blamed.count(False))} not by lending: {alone}")
+    if None in blamed:
+        parts.append(f"{count(blamed.count(None))} perhaps by lending: nobody served the same traffic alone")
+    shown = f" The first {MOST_MISSED} are shown." if len(missed) > MOST_MISSED else ""
+    return f"{'; '.join(parts)}.{shown}"
+
+
+def _note(histories: Sequence[LoanHistory]) -> str:
+    rules = ", ".join(dict.fromkeys(_RULES.get(it.rule, it.rule) for it in histories))
+    slos = dict.fromkeys(it.slo for it in histories if it.slo is not None)
+    owed = "; ".join(f"{fine_duration(slo.ttft)} to the first token, {fine_duration(slo.tpot)} a token" for slo in slos)
+    pace = ", ".join(dict.fromkeys(fine_duration(it.pace) for it in histories))
+    longest = max((span.granted for it in histories for span in it.grants), default=0.0)
+    said = f"{plural(len(histories), 'device')} lent by {rules}, at a pace of {pace} a token"
+    said += f" (SLO: {owed})" if owed else ""
+    return f"{said}; grants of up to {fine_duration(longest)}." if longest else f"{said}."
