@@ -43,7 +43,7 @@ _INTRODUCTION = 10.0  # seconds in which whoever connects has to say what it wan
 
 
 class AgentEngine:
-    """`changed` is told when it becomes ready, or is gone."""
+    """`changed` is told when it is started, becomes ready, or is gone."""
 
     def __init__(
         self,
@@ -70,6 +70,11 @@ class AgentEngine:
         self._loaded: asyncio.Future[Loaded | Failure | None] | None = None  # what it says to weights; None: it is gone
 
     @property
+    def there(self) -> bool:
+        """Whether it has been started, and has not ended."""
+        return self._link is not None
+
+    @property
     def pid(self) -> int | None:
         """The process of the engine, once it is ready."""
         return self._link.pid if self._link is not None and self.ready else None
@@ -81,6 +86,7 @@ class AgentEngine:
         except ForkError as error:
             return str(error)
         self._link, self._heard = link, time.monotonic()
+        self._changed()
         listening = asyncio.create_task(self._hear(link))
         try:
             link.channel.send(self._order.start)
