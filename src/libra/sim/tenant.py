@@ -72,6 +72,8 @@ class ServingTenant:
         self.computed = 0  # ticks
         self.made = 0  # steps
         self.margin = math.inf  # ticks by which the closest of all later tokens came before it was due
+        self.closest = math.inf  # likewise, of the steps that were made last
+        self.served = 0  # requests that had a token of them
         self.uncovered: set[int] = set()  # requests that were there while the load was outside its envelope
         self._coming = iter(requests)
         self._next = next(self._coming, None)
@@ -128,8 +130,9 @@ class ServingTenant:
         steps = self.engine.steps or 1
         self.computed += end - now
         due = self._earliest()
-        if due < math.inf:
-            self.margin = min(self.margin, self._closest(due, end))
+        self.closest = self._closest(due, end) if due < math.inf else math.inf
+        self.margin = min(self.margin, self.closest)
+        self.served = len(self.engine.running)
         self._served(self.engine.commit(), steps, end)
         return end
 

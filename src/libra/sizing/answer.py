@@ -16,6 +16,8 @@ from libra.sizing.candidate import ServingCandidate
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial
 
+_BUSY = 0.8  # share from which on a network is told of
+
 By = Literal["bound", "simulation", "dominated"]
 
 
@@ -176,19 +178,17 @@ def could_matter(bound: RateBound, rate: float, cost: float, kept: Sequence[Poin
 
 
 def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
-    """What is most used, and the objective that is nearest to its limit."""
+    """The objective that is nearest to its limit, and how full the pool is that it waits for."""
     near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
-    used = [
-        (use.busy, f"{pool.role} engines {use.busy:.0%} busy")
-        for pool, use in zip(candidate.pools, trial.pools, strict=True)
-    ]
-    used += [
-        (use.kv, f"KV of {pool.role} engines {use.kv:.0%} full")
-        for pool, use in zip(candidate.pools, trial.pools, strict=True)
-    ]
-    used.append((trial.network, f"network {trial.network:.0%} busy"))
-    _, what = max(used)
-    return f"{what}; {near.name} at {trial.latency[near.name] / near.limit:.0%} of its limit"
+    place = 0 if near.metric == "ttft" else -1
+    pool, use = candidate.pools[place], trial.pools[place]
+    text = (
+        f"{near.name} at {trial.latency[near.name] / near.limit:.0%} of its limit; {pool.role} engines {use.busy:.0%}"
+    )
+    text += f" busy, KV {use.kv:.0%} full"
+    if use.preemptions:
+        text += f", {use.preemptions:,} preemptions"
+    return text if trial.network < _BUSY else f"{text}; network {trial.network:.0%} busy"
 
 
 def _finite(value: float) -> float | None:

@@ -65,16 +65,19 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     serving.acquire()
     assert not borrower.try_take(time.monotonic() + 1)
     for number in range(3):
-        serving.release(ServingStep(number, 10, 100, 0.5))
+        serving.note(ServingStep(number, 10, 100, 0.5))
+        serving.release()
     assert borrower.steps() == [ServingStep(number, 10, 100, 0.5) for number in range(3)]
-    serving.release(step := ServingStep(4, 0, 90, 0.25, ended=12.5, margin=-0.125))
+    serving.note(step := ServingStep(4, 0, 90, 0.25, ended=12.5, margin=-0.125))
+    serving.release()
     assert borrower.steps() == [step]
     assert serving.due == 3.5
     serving.publish(view, kv, 0.0)
     assert serving.due == math.inf  # nobody asks for a pace
     assert borrower.steps() == []
     for number in range(200):
-        serving.release(ServingStep(number, 0, 0, 0.1))
+        serving.note(ServingStep(number, 0, 0, 0.1))
+        serving.release()
     assert [step.sequences for step in borrower.steps()] == list(range(137, 200))  # what was overwritten is not told
     assert borrower.try_take(time.monotonic() + 1)
     borrower.release()
@@ -159,7 +162,7 @@ def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_p
     ):
         borrower.wish(wish)
         serving.publish(view, KVView(), 0.1)
-        assert not serving.can_spare(time.monotonic())
+        assert not serving.can_spare()
 
 
 def test_a_step_that_can_wait_is_put_off_after_one_grant(tmp_path: Path) -> None:
