@@ -90,9 +90,9 @@ def test_whose_fault_a_miss_is(served: Served, lent: list[dict], faults: list[St
 
 
 def test_steps_after_the_end_of_the_lender() -> None:
-    killed, session = struck(Kind.KILL_SERVER, 50.0, "server-1"), {1: Window(1, 0.0, 90.0)}
-    assert list(_outlived([[step(60.0)], [step(51.9), step(95.0)]], [killed], session)) == []
-    [wrong] = _outlived([[], [step(52.5), step(60.0)]], [killed], session)
+    killed = struck(Kind.KILL_SERVER, 50.0, "server-1")
+    assert list(_outlived([[step(60.0)], [step(51.9), step(95.0)]], {killed: 90.0})) == []
+    [wrong] = _outlived([[], [step(52.5), step(60.0)]], {killed: 90.0})
     assert wrong == "session 1: 2.5 s after server-1 was killed"
 
 
