@@ -119,6 +119,12 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text(encoding="utf-8")):
+        assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
 def test_the_yaml_keys_are_those_of_the_configuration() -> None:
     section = RUNNING.read_text(encoding="utf-8").partition("\n## The YAML file\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required) \|", section, re.MULTILINE)

@@ -69,7 +69,7 @@ def _run(directory: Path, rule: str, seed: int, steps: int) -> _Run:
 def _rows(runs: dict[tuple[str, int], _Run], rules: Sequence[str], seeds: Sequence[int]) -> list[Row]:
     lending = load_config(_RUN).lending
     assert lending is not None
-    slo, rows = Slo(lending.ttft, lending.tpot), list[Row]()
+    slo, rows = Slo(*lending.objective), list[Row]()
     for rule in rules:
         mine = [runs[rule, seed] for seed in seeds]
         told = [_lending(it) for it in mine]

@@ -1,7 +1,8 @@
 """A run under random faults for some minutes, and whether everything held.
 
     python -m benchmarks.soak --minutes 20 --seed 0
-    python -m benchmarks.soak --lending --minutes 20 --seed 0
+    python -m benchmarks.soak --lending servers --minutes 20 --seed 0
+    python -m benchmarks.soak --lending agents --minutes 20 --seed 0
 
 Exit status: 0 all held, 1 something did not, 130 interrupted.
 """
@@ -24,10 +25,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.soak.faults import DECK, LENDING_DECK, schedule
+from benchmarks.soak.faults import AGENTS_DECK, DECK, LENDING_DECK, schedule
 from benchmarks.soak.soaking import CONFIG, LENDING_CONFIG, Soak, Soaked, SoakError
 from libra.backends.machine import hardware_name
 
+DECKS = {None: DECK, "servers": LENDING_DECK, "agents": AGENTS_DECK}
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -35,7 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0, help="of faults; then the run ends (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
-    parser.add_argument("--lending", action="store_true", help="a run that borrows, and the faults of loans")
+    parser.add_argument(
+        "--lending",
+        choices=("servers", "agents"),
+        nargs="?",
+        const="servers",
+        help="a run that borrows: from servers of its own (the default), or from agents beside somebody's",
+    )
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, a JSON line each")
@@ -47,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[dim]\\[{time.monotonic() - began:7.1f} s][/dim] {escape(text)}")
 
     try:
-        config, deck = (LENDING_CONFIG, LENDING_DECK) if options.lending else (CONFIG, DECK)
-        faults = schedule(options.seed, options.pause, deck)
-        soaked = Soak(options.directory, say, config).run(faults, 60 * options.minutes)
+        faults = schedule(options.seed, options.pause, DECKS[options.lending])
+        config, owners = LENDING_CONFIG if options.lending else CONFIG, 2 if options.lending == "agents" else 0
+        soaked = Soak(options.directory, say, config, owners=owners).run(faults, 60 * options.minutes)
     except SoakError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
@@ -64,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         None,
         (
             options.json,
-            RESULTS / f"soak{'-lending' if options.lending else ''}-{date.today()}.jsonl" if options.save else None,
+            RESULTS / f"soak{f'-{options.lending}' if options.lending else ''}-{date.today()}.jsonl"
+            if options.save
+            else None,
         ),
     ):
         path.write_text(lines, encoding="utf-8")
@@ -102,7 +112,7 @@ def recoveries_table(soaked: Soaked) -> Table:
 def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The soak as lines: what was run, then each check, then each recovery."""
     run = {
-        "command": f"python -m benchmarks.soak{' --lending' if options.lending else ''}"
+        "command": f"python -m benchmarks.soak{f' --lending {options.lending}' if options.lending else ''}"
         f" --minutes {options.minutes:g} --seed {options.seed}"
         f" --pause {options.pause:g}",
         "date": str(date.today()),

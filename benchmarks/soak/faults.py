@@ -31,6 +31,9 @@ class Kind(StrEnum):
     FULL_DISK = "no disk is left for the record of a loan"
     KILL_SERVER = "kill a server"
     STOP_SERVER = "stop a server for a moment"
+    KILL_AGENT = "kill the agent beside a server"
+    KILL_FOLLOWER = "kill who follows the weights beside a server"
+    KILL_PUBLISHER = "kill who publishes the weights"
 
 
 # What ends the session; after everything else it must go on.
@@ -41,6 +44,9 @@ IN_GRANT = frozenset({Kind.KILL_BORROWER, Kind.STOP_BORROWER, Kind.LOOP_BORROWER
 
 # What no worker is to be lost for.
 HARMLESS = frozenset({Kind.SLOW, Kind.STOP_BORROWER, Kind.LOOP_BORROWER, Kind.FULL_DISK})
+
+# What strikes the process of an owner of a lent device, or one that a run and its agents have between them.
+OWNED = frozenset({Kind.KILL_SERVER, Kind.STOP_SERVER, Kind.KILL_AGENT, Kind.KILL_FOLLOWER, Kind.KILL_PUBLISHER})
 
 Deck = Mapping[Kind, int]
 
@@ -72,6 +78,24 @@ LENDING_DECK: Deck = {
     Kind.HANG: 1,
     Kind.SLOW_CONTROLLER: 4,
     Kind.HOG: 4,
+    Kind.KILL_CONTROLLER: 3,
+    Kind.INTERRUPT: 1,
+}
+
+AGENTS_DECK: Deck = {
+    Kind.KILL_BORROWER: 6,
+    Kind.STOP_BORROWER: 8,
+    Kind.LOOP_BORROWER: 8,
+    Kind.FULL_DISK: 1,
+    Kind.KILL_SERVER: 4,
+    Kind.STOP_SERVER: 4,
+    Kind.KILL_AGENT: 6,
+    Kind.KILL_FOLLOWER: 6,
+    Kind.KILL_PUBLISHER: 4,
+    Kind.KILL_ENGINE: 3,
+    Kind.KILL_CORE: 3,
+    Kind.SLOW_CONTROLLER: 3,
+    Kind.HOG: 3,
     Kind.KILL_CONTROLLER: 3,
     Kind.INTERRUPT: 1,
 }

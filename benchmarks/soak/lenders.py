@@ -6,16 +6,18 @@ clock.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from benchmarks.soak.owners import Owner
 from benchmarks.soak.session import Session
 from benchmarks.soak.written import Row, Tail
 
@@ -48,10 +50,12 @@ class _Life:
 
 
 class Lenders:
-    """`count` servers of the run whose files are in `run`; none for a run that borrows nothing."""
+    """`count` servers, whose files are in `directory`: of the run itself, or of `owners`; none for a run that borrows
+    nothing."""
 
-    def __init__(self, run: Path, count: int) -> None:
-        self.count, self._run = count, run
+    def __init__(self, directory: Path, count: int, owners: Sequence[Owner] = ()) -> None:
+        self.count, self.directory, self.owners = count, directory, owners
+        run = directory
         self._tails = [Tail(run / f"served-{number}.jsonl") for number in range(count)]
         self._lives: defaultdict[tuple[int, int], _Life] = defaultdict(_Life)
         self._processes: dict[str, psutil.Process] = {}  # of the session that was looked at last
@@ -60,26 +64,41 @@ class Lenders:
 
     def process(self, name: str) -> psutil.Process | None:
         """Of a server of the session that was looked at last, if it is there."""
+        if self.owners:
+            return self.owned(name)
         process = self._processes.get(name)
         return process if process is not None and process.is_running() else None
 
+    def owned(self, name: str) -> psutil.Process | None:
+        """A process of an owner: of server-0, agent-0, borrower-0 or follower-0."""
+        kind, _, number = name.rpartition("-")
+        return self.owners[int(number)].processes().get(kind)
+
+    def borrower(self, session: Session, name: str) -> psutil.Process | None:
+        """The process of an engine that the run calls so."""
+        return self.owned(name.replace("lent", "borrower")) if self.owners else session.worker(name)
+
     def device(self, borrower: str) -> Path:
         """The file of its token; `borrower` is as the run names it."""
-        return self._run / borrower.replace("lent", "device")
+        return self.directory / borrower.replace("lent", "device")
 
     def record(self, borrower: str) -> Path:
-        return self._run / f"{borrower.replace('lent', 'lending')}.jsonl"
+        return self.directory / f"{borrower.replace('lent', 'lending')}.jsonl"
 
     @property
     def servers(self) -> list[str]:
         """Who serves now."""
-        return sorted(name for name in self._processes if self.process(name) is not None)
+        names = [f"server-{n}" for n in range(len(self.owners))] or sorted(self._processes)
+        return [name for name in names if self.process(name) is not None]
 
     def look(self, session: Session) -> None:
         """Read what is new."""
         if not self.count:
             return
-        self._scan(session)
+        for owner in self.owners:
+            owner.tend()
+        if not self.owners:
+            self._scan(session)
         now = time.monotonic()
         for number, tail in enumerate(self._tails):
             life = self._lives[session.number, number]
@@ -109,6 +128,11 @@ class Lenders:
         return [
             request for (session, server), life in self._lives.items() for request in _requests(session, server, life)
         ]
+
+    def back(self, server: str, time: float) -> float:
+        """When this server came back that was killed at that time; inf: not in this session."""
+        starts = self.owners[int(server.removeprefix("server-"))].starts if self.owners else []
+        return next((start for start in starts if start > time), math.inf)
 
     @property
     def started_again(self) -> list[str]:

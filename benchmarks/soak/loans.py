@@ -12,10 +12,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.soak.accounts import Check, checked
-from benchmarks.soak.faults import IN_GRANT, Kind
+from benchmarks.soak.faults import IN_GRANT, OWNED, Kind
 from benchmarks.soak.lenders import Lenders, Served
 from benchmarks.soak.storm import Struck
 from benchmarks.soak.survival import Recovery, Seen, summed
@@ -26,6 +25,7 @@ _LEASE = 2.0  # seconds for which a loan outlives the word of its lender
 _SETTLES = 2.0  # seconds after a fault in which serving catches up
 _LONG = 45.0  # seconds in which an engine that is lent a device borrows it
 _ROUNDING = 1e-6
+_ENDS = frozenset({Kind.KILL_SERVER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class Window:
 
 
 def loans(
-    run: Path,
     slo: Slo,
     lenders: Lenders,
     struck: Sequence[Struck],
@@ -55,7 +54,7 @@ def loans(
 ) -> Iterator[Check]:
     """All checks on the loans of a run."""
     count = lenders.count
-    paths = [run / f"lending-{number}.jsonl" for number in range(count)]
+    paths = [lenders.record(f"lent-{number}") for number in range(count)]
     records = [read_rows(path) for path in paths]
     steps = [[row for row in rows if row["kind"] == "step"] for rows in records]
     granted = sum(map(len, steps))
@@ -64,6 +63,7 @@ def loans(
         (f"lending-{number}: {what}" for number, rows in enumerate(records) for what in against_the_gate(rows)),
         f"{granted:,} steps, {sum(row['overstayed'] for rows in steps for row in rows):,} overstayed",
     )
+    yield checked("each device was lent", (f"device {n} never" for n in range(count) if not steps[n]), f"{granted:,}")
     different = [f"{path.name}:{line}" for path in paths for line in replay(path).different]
     yield checked("the rule gives all its answers again", different, f"{sum(map(len, records)):,} lines")
     found = [(request, whose(request, steps[request.server], slo, struck)) for request in lenders.served]
@@ -77,7 +77,10 @@ def loans(
         ),
         f"{len(found):,} requests; missed: {', '.join(f'{n} {why}' for why, n in counts.items()) or 'none'}",
     )
-    yield checked("no loan outlived its lender's word", _outlived(steps, struck, sessions), "after each server's end")
+    back = {it: min(lenders.back(it.worker, it.time), sessions[it.session].end) for it in struck if it.kind in _ENDS}
+    yield checked("no loan outlived its lender's word", _outlived(steps, back), f"after {len(back)} ends of servers")
+    if lenders.owners:
+        return
     yield checked("no server was started again by the run", lenders.started_again, f"{len(sessions)} sessions")
     spans = list(_in_service(count, struck, seen, sessions))
     yield checked(
@@ -89,7 +92,6 @@ def loans(
         ),
         f"{len(spans)} times {_LONG:.0f} s",
     )
-    yield checked("each device was lent", (f"device {n} never" for n in range(count) if not steps[n]), f"{granted:,}")
 
 
 def against_the_gate(rows: Sequence[Row]) -> Iterator[str]:
@@ -130,7 +132,7 @@ def whose(request: Served, steps: Sequence[Row], slo: Slo, struck: Iterable[Stru
     first, rest = _lent(steps, request.arrival, request.first), _lent(steps, request.first, request.end)
     if request.ttft - first > slo.ttft or request.tpot - rest / later > slo.tpot:
         return ALONE
-    beside = (f"lent-{request.server}", f"server-{request.server}")
+    beside = [f"{who}-{request.server}" for who in ("lent", "server", "agent", "follower")]
     for it in struck:
         if it.session != request.session or (it.worker not in beside and it.kind is not Kind.HOG):
             continue
@@ -150,23 +152,20 @@ def _lent(steps: Sequence[Row], begin: float, end: float) -> float:
     return sum(max(0.0, min(end, over) - max(begin, at)) for at, over in spans)
 
 
-def _outlived(
-    steps: Sequence[Sequence[Row]], struck: Sequence[Struck], sessions: Mapping[int, Window]
-) -> Iterator[str]:
-    """Steps on a device whose server had been killed for longer than its word is good."""
-    for it in struck:
-        if it.kind is Kind.KILL_SERVER and it.session in sessions:
-            end = sessions[it.session].end
-            for row in steps[int(it.worker.removeprefix("server-"))]:
-                if it.time + _LEASE + 0.1 < row["at"] < end:
-                    yield f"session {it.session}: {row['at'] - it.time:.1f} s after {it.worker} was killed"
-                    break
+def _outlived(steps: Sequence[Sequence[Row]], back: Mapping[Struck, float]) -> Iterator[str]:
+    """Steps on a device whose server had been killed for longer than its word is good, and was not `back`."""
+    for it, end in back.items():
+        for row in steps[int(it.worker.removeprefix("server-"))]:
+            if it.time + _LEASE + 0.1 < row["at"] < end:
+                yield f"session {it.session}: {row['at'] - it.time:.1f} s after {it.worker} was killed"
+                break
 
 
 def _in_service(
     count: int, struck: Sequence[Struck], seen: Sequence[Seen], sessions: Mapping[int, Window]
 ) -> Iterator[tuple[int, Window]]:
-    """Whenever a lent engine was in service for long, with its server and without a fault: pieces of `_LONG`."""
+    """Whenever a lent engine was in service for long while steps were made, with its server and without a fault: pieces
+    of `_LONG`."""
     for session, number in ((session, number) for session in sessions.values() for number in range(count)):
         changes: list[tuple[float, str]] = [(session.end, "out")]
         for it in (it for it in struck if it.session == session.session and _concerns(it, number)):
@@ -175,9 +174,11 @@ def _in_service(
             else:
                 changes += [(it.time, "disturbed"), (it.time + it.seconds, "disturbed")]
         after = ""
-        for entry in seen:
+        for entry in (it for it in seen if it.session == session.session):
             row = entry.row
-            if entry.session == session.session and row.get("worker") == f"lent-{number}":
+            if row["kind"] == "step":
+                changes.append((entry.time, "step"))
+            elif row.get("worker") == f"lent-{number}":
                 after = row["after"]["role"] if row["kind"] == "intend" else after
                 changes.append((entry.time, "in" if row["kind"] == "done" and after == "rollout" else "out"))
         for begin, end in _pieces(sorted(changes)):
@@ -185,30 +186,34 @@ def _in_service(
 
 
 def _pieces(changes: Sequence[tuple[float, str]]) -> Iterator[tuple[float, float]]:
-    since: float | None = None
+    serves, steps = False, False
+    since = math.inf
     for time, change in changes:
-        if since is not None:
+        if change == "step" and steps:
+            continue
+        if serves and steps:
             for piece in range(int((time - since) / _LONG)):
                 yield since + piece * _LONG, since + (piece + 1) * _LONG
         if change == "gone":
             return
-        since = time if change == "in" or (change == "disturbed" and since is not None) else None
+        serves = change == "in" or (serves and change != "out")
+        steps, since = steps or change == "step", time
 
 
 def _concerns(it: Struck, number: int) -> bool:
     return it.worker in (f"lent-{number}", f"server-{number}") or it.kind is Kind.SLOW_CONTROLLER
 
 
-def returns(run: Path, count: int, struck: Sequence[Struck], sessions: Mapping[int, Window]) -> Iterator[Recovery]:
-    """Seconds from a fault in a grant to the next step on that device, in the same session."""
+def returns(lenders: Lenders, struck: Sequence[Struck], sessions: Mapping[int, Window]) -> Iterator[Recovery]:
+    """Seconds from a fault of a borrower or its lender to the next step on that device, in the same session."""
     begins = [
-        [row["at"] for row in read_rows(run / f"lending-{number}.jsonl") if row["kind"] == "step"]
-        for number in range(count)
+        [row["at"] for row in read_rows(lenders.record(f"lent-{number}")) if row["kind"] == "step"]
+        for number in range(lenders.count)
     ]
-    for kind in sorted(IN_GRANT):
+    for kind in sorted(IN_GRANT | OWNED - {Kind.KILL_PUBLISHER}):
         found = []
         for it in (it for it in struck if it.kind is kind and it.session in sessions):
-            steps = begins[int(it.worker.removeprefix("lent-"))]
+            steps = begins[int(it.worker.rpartition("-")[2])]
             place = bisect_right(steps, it.time + it.seconds)
             if place < len(steps) and steps[place] < sessions[it.session].end:
                 found.append(steps[place] - it.time - it.seconds)

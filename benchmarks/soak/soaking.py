@@ -16,6 +16,8 @@ from benchmarks.soak.accounts import Check, Sizes, accounts, checked, weights
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.lenders import Lenders
 from benchmarks.soak.loans import Slo, Window, loans, returns
+from benchmarks.soak.owned_server import TPOT, TTFT
+from benchmarks.soak.owners import Owner, owned_run
 from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
@@ -26,6 +28,7 @@ from libra.config.run import load_config
 CONFIG, LENDING_CONFIG = (Path(__file__).with_name(name) for name in ("soak.yaml", "lent.yaml"))
 
 _SAMPLE_SECONDS = 1.0  # between two looks at the processes
+_RECENT = 1000  # lines of the record of a loan
 _START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
 _LAST_STEPS = 10  # that are made in peace
 _LAST_SECONDS = 300.0  # for those
@@ -57,18 +60,27 @@ class Soaked:
 class Soak:
     """One run. Its files go to `directory`, which is emptied; `say` is told what happens."""
 
-    def __init__(self, directory: Path, say: Callable[[str], None], config: Path = CONFIG) -> None:
+    def __init__(self, directory: Path, say: Callable[[str], None], config: Path = CONFIG, *, owners: int = 0) -> None:
+        """`owners` of devices that are lent, from whom the run borrows; 0: from whom the configuration says."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
+        owned = (directory / "owned").resolve()
+        self._owners: list[Owner] = []
+        if owners:
+            config, self._owners = owned_run(config, owned, owners)
         self._directory, self._say, self._config = directory, say, config
         self._run_directory = directory / load_config(config).name
         self._kept = directory / "episodes"
         self._segments = Segments(self._run_directory, self._kept)
         self._journal = Tail(self._run_directory / "journal.jsonl")
-        lending = load_config(config).lending
-        self._lenders = Lenders(self._run_directory, 0 if lending is None else lending.servers)
+        self._slo, lending = Slo(TTFT, TPOT), load_config(config).lending
+        if lending is not None and lending.ttft is not None and lending.tpot is not None:
+            self._slo = Slo(lending.ttft, lending.tpot)
+        count = 0 if lending is None else lending.devices
+        self._lenders = Lenders(owned if owners else self._run_directory, count, self._owners)
         self._windows: dict[int, Window] = {}  # by session
         self._processes = Processes()
+        self._not_resumed: list[str] = []  # devices that are not lent again
         self._ends: list[Ended] = []
         self._seen: list[Seen] = []
         self._session: Session | None = None
@@ -88,12 +100,14 @@ class Soak:
             storm.calm()
             if self._session is not None:
                 self._session.kill()
+            for owner in self._owners:
+                owner.end()
         self._say(f"shared memory of this machine: {(shared_memory() - memory) / 2**20:+.0f} MiB since the start")
         return Soaked(
             tuple(self._checks(storm, steps, files)),
             (
                 *recoveries(storm.struck, self._seen),
-                *returns(self._run_directory, self._lenders.count, storm.struck, self._windows),
+                *returns(self._lenders, storm.struck, self._windows),
             ),
             tuple(storm.struck),
             storm.passed,
@@ -135,6 +149,7 @@ class Soak:
         """The last session, which is told how many steps there are; returns that number."""
         session = self._session
         assert session is not None
+        self._until_lent(session)
         while not session.ready and session.status is None:
             self._look(session)
         session.ending = Kind.INTERRUPT
@@ -149,6 +164,23 @@ class Soak:
         self._ended(session)
         self._session = None
         return steps
+
+    def _until_lent(self, session: Session) -> None:
+        """Owners start again what was killed, and the run borrows from each of them."""
+        calm, ends = time.monotonic(), time.monotonic() + _START_SECONDS
+        while time.monotonic() < ends and session.status is None:
+            self._not_resumed = [
+                f"device {number}"
+                for number in range(len(self._owners))
+                if not any(
+                    row["kind"] == "step" and row["at"] > calm
+                    for row in read_rows(self._lenders.record(f"lent-{number}"))[-_RECENT:]
+                )
+            ]
+            if not self._not_resumed:
+                return
+            for _ in range(20):
+                self._look(session)
 
     def _look(self, session: Session) -> None:
         """Read what is new, and sleep until the next look."""
@@ -190,16 +222,10 @@ class Soak:
         if self._ends[-1].status != 0:
             return  # there is nothing whole to look at
         yield from accounts(self._run_directory, self._kept, sizes)
-        lending = load_config(self._config).lending
-        if lending is not None:
-            yield from loans(
-                self._run_directory,
-                Slo(lending.ttft, lending.tpot),
-                self._lenders,
-                storm.struck,
-                self._seen,
-                self._windows,
-            )
+        if self._lenders.count:
+            yield from loans(self._slo, self._lenders, storm.struck, self._seen, self._windows)
+            if self._owners:
+                yield checked("lending resumed on each device after the last fault", self._not_resumed, "waited for")
         yield weights(self._run_directory / "model")
         yield from growth(self._processes.samples)
         yield checked("no port is listened on any more", self._processes.listening(), "looked once")

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, Fault, Kind
+from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, OWNED, Fault, Kind
 from benchmarks.soak.lenders import Lenders, holds
+from benchmarks.soak.owners import publishers
 from benchmarks.soak.session import Session
 
 _STOPPED = frozenset({Kind.SLOW, Kind.HANG, Kind.STOP_BORROWER, Kind.LOOP_BORROWER})
@@ -111,16 +112,15 @@ class Storm:
             _send(controller, signal.SIGSTOP)
             self._stopped.append(_Stopped(controller, now + fault.seconds))
             return self._note(session, fault, now)
-        if fault.kind in (Kind.KILL_SERVER, Kind.STOP_SERVER):
-            return self._strike_server(session, fault, now)
+        if fault.kind in OWNED:
+            return self._strike_owned(session, fault, now)
         return self._strike_worker(session, fault, now)
 
-    def _strike_server(self, session: Session, fault: Fault, now: float) -> bool:
-        names = self._lenders.servers
-        process = self._lenders.process(names[int(fault.draw * len(names))]) if names else None
-        if process is None:
+    def _strike_owned(self, session: Session, fault: Fault, now: float) -> bool:
+        found = self._owned(session, fault.kind)
+        if not found:
             return False
-        name = process.name()
+        name, process = found[int(fault.draw * len(found))]
         if fault.kind is Kind.STOP_SERVER:
             _send(process, signal.SIGSTOP)
             self._stopped.append(_Stopped(process, now + fault.seconds))
@@ -128,12 +128,27 @@ class Storm:
             _send(process, signal.SIGKILL)
         return self._note(session, fault, now, name, process.pid)
 
+    def _owned(self, session: Session, kind: Kind) -> list[tuple[str, psutil.Process]]:
+        """Whom such a fault may strike now."""
+        lenders = self._lenders
+        match kind:
+            case Kind.KILL_PUBLISHER:
+                return [("publisher", process) for process in publishers(session.pid)]
+            case Kind.KILL_AGENT | Kind.KILL_FOLLOWER:
+                what = "agent" if kind is Kind.KILL_AGENT else "follower"
+                names = [f"{what}-{number}" for number in range(len(lenders.owners))]
+                found = [(name, lenders.owned(name)) for name in names]
+            case _:
+                found = [(name, lenders.process(name)) for name in lenders.servers]
+        return [(name, process) for name, process in found if process is not None]
+
     def _strike_worker(self, session: Session, fault: Fault, now: float) -> bool:
         names = sorted(self._candidates(session, fault.kind))
         if not names:
             return False
         name = names[int(fault.draw * len(names))]
-        process = session.worker(name)
+        lent = name.startswith("lent-")
+        process = self._lenders.borrower(session, name) if lent else session.worker(name)
         if process is None or (fault.kind in IN_GRANT and not self._caught(process, name)):
             return False
         if fault.kind in _STOPPED:
@@ -147,8 +162,8 @@ class Storm:
         else:
             _send(process, signal.SIGKILL)
         if fault.kind not in HARMLESS:
-            self._harmed.add(process.pid)
-        return self._note(session, fault, now, name, process.pid)
+            self._harmed.add(session.pids[name])
+        return self._note(session, fault, now, name, session.pids[name])
 
     def _caught(self, process: psutil.Process, name: str) -> bool:
         """Stop it; whether that was while it had its device. If not, it goes on."""

@@ -213,13 +213,18 @@ def test_a_plan_for_slots_is_simulated_with_what_was_measured(plans: dict[str, P
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_whole_run_of_a_plan_compares_steps_with_steps(plans: dict[str, Path], mode: str, tmp_path: Path) -> None:
-    command = ("simulate", plans[mode], "-t", LOG, "--steps", 3)
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    command = ("simulate", plans[mode], "-t", LOG, "--steps", 3, "--report", page, "--timeline", trace)
     found = document(libra(*command, "--json", "-o", tmp_path / "run.json"))
     assert json.loads((tmp_path / "run.json").read_text()) == found
     recipe, predicted = (json.loads(plans[mode].read_text())[key] for key in ("request", "predicted"))
     assert [step["trajectories"] for step in found["steps"]] == [64] * 3
     staleness = recipe["recipe"]["staleness"]
     assert max(step["worst_staleness"] for step in found["steps"]) <= staleness
+    assert "3 steps in " in page.read_text() and "What was lent" not in page.read_text()
+    drawn = [it for it in json.loads(trace.read_text()) if it["name"].startswith("step ")]
+    ended = [(it["ts"] + it["dur"]) / 1e6 for it in drawn]
+    assert ended == pytest.approx([step["ended"] for step in found["steps"]], abs=1e-5)
     assert found["plan"]["predicted_step"] == predicted["step"]
     assert found["plan"]["simulated_step"] == pytest.approx(found["seconds"] / 3)
     assert found["run"]["route"] == "cmlfq"
@@ -502,7 +507,7 @@ BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
         ("-t", LOG, "--steps", 2, "--samples-per-prompt", 8),
         ("--samples-per-prompt does not",),
     ),
-    ("a report of steps", "async", ("-t", LOG, "--steps", 2, "--report", "x.html"), ("--report does not go with",)),
+    ("requests of steps", "async", ("-t", LOG, "--steps", 2, "--requests-out", "x"), ("--requests-out does not go",)),
     ("steps without a log", "async", ("--steps", 2), ("give --trajectories",)),
     (
         "part of a sample",

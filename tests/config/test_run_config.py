@@ -75,6 +75,7 @@ def test_trajectories_of_a_step(data: dict[str, Any]) -> None:
 
 
 SIZE = {"max_model_len": 64, "max_num_seqs": 4, "kv_tokens": 256}
+AGENTS = {"agents": ["/dev/shm/device-0.agent", "agent.sock"], "engine": SIZE}
 LENDING = {"servers": 1, "server": {"traffic": "traffic.csv"}, "ttft": 1.0, "tpot": 0.1, "engine": SIZE}
 
 BAD = [
@@ -137,7 +138,24 @@ BAD = [
     ),
     ("a slot left over", change("start.replicas", 1), "start uses 1 + 2 slots of 4: give every slot one role"),
     ("a reserved name", change("engines.lent", SIZE), "engines.lent is the name of engines on lent devices: choose"),
-    ("servers without engines", change("lending", LENDING), "start.buckets has 0 engines of shape lent and lending"),
+    ("servers without engines", change("lending", LENDING), "start.buckets has 0 engines of shape lent, and 1"),
+    (
+        "agents without engines",
+        change("lending", AGENTS),
+        "start.buckets has 0 engines of shape lent, and 2 servers and",
+    ),
+    ("nobody lends", change("lending", {"engine": SIZE}), "lending: nobody lends: name agents, or give servers 1 or"),
+    (
+        "servers of nothing",
+        change("lending", {**AGENTS, "servers": 1}),
+        "servers is 1: give server and ttft and tpot, t",
+    ),
+    ("an agent twice", change("lending", {**AGENTS, "agents": ["a", "a"]}), "lending: agents names one twice"),
+    (
+        "a baseline at agents",
+        change("lending", {**AGENTS, "rule": "naive"}),
+        "agents lend by their own gate; give gate",
+    ),
     (
         "a lent engine for the longest contexts",
         change("lending", {**LENDING, "engine": {**SIZE, "max_model_len": 192, "kv_tokens": 400}}),
@@ -241,6 +259,16 @@ def test_traffic_lies_beside_the_file_and_off_leaves_the_devices_to_their_server
     change("lending", LENDING)(data)
     data["start"]["buckets"].insert(1, {"shape": "lent", "engines": 1, "up_to": 50})
     config = load_config(write(tmp_path, data))
-    assert config.lending is not None and config.lending.server.traffic == tmp_path / "traffic.csv"
+    assert config.lending is not None and config.lending.server is not None
+    assert config.lending.server.traffic == tmp_path / "traffic.csv"
     assert (config.lent_devices, set(config.all_engines)) == (1, {"short", "long", "lent"})
+    assert load_config(write(tmp_path, data), {"lending.rule": "off"}).lent_devices == 0
+
+
+def test_agents_are_named_as_seen_from_the_configuration(tmp_path: Path, data: dict[str, Any]) -> None:
+    change("lending", AGENTS)(data)
+    data["start"]["buckets"].insert(1, {"shape": "lent", "engines": 2, "up_to": 50})
+    config = load_config(write(tmp_path, data))
+    assert config.lending is not None and config.lent_devices == 2
+    assert config.lending.agents == (Path("/dev/shm/device-0.agent"), tmp_path / "agent.sock")
     assert load_config(write(tmp_path, data), {"lending.rule": "off"}).lent_devices == 0

@@ -19,7 +19,15 @@ import msgspec
 
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel, FromWorker
-from libra.backends.transport.engine_messages import Generate, Generated, Interrupt, Loaded, LoadWeights, Piece
+from libra.backends.transport.engine_messages import (
+    Generate,
+    Generated,
+    Interrupt,
+    Loaded,
+    LoadWeights,
+    LoanState,
+    Piece,
+)
 from libra.backends.transport.messages import Acknowledged, Message, Stop
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.report import Report, Sampled
@@ -59,6 +67,7 @@ class MadeUpEngine:
         self._capacity, self._seats = capacity, seats
         self._turns: dict[str, _Turn] = {}
         self._report = Report(0.0)
+        self._loan: LoanState | None = None
         self._told: asyncio.Queue[FromWorker | None] = asyncio.Queue()
 
     # What a handle does with its channel
@@ -110,15 +119,16 @@ class MadeUpEngine:
         self._report.iteration(sampled, self.version)
 
     def report(self) -> Generated:
-        return self._report.take(0.0, 0.0)
+        return self._report.take(0.0, 0.0, self._loan)
 
     def say(self, message: FromWorker) -> None:
         if not self.gone:
             self._told.put_nowait(message)
 
-    def tell(self) -> None:
+    def tell(self, loan: LoanState | None = None) -> None:
         """Report all iterations so far."""
-        self.say(self.report())
+        self.say(self._report.take(0.0, 0.0, loan or self._loan))
+        self._loan = loan or self._loan
 
     def die(self) -> None:
         """What was not told is lost with it."""
@@ -127,10 +137,14 @@ class MadeUpEngine:
 
 
 def connect_made_up(
-    name: str, capacity: int, on_lost: Callable[[str, str], object]
+    name: str,
+    capacity: int,
+    on_lost: Callable[[str, str], object],
+    on_recall: Callable[[EngineHandle], None] | None = None,
 ) -> tuple[EngineHandle, MadeUpEngine]:
     engine = MadeUpEngine(capacity)
-    return EngineHandle(WorkerLink(name, 4711, cast(ControllerChannel, engine), (0,), 0), on_lost), engine
+    link = WorkerLink(name, 4711, cast(ControllerChannel, engine), (0,), 0)
+    return EngineHandle(link, on_lost, on_recall), engine
 
 
 Part = list[Piece]

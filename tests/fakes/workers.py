@@ -26,6 +26,7 @@ from libra.backends.transport.engine_messages import (
     MeasureHandover,
     Piece,
     StartEngine,
+    StartServer,
 )
 from libra.backends.transport.messages import Acknowledged, Message, Ready, Stop
 from libra.backends.transport.trainer_messages import (
@@ -107,7 +108,7 @@ class MadeWorker:
             other = self.instead[type(order)]
             return await other() if callable(other) else other
         match order:
-            case StartTrainer() | StartEngine():
+            case StartTrainer() | StartEngine() | StartServer():
                 return Ready(0.1, (), 0)
             case Publish():
                 return Published(order.version, 7)

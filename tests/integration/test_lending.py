@@ -18,9 +18,10 @@ import yaml
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.engine_messages import Generate, StartEngine
+from libra.backends.transport.engine_messages import Borrow, Generate, Lent
+from libra.backends.transport.messages import Message
 from libra.backends.vllm.engine_handle import EngineHandle
-from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.exec.protocols import WorkerLostError
 from libra.lend.certificate import Certificate, Harvest, certificate_json
 from libra.lend.gate import Slo
 from libra.records.lending import LendingAnswer, LentStep, read_lending, replay
@@ -148,11 +149,12 @@ async def engine_at(socket: Path) -> EngineHandle:
             continue
         engine = EngineHandle(WorkerLink("lent", 0, channel, (0,), 0), lambda name, why: None)
         try:
-            await engine.start(StartEngine("", 256, 8, "float32", 0, (), 0, 0, 1.0, (0,), False))
-            return engine
-        except (WorkerFailedError, WorkerLostError):
-            engine.close()
-            await asyncio.sleep(0.2)
+            if isinstance(await engine.ask(Borrow(256, 8, 0), Message), Lent):
+                return engine
+        except WorkerLostError:
+            pass
+        engine.close()
+        await asyncio.sleep(0.2)
 
 
 async def turns(socket: Path, count: int) -> list[int]:

@@ -14,7 +14,7 @@ from fakes.scripted import AskTool, Unwatched
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights, LoanState
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
 from libra.loop.fleet import ServingEngine, ServingFleet
@@ -110,17 +110,25 @@ class World:
         self.fleet = ServingFleet(self.policy, ALLOCATION)
         self.agent = Agent()
         self.rollout = Rollout(self.agent, ["t"], Characters(), self.fleet, LONGEST, Unwatched(), now=lambda: 0.0)
-        self.version = 0
+        self.version = self.recalls = 0
+        self.leaving: list[asyncio.Task[None]] = []
         self.engines: list[Engine] = []  # in service, and those that were given up and may still talk
         self.add("short")
         self.add("long")
 
     def add(self, shape: str) -> None:
         name = f"{shape}-{len(self.engines)}"
-        handle, worker = connect_made_up(name, CAPACITY[shape], lambda lost, why: self.fleet.remove(lost))
+        recalled = self.recalled if shape == "short" else None  # the longest contexts stay with engines of one's own
+        handle, worker = connect_made_up(name, CAPACITY[shape], lambda lost, why: self.fleet.remove(lost), recalled)
         worker.version = self.version
         self.engines.append(Engine(handle, worker))
         self.fleet.add(ServingEngine(handle, shape, CAPACITY[shape]))
+
+    def recalled(self, handle: EngineHandle) -> None:
+        self.fleet.renewed()
+        if handle.away:
+            self.recalls += 1
+            self.leaving.append(asyncio.create_task(handle.vacate(0.0)))
 
     async def do(self, what: str, index: int) -> None:
         engine = self.engines[index % len(self.engines)]
@@ -129,6 +137,8 @@ class World:
                 engine.worker.step()
             case "tell":
                 engine.worker.tell()
+            case "recall" | "lend":
+                engine.worker.tell(LoanState("a burst" if what == "recall" else "", 0.0, 0.0, 0, 0))
             case "kill":
                 engine.worker.die()
             case "give up":  # it hangs, or seems to
@@ -204,7 +214,23 @@ def undisturbed(prompt: str) -> Wanted:
         wanted.generated += [False] * len(back)
 
 
-EVENTS = ["step", "step", "step", "step", "tell", "tell", "kill", "give up", "retire", "load", "short", "long"]
+EVENTS = [
+    "step",
+    "step",
+    "step",
+    "step",
+    "tell",
+    "tell",
+    "recall",
+    "recall",
+    "lend",
+    "kill",
+    "give up",
+    "retire",
+    "load",
+    "short",
+    "long",
+]
 SCRIPTS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 5)), max_size=60)
 
 
@@ -213,6 +239,7 @@ SCRIPTS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 5)), max_si
 def test_an_episode_is_what_one_engine_would_have_made(name: str, script: list[tuple[str, int]]) -> None:
     world, episodes = asyncio.run(play(name, script))
     event(f"turns moved between buckets: {min(world.policy.moves, 3)}")
+    event(f"devices were recalled: {min(world.recalls, 3)}")
     called: Counter[str] = Counter()
     for index, (prompt, episode) in enumerate(zip(PROMPTS, episodes, strict=True)):
         wanted = undisturbed(prompt)

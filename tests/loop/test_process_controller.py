@@ -16,12 +16,15 @@ from fakes.workers import MadeLauncher
 
 from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.fork_server import ForkError
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
+from libra.backends.launch.lenders import RunWeights
 from libra.backends.transport.engine_messages import (
     DeviceLoan,
     Generate,
     Generated,
     Interrupt,
+    Lent,
     Loaded,
     LoadWeights,
     LoanState,
@@ -40,6 +43,7 @@ from libra.backends.transport.trainer_messages import (
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
 from libra.exec.pool import DEADLINES, WorkerPool, make_pool
 from libra.exec.protocols import Applied, UnsupportedTransitionError, WorkerLostError
+from libra.exec.recovery import Recovery
 from libra.lend.recall import RecallPolicy
 from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
@@ -70,6 +74,7 @@ class Made:
         pool: WorkerPool | None = None,
         first: Allocation = FIRST,
         loans: Mapping[str, DeviceLoan] | None = None,
+        lenders: Any = None,
     ) -> None:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
@@ -83,7 +88,7 @@ class Made:
                 self.fleet,
                 WorkerSettings(
                     CONFIG.training,
-                    {**CONFIG.engines, "lent": CONFIG.engines["short"]} if loans else CONFIG.engines,
+                    {**CONFIG.engines, "lent": CONFIG.engines["short"]} if loans or lenders else CONFIG.engines,
                     share=0.45,
                     port=0,
                     seed=0,
@@ -96,6 +101,7 @@ class Made:
                 ),
                 self.journal,
                 self.told,
+                lenders,
             )
         )
 
@@ -487,3 +493,67 @@ async def test_nobody_waits_for_a_lent_engine_to_take_new_weights(tmp_path: Path
         granted.set()
         await until(lambda: made.fleet.handle("lent-0").version == 5)
         assert "lent-0" in {it.id for it in made.fleet.view(1, 5).instances}
+
+
+class Agents:
+    """What a launcher whose slots are agents' engines does besides starting them."""
+
+    def __init__(self, away: str = "") -> None:
+        self.away = away
+        self.begun: RunWeights | None = None
+        self.published: list[int] = []
+
+    async def join(self, engine: Handle) -> Lent:
+        return Lent("chat", 2.0, self.away)
+
+    def begin(self, published: RunWeights) -> None:
+        self.begun = published
+
+    def publish(self, order: LoadWeights) -> None:
+        self.published.append(order.version)
+
+
+@pytest.mark.parametrize("away", ["", "4 requests/s, certified to 3"])
+async def test_an_engine_of_an_agent_serves_once_weights_have_come_to_it_and_nobody_waits(
+    tmp_path: Path, away: str
+) -> None:
+    agents = Agents(away)
+    made = Made(tmp_path, pool=make_pool(1, 1, 2, lent=1, lent_shape="lent"), first=WITH_LENT, lenders=agents)
+
+    def seen(version: int) -> bool:
+        return "lent-0" in {it.id for it in made.fleet.view(1, version).instances}
+
+    try:
+        await made.executor.start(WITH_LENT)
+        assert agents.begun is not None and agents.begun.latest == LoadWeights(4, 0, 7)
+        engine, worker = made.fleet.handle("lent-0"), made.launcher.workers["lent-0"]
+        assert engine.version == -1 and not seen(-1)  # in service, and nobody's yet
+        worker.far.send(Loaded(4, 0.25))
+        await until(lambda: engine.version == 4)
+        assert seen(4) is not bool(away)
+        assert len(await made.executor.processes.publish(5, 1, 7)) == 2 and agents.published == [5]
+        assert worker.loaded == [] and not seen(5)
+        worker.far.send(Generated([], [], 0.0, 0, 0, 0, LoanState("", 1.0, 1.0, 1, 0)))
+        worker.far.send(Loaded(5, 0.5))
+        await until(lambda: seen(5))
+        assert [told for told in made.told.loads if told[0] == "lent-0"] == [("lent-0", 4, 0.25), ("lent-0", 5, 0.5)]
+        assert made.told.recalls == ([("lent-0", away), ("lent-0", "")] if away else [])
+    finally:
+        await made.executor.stop()
+        made.journal.close()
+
+
+async def test_a_lender_that_is_not_there_is_missing_in_the_first_allocation(tmp_path: Path) -> None:
+    made = Made(tmp_path, pool=make_pool(1, 1, 2, lent=1, lent_shape="lent"), first=WITH_LENT, lenders=Agents())
+    try:
+        made.launcher.miss(4)
+        await Recovery(made.executor, WITH_LENT, lambda text: None).start()
+        assert made.executor.allocation() == replace(
+            WITH_LENT, buckets=(WITH_LENT.buckets[0], replace(WITH_LENT.buckets[2], above=20))
+        )
+        made.launcher.miss()
+        applied = await made.apply(WITH_LENT)
+        assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:lent"]
+    finally:
+        await made.executor.stop()
+        made.journal.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from fakes.workers import MadeLauncher
 
-from libra.backends.transport.engine_messages import LoanState
+from libra.backends.transport.engine_messages import LoanState, StartServer
+from libra.backends.transport.messages import Stop
 from libra.config.run import LendingConfig
 from libra.loop.servers import TracedServers
 from libra.records.served import ServedRequest
@@ -49,6 +51,24 @@ async def test_what_lending_gave_and_cost(servers: TracedServers, tmp_path: Path
     assert (found.rule, found.share, found.grants, found.overstayed, found.recalls) == ("gate", 0.6, 30, 1, 7)
     assert (found.requests, found.missed) == (2, 1)
     assert not list(tmp_path.glob("device-*"))
+
+
+async def test_a_server_is_begun_and_ended_and_told_nothing_else(servers: TracedServers) -> None:
+    """It is its owner's: one that goes away is not started again, and its weights are its own."""
+    told: list[str] = []
+    servers.say = told.append
+    launcher = servers.launcher
+    assert isinstance(launcher, MadeLauncher)
+    await servers.start()
+    first, second = (launcher.workers[f"server-{number}"] for number in range(2))
+    first.die()
+    while not told:
+        await asyncio.sleep(0)
+    assert told[0].startswith("server-0 is gone, and its device is not lent: ")
+    await servers.end([], recalls=0)
+    assert launcher.workers == {"server-0": first, "server-1": second}
+    assert [type(order) for order in first.orders] == [StartServer]
+    assert [type(order) for order in second.orders] == [StartServer, Stop]
 
 
 async def test_without_requests_there_is_nothing_to_tell(servers: TracedServers) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.lend.gate import Gate, SharingRule
+from libra.lend.gate import Gate, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.lend.rules import Alternate, PositiveSlack, ServeFirst
 from libra.route.catalogue import policy_named
@@ -122,8 +124,10 @@ class Loaned:
         updates: Sequence[WeightUpdate],
         exact: bool,
         kv: KVTerms | None = None,
+        watched: bool = False,
     ) -> None:
-        self.device = LenderDevice(tenant(records, small=kv is not None), rule(), 0.7, exact=exact)
+        small = kv is not None
+        self.device = LenderDevice(tenant(records, small=small), rule(), 0.7, exact=exact, watched=watched)
         if kv is not None:
             self.device.tenant.kv = KVLoan(kv, self.device.tenant.engine, BORROWER.config)
         self.turns = Turns(under_way, most)
@@ -212,6 +216,26 @@ def test_memory_that_serving_needs_puts_turns_out_and_none_is_lost() -> None:
     assert found.device.put_out and len(found.turns.ended) == 600
     assert found.device.tenant.engine.preemptions == 0
     assert all(request.finish is not None for request in found.served)
+
+
+@settings(max_examples=20, deadline=None)
+@given(records=traffic(40), rule=st.sampled_from(RULES), under_way=st.integers(1, 20), exact=st.booleans())
+def test_who_watches_changes_nothing_and_sees_all(records, rule, under_way, exact) -> None:
+    alone = Loaned(records, rule, under_way, 40, (), exact)
+    seen = Loaned(records, rule, under_way, 40, (), exact, watched=True)
+    assert came_of(seen.served) == came_of(alone.served) and seen.turns.ended == alone.turns.ended
+    assert seen.device.watch is not None
+    told = seen.device.watch.history("lent", Slo(1e-9, 1.0), 0.06, 0.03, seen.served, frozenset({0}))
+    assert sum(it.end - it.start for it in told.grants) == pytest.approx(seconds(seen.device.lent))
+    assert sum(it.end - it.start for it in told.serving) == pytest.approx(seconds(seen.device.tenant.computed))
+    assert all(it.granted >= it.end - it.start - 1e-9 for it in told.grants)
+    spans = sorted((it.start, it.end) for it in (*told.grants, *told.serving))
+    assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
+    margins = [it.margin for it in told.serving if it.margin is not None]
+    assert min(margins, default=math.inf) == pytest.approx(seen.device.tenant.margin / TICKS)
+    assert [it.came for it in told.requests] == [seconds(it.arrival) for it in seen.served]
+    blamed = [it.request.number for it in told.missed() if it.blamed]  # none is quick enough
+    assert blamed == [it.number for it in seen.served if it.number == 0]
 
 
 def test_a_burst_recalls_and_the_loan_comes_back() -> None:

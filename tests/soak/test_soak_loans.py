@@ -90,9 +90,9 @@ def test_whose_fault_a_miss_is(served: Served, lent: list[dict], faults: list[St
 
 
 def test_steps_after_the_end_of_the_lender() -> None:
-    killed, session = struck(Kind.KILL_SERVER, 50.0, "server-1"), {1: Window(1, 0.0, 90.0)}
-    assert list(_outlived([[step(60.0)], [step(51.9), step(95.0)]], [killed], session)) == []
-    [wrong] = _outlived([[], [step(52.5), step(60.0)]], [killed], session)
+    killed = struck(Kind.KILL_SERVER, 50.0, "server-1")
+    assert list(_outlived([[step(60.0)], [step(51.9), step(95.0)]], {killed: 90.0})) == []
+    [wrong] = _outlived([[], [step(52.5), step(60.0)]], {killed: 90.0})
     assert wrong == "session 1: 2.5 s after server-1 was killed"
 
 
@@ -113,6 +113,13 @@ def test_when_an_engine_on_a_lent_device_is_to_borrow_it(
     faults: list[Struck], spans: list[tuple[float, float]]
 ) -> None:
     rollout, idle = {"after": {"role": "rollout"}}, {"after": {"role": "idle"}}
-    journal = [seen(10.0, "intend", **rollout), seen(20.0, "done"), seen(112.0, "intend", **idle), seen(113.0, "done")]
+    steps = [seen(19.0, "step"), seen(70.0, "step")]
+    journal = [
+        *steps,
+        seen(10.0, "intend", **rollout),
+        seen(20.0, "done"),
+        seen(112.0, "intend", **idle),
+        seen(113.0, "done"),
+    ]
     found = [(it.begin, it.end) for _, it in _in_service(1, faults, journal, {1: Window(1, 0.0, 300.0)})]
     assert found == spans

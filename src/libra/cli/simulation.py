@@ -133,8 +133,6 @@ def simulate(
                 "--requests": requests,
                 "--time-limit": time_limit,
                 "--requests-out": requests_out,
-                "--timeline": timeline,
-                "--report": report,
                 **{name: value for name, value in given.items() if name not in ("--steps", "--truncate-context")},
             }
             refuse_unfit(unfit)
@@ -148,6 +146,8 @@ def simulate(
                 seed=seed,
                 exact=exact,
                 output=output,
+                report=report,
+                timeline=timeline,
                 as_json=as_json,
                 lenders=lender or [],
                 traffic=traffic or [],

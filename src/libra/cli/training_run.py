@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from libra.cli.output import write_text
+from libra.cli.output import write_text, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +42,8 @@ def run_of_plan(
     seed: int,
     exact: bool,
     output: Path | None,
+    report: Path | None,
+    timeline: Path | None,
     as_json: bool,
     lenders: Sequence[Path],
     traffic: Sequence[Path],
@@ -65,10 +67,22 @@ def run_of_plan(
     learned = () if learn_from is None else read_trajectories(learn_from)
     named = DEFAULT_ROUTE if route is None else route
     tenancy = _tenancy(plan, lenders, traffic)
+    if tenancy is not None and (report is not None or timeline is not None):
+        tenancy = replace(tenancy, watched=True)
     outcome = simulate_run(plan, log, steps, named, learned=learned, seed=seed, exact=exact, tenancy=tenancy)
     text = _document(plan, outcome, named, seed)
     if output is not None:
         write_text(output, text)
+    if report is not None:
+        from libra.report.training_run_page import training_run_page
+
+        title = f"{what.name} on {trajectories.name}, {steps} steps"
+        write_text(report, training_run_page(outcome, plan.predicted.step, title))
+    if timeline is not None:
+        from libra.report.training_run_trace import write_training_trace
+
+        with writing(timeline):
+            write_training_trace(outcome, timeline)
     if as_json:
         typer.echo(text, nl=False)
     else:

@@ -102,13 +102,23 @@ class ServerConfig(Section):
     shorter: PositiveFloat = 1.0  # prompts and outputs are divided by it
 
 
-class LendingConfig(Section):
-    """Servers that lend their devices to rollouts, one device each. Times are seconds."""
+class PublicationConfig(Section):
+    """Where agents follow the weights of a run."""
 
-    servers: PositiveInt
-    server: ServerConfig
-    ttft: PositiveFloat  # SLO: to the first token
-    tpot: PositiveFloat  # SLO: a token after it
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # 0: any free port
+
+
+class LendingConfig(Section):
+    """Devices of servers that a run borrows for rollouts: those of agents (`libra lend serve`), and of servers of its
+    own, one device each, to which all from `server` to `quiet` applies. Times are seconds."""
+
+    agents: tuple[Path, ...] = ()  # their sockets, beside the configuration
+    weights: PublicationConfig = PublicationConfig()
+    servers: int = Field(default=0, ge=0)
+    server: ServerConfig | None = None
+    ttft: PositiveFloat | None = None  # SLO: to the first token
+    tpot: PositiveFloat | None = None  # SLO: a token after it
     use: float = Field(default=0.8, gt=0, le=1)  # share of `tpot` that may be spent
     longest_grant: PositiveFloat = 0.05
     shortest_grant: PositiveFloat = 0.004
@@ -116,7 +126,31 @@ class LendingConfig(Section):
     window: PositiveFloat = 2.0  # over which those are counted
     quiet: PositiveFloat = 1.0  # with fewer requests before lending resumes; doubled where that was too soon
     rule: LendingRule = "gate"  # off: nothing is lent; the others are baselines
-    engine: ShapeConfig  # what runs on a lent device
+    engine: ShapeConfig  # what runs on a lent device; an agent's may be larger
+
+    @property
+    def objective(self) -> tuple[float, float]:
+        """`ttft` and `tpot`, of a run with servers of its own."""
+        assert self.ttft is not None and self.tpot is not None
+        return self.ttft, self.tpot
+
+    @property
+    def devices(self) -> int:
+        """That are lent, whoever serves on them."""
+        return self.servers + len(self.agents)
+
+    @model_validator(mode="after")
+    def _there_are_lenders(self) -> Self:
+        if not self.devices:
+            raise ValueError("nobody lends: name agents, or give servers 1 or more")
+        missing = [key for key in ("server", "ttft", "tpot") if getattr(self, key) is None]
+        if self.servers and missing:
+            raise ValueError(f"servers is {self.servers}: give {' and '.join(missing)}, too")
+        if len(set(self.agents)) < len(self.agents):
+            raise ValueError("agents names one twice; a run has one engine of each")
+        if self.agents and self.rule not in ("gate", "off"):
+            raise ValueError(f"rule is {self.rule}: agents lend by their own gate; give gate, or off")
+        return self
 
     @model_validator(mode="after")
     def _grants_are_possible(self) -> Self:
@@ -229,10 +263,11 @@ class RunConfig(Section):
             if bucket.shape not in self.all_engines:
                 raise ValueError(f"start.buckets: {unknown('shape', bucket.shape, list(self.all_engines))}")
         lent = sum(bucket.engines for bucket in self.start.buckets if bucket.shape == LENT)
-        servers = 0 if self.lending is None else self.lending.servers
-        if lent != servers:
+        devices = 0 if self.lending is None else self.lending.devices
+        if lent != devices:
             raise ValueError(
-                f"start.buckets has {lent} engines of shape {LENT} and lending.servers is {servers}: make them equal"
+                f"start.buckets has {lent} engines of shape {LENT}, and {devices} servers and agents lend: make them"
+                " equal"
             )
         engines = sum(bucket.engines for bucket in self.start.buckets) - lent
         cluster = self.cluster
@@ -253,7 +288,7 @@ class RunConfig(Section):
     @property
     def lent_devices(self) -> int:
         """Devices of servers that have a rollout engine, too."""
-        return 0 if self.lending is None or self.lending.rule == "off" else self.lending.servers
+        return 0 if self.lending is None or self.lending.rule == "off" else self.lending.devices
 
     @property
     def all_engines(self) -> dict[str, ShapeConfig]:
@@ -274,6 +309,8 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
     config = read_section(path, RunConfig, "examples/calculator.yaml", overrides)
     if config.lending is None:
         return config
-    server = config.lending.server
-    server = server.model_copy(update={"traffic": path.parent / server.traffic})
-    return config.model_copy(update={"lending": config.lending.model_copy(update={"server": server})})
+    server, agents = config.lending.server, tuple(path.parent / agent for agent in config.lending.agents)
+    if server is not None:
+        server = server.model_copy(update={"traffic": path.parent / server.traffic})
+    lending = config.lending.model_copy(update={"server": server, "agents": agents})
+    return config.model_copy(update={"lending": lending})

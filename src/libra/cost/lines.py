@@ -131,7 +131,7 @@ def iteration_lines(
     rest = np.where(held, seconds - slope * tokens, np.inf).min(axis=1)
     # Never falling with b: a price for fewer sequences must not exceed that of more.
     rest = np.minimum.accumulate(np.maximum(rest, 0.0)[::-1])[::-1]
-    return tuple(IterationLine(float(step), float(rate), slope) for step, rate in _hull_lines(sizes, rest, pieces))
+    return tuple(IterationLine(float(step), float(rate), slope) for step, rate in hull_lines(sizes, rest, pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _common_slope(tokens: Array, seconds: Array, held: NDArray[np.bool_]) -> flo
     return float(slopes[int(np.argmin(slack.sum(axis=(1, 2))))])
 
 
-def _hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
+def hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
     """(intercept, slope) of up to `pieces` lines below the points, none with a negative intercept or slope.
 
     Of the edges of the lower convex hull, the last always counts: it is what a full batch pays. The others are added

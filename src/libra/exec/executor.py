@@ -85,8 +85,7 @@ class Executor(Generic[Processes]):
         """The first allocation: a core replica, then all others at once. One that goes away on the way is missing when
         this returns; the core replica is started again, until its slot is retired. Raises what a worker says that
         it cannot do, which another would not either, and what made that core replica fail."""
-        devices = [worker.device for worker in self.pool.all()]
-        moves = device_transition(devices, None, wanted, self._longest).moves
+        moves = device_transition(self.pool.devices(), None, wanted, self._longest).moves
         self._journal.commit(journal.TransitionBegun(wanted, None))
         self._plans = (wanted,)
         core = next(move for move in moves if self.pool[move.worker].allowed == {Role.TRAIN})

@@ -36,7 +36,8 @@ class Recovery:
 
     async def start(self) -> None:
         """Bring up the first workers. Raises what a worker says that it cannot, and what `during` does."""
-        await self._executor.start(self._first)
+        pool = self._executor.pool
+        await self._executor.start(fitted(self._first, pool.healthy(), pool.lent_shapes()))
         await self._recover(self._first, lambda: False)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:

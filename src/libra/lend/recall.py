@@ -61,7 +61,7 @@ class WatchedRule:
     """Grants nothing outside its certificate's envelope. `second` is one in the unit of the view's times."""
 
     def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
-        self._rule, self._envelope, self.recall, self._second = rule, envelope, recall, second
+        self._rule, self.envelope, self.recall, self._second = rule, envelope, recall, second
         self.breach: str | None = None  # how the load was outside the envelope at the last look
         self._window = RateWindow(envelope.window)
 
@@ -73,7 +73,7 @@ class WatchedRule:
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
         at = now / self._second
         load = Load(self._window.rate(at, view.came), view.queued, view.live, view.context)
-        self.breach = self._envelope.breach(load)
+        self.breach = self.envelope.breach(load)
         if self.recall.observe(self.breach, at) is not None:
             return Refusal("load")
         return self._rule.decide(view, now, cost)

@@ -1,9 +1,9 @@
 """The rollout engines that are in service, as the router sees them, and the weights that they hold.
 
-Invariant: an engine is in service from the moment it holds weights until it is retired or lost, and in the view of a
-turn only while it holds none older than the turn may have; every change of the fleet wakes all that wait for one. An
-engine loads a version whole, from its own node's memory, or is not in service. What is lost with a node is published
-again, as long as a core replica holds the same.
+Invariant: an engine is in service from the moment it holds weights until it is retired or lost, one that borrows from
+an agent from before that; and in the view of a turn only while it holds none older than the turn may have. Every change
+of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or not at all.
+What is lost with a node is published again, as long as a core replica holds the same.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ServingFleet:
 
 
 def _serves(engine: Engine, seeded: bool) -> bool:
-    return not engine.lent or not (seeded or engine.away)
+    return not engine.lent or (engine.version >= 0 and not seeded and not engine.away)
 
 
 class RunObserver(PoolObserver, Protocol):

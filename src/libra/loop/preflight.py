@@ -104,8 +104,11 @@ def _check_model_directory(directory: Path | None) -> None:
 def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
     if cluster.launcher != "local":
         raise ConfigError(
-            f"lending: servers run beside the controller, and cluster.launcher is {cluster.launcher}; set it to local"
+            f"lending: servers and agents are beside the controller, and cluster.launcher is {cluster.launcher}; set it"
+            " to local"
         )
+    if lending.server is None:
+        return
     try:
         if not read_requests(lending.server.traffic):
             raise ConfigError(

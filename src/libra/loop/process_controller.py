@@ -18,9 +18,10 @@ from libra.backends.grpo.trainers import Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
+from libra.backends.launch.lenders import LenderLauncher, RunWeights
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
-from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, StartEngine
+from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, LoanState, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
 from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
@@ -79,6 +80,7 @@ class SlotProcesses:
     settings: WorkerSettings
     journal: Journal
     observer: RunObserver
+    lenders: LenderLauncher | None = None  # the launcher, where some of its slots are agents'
 
     def __post_init__(self) -> None:
         self.lost: Callable[[str, str], None] = lambda worker, why: None  # told which worker went away, and why
@@ -131,6 +133,8 @@ class SlotProcesses:
     async def start(self, worker: str, duty: Duty) -> None:
         if duty.shape is None:
             await self._start_trainer(worker)
+        elif self.pool[worker].lent is not None and worker not in self.settings.loans:
+            await self._borrow_engine(worker, duty.shape)
         else:
             await self._start_engine(worker, duty.shape)
 
@@ -148,6 +152,8 @@ class SlotProcesses:
         """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
         self.journal.note(WeightsPublished(version))
         self._published.current = LoadWeights(version, buffer, checksum)
+        if self.lenders is not None:
+            self.lenders.publish(self._published.current)
         return await self.reload()
 
     async def save_final(self, directory: Path) -> None:
@@ -160,9 +166,9 @@ class SlotProcesses:
         """Every engine takes the current weights, if it has them or not; returns the seconds of each."""
         own = []
         for entry in self.fleet.instances():
-            if entry.handle.lent:  # nobody waits for a lender
+            if entry.handle.name in self.settings.loans:  # nobody waits for a lender
                 background(self._load_late(entry.handle))
-            else:
+            elif not entry.handle.lent:  # engines of agents follow what is published
                 own.append(entry.handle)
         seconds = await asyncio.gather(*map(self._load_or_lose, own))
         return [each for each in seconds if each is not None]
@@ -221,6 +227,8 @@ class SlotProcesses:
         current = LoadWeights(version, buffer, first.checksum)
         self._published = PublishedWeights(self.launcher, trainers, self._layout.buffer_bytes, current, self.observer)
         self._trainers = trainers
+        if self.lenders is not None:
+            self.lenders.begin(RunWeights(self._layout.layout, self._layout.buffer_bytes, current))
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self.settings.engines[shape]
@@ -249,6 +257,18 @@ class SlotProcesses:
                 await self._published.load(handle)
             self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
+    async def _borrow_engine(self, name: str, shape: str) -> None:
+        """It serves as soon as weights have come to it, for which nobody waits."""
+        assert self.lenders is not None
+        size = self.settings.engines[shape]
+        handle = EngineHandle(await self._spawn(name), self.lost, self._recalled, self._took_weights)
+        self._handles[name] = handle
+        lent = await self.lenders.join(handle)
+        handle.loan = LoanState(lent.away, 0.0, 0.0, 0, 0)
+        if lent.away:
+            self.observer.recalled(name, lent.away)
+        self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
+
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
@@ -268,6 +288,11 @@ class SlotProcesses:
                 if wanted == self._published.current.version:  # else newer ones were written over them meanwhile
                     self.lost(handle.name, f"it could not take weights v{wanted}: {error}")
                     return
+        self.fleet.renewed()
+
+    def _took_weights(self, handle: EngineHandle, seconds: float) -> None:
+        self.observer.load(handle.name)
+        self.observer.weights(handle.name, handle.version, seconds)
         self.fleet.renewed()
 
     def _recalled(self, handle: EngineHandle) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from libra.exec.executor import Executor
+from libra.exec.pool import fitted
 from libra.exec.protocols import ProcessController
 from libra.loop.observations import Observations
 from libra.loop.periods import Periods
@@ -154,10 +155,13 @@ class ReplanController:
         """Plan, decide, and carry the decision out, while the steps go on."""
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
-            if current is not None and self._predict(current, tried=True) is not None:
+            # Without a lent device nothing is wrong; but one that came back is borrowed again.
+            back = any(worker.lent is not None and worker.role is Role.IDLE for worker in workers)
+            if not back and current is not None and self._predict(current, tried=True) is not None:
                 return
-            if self.first.replicas + self.first.engines == len(workers):
-                await self._apply(self.executor.transition(self.first))
+            pool = self.executor.pool
+            if all(worker in workers for worker in pool.all() if worker.lent is None):
+                await self._apply(self.executor.transition(fitted(self.first, workers, pool.lent_shapes())))
                 return
         began = time.monotonic()
         replanner = self.observations.replanner

@@ -16,7 +16,7 @@ from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import DeviceLoan, LoanState, StartServer
 from libra.backends.transport.messages import Dtype
-from libra.config.run import LendingConfig
+from libra.config.run import LendingConfig, ServerConfig
 from libra.lend.gate import Slo
 from libra.lend.recall import RecallPolicy
 from libra.records.files import writing
@@ -45,11 +45,16 @@ class TracedServers:
 
     @property
     def slo(self) -> Slo:
-        return Slo(self.config.ttft, self.config.tpot)
+        return Slo(*self.config.objective)
+
+    @property
+    def _server(self) -> ServerConfig:
+        assert self.config.server is not None
+        return self.config.server
 
     def loan(self, number: int, rollout: str) -> DeviceLoan:
         """Of the device of the `number`th server, to an engine of the model `rollout`."""
-        config, server = self.config, self.config.server
+        config, server = self.config, self._server
         terms = LendingTerms(
             model=f"server {number}",
             rollout=rollout,
@@ -65,14 +70,14 @@ class TracedServers:
             ),
             recall=RecallPolicy(config.quiet, _MOST_QUIET * config.quiet),
             sharing=config.rule,
-            ttft=config.use * config.ttft,
+            ttft=config.use * self.slo.ttft,
             slo=self.slo,
         )
         return DeviceLoan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
 
     async def start(self) -> None:
         """All serve when this returns. Raises `ForkError`, `LaunchError`, and what a server says that it cannot."""
-        server = self.config.server
+        server = self._server
         model = server.model.directory or self.directory / "server"
         if server.model.directory is None:
             with writing(model):
@@ -103,7 +108,7 @@ class TracedServers:
         )
 
     async def _start(self, number: int, slot: int, model: Path) -> None:
-        server = self.config.server
+        server = self._server
         link = await self.launcher.spawn(f"server-{number}", slot)
         handle = Handle(link, lambda name, why: self.say(f"{name} is gone, and its device is not lent: {why}"))
         self._handles.append(handle)

@@ -9,11 +9,13 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
+from libra.backends.launch.lenders import LenderLauncher, LenderRefusedError
 from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
+from libra.backends.transport.engine_messages import Borrow
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.config.run import LENT, RunConfig
+from libra.config.run import LENT, ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import save_profile
 from libra.environments.protocol import Environment, Prompt
@@ -59,8 +61,8 @@ class _Observer:
         self._plan()
 
     def node_back(self, worker: str) -> None:
-        self._recorder.event("slot_back", worker, "there is a node for its slot again")
-        self._progress.line(f"there is a node for {worker} again")
+        self._recorder.event("slot_back", worker, "its slot can be used again")
+        self._progress.line(f"the slot of {worker} can be used again")
         self._plan()
 
     def _plan(self) -> None:
@@ -90,6 +92,7 @@ class _Workers:
     key: str  # of their costs
     profile: DeviceProfile | None  # None: nobody has measured them yet
     servers: TracedServers | None  # of users, on devices that are lent
+    lenders: LenderLauncher | None  # devices of other servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,16 @@ class Session:
 
     async def run(self) -> RunSummary:
         """Returns the summary, which is also written."""
-        config, training = self.config, self.config.training
         records = self._open_records()
         workers = self._make_workers(records)
+        try:
+            return await self._run(records, workers)
+        finally:
+            if workers.lenders is not None:
+                await workers.lenders.close()
+
+    async def _run(self, records: _Records, workers: _Workers) -> RunSummary:
+        config, training = self.config, self.config.training
         profile = await self._start_workers(workers)
         executor, recovery, recorder = workers.executor, workers.recovery, records.recorder
         parts = self._make_rollouts(records, workers, profile)
@@ -189,16 +199,16 @@ class Session:
         model = json.loads((self.model / "config.json").read_text())
         key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
         profile = known_profile(config.planner.calibration, key, self.progress.line)
-        servers = self._make_servers()
-        executor = self._executor(pool, allocation, profile, records.journal, observer, servers)
+        servers, lenders = self._make_servers(), self._make_lenders(recorder)
+        executor = self._executor(pool, allocation, profile, records.journal, observer, servers, lenders)
         recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
         observer.planners.append(recovery.worker_lost)
-        return _Workers(executor, recovery, observer, allocation, key, profile, servers)
+        return _Workers(executor, recovery, observer, allocation, key, profile, servers, lenders)
 
     def _make_servers(self) -> TracedServers | None:
         """On the slots behind those of the run; none is started yet."""
         config, cluster = self.config, self.config.cluster
-        if config.lending is None:
+        if config.lending is None or not config.lending.servers:
             return None
         slots = tuple(range(cluster.slots, cluster.slots + config.lending.servers))
         dtype = served_dtype(self.arithmetic.precision)
@@ -213,6 +223,29 @@ class Session:
             self.progress.line,
         )
 
+    def _make_lenders(self, recorder: Recorder) -> LenderLauncher | None:
+        """On the slots behind those of the run's own servers; nobody was asked yet."""
+        config, lending = self.config, self.config.lending
+        if lending is None or not lending.agents or not config.lent_devices:
+            return None
+        assert isinstance(self.launcher, LocalLauncher), "agents are beside the controller"
+        first, size = config.cluster.slots + lending.servers, lending.engine
+
+        return LenderLauncher(
+            self.launcher,
+            dict(enumerate(lending.agents, first)),
+            Borrow(
+                size.max_model_len,
+                size.max_num_seqs,
+                size.kv_tokens,
+                (self.model / "config.json").read_text(),
+                refresh_kv=config.training.kv_on_update == "refresh",
+            ),
+            (lending.weights.host, lending.weights.port),
+            config.run_directory / "logs" / "publisher.log",
+            lambda text: recorder.event("lender", None, text),
+        )
+
     async def _start_workers(self, workers: _Workers) -> DeviceProfile:
         """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
         config, executor, recovery, profile = self.config, workers.executor, workers.recovery, workers.profile
@@ -220,7 +253,13 @@ class Session:
             self.progress.phase("starting servers")
             await workers.servers.start()
         self.progress.phase("starting engines and trainers")
-        await recovery.start()
+        try:
+            if workers.lenders is not None:
+                await workers.lenders.look()
+                executor.slots_changed()
+            await recovery.start()
+        except LenderRefusedError as error:
+            raise ConfigError(f"lending.agents: {error}") from None
         ready = executor.allocation() or workers.allocation
         self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
         if profile is None:
@@ -314,6 +353,7 @@ class Session:
         journal: Journal,
         observer: RunObserver,
         servers: TracedServers | None,
+        lenders: LenderLauncher | None,
     ) -> RunExecutor:
         """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
@@ -325,6 +365,7 @@ class Session:
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
         lent = [worker.id for worker in pool.all() if worker.lent is not None]
+        own = lent[: 0 if config.lending is None else config.lending.servers]
         if profile is not None:
             handover.price_by(profile)
         settings = WorkerSettings(
@@ -338,10 +379,11 @@ class Session:
             kv_bytes,
             before.history.step if before is not None else 0,
             before.checkpoint if before is not None else None,
-            {} if servers is None else {name: servers.loan(number, config.name) for number, name in enumerate(lent)},
+            {} if servers is None else {name: servers.loan(slot, config.name) for slot, name in enumerate(own)},
         )
         fleet = ServingFleet(policy, allocation, handover)
-        return begin_session(SlotProcesses(self.launcher, pool, fleet, settings, journal, observer))
+        launcher = self.launcher if lenders is None else lenders
+        return begin_session(SlotProcesses(launcher, pool, fleet, settings, journal, observer, lenders))
 
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.plan.transition import Role
-from libra.records.loan_history import LoanHistory, MissedRequest
+from libra.records.loan_history import LoanHistory, MissedRequest, RecallSpan
 from libra.report.charts import Figure, Series, line_figure, time_unit
 from libra.report.lanes import Lane, LaneSpan, lane_figure
 from libra.report.page import ROLES
@@ -25,9 +25,10 @@ from libra.report.words import count, duration, fine_duration, percent, plural
 BINS = 120  # of a figure that has the page for itself: eight pixels each; half as many beside another one
 MOST_LANES = 16  # devices that are shown one by one
 MOST_ROWS = 40  # of a table
+MOST_MISSED = 12  # requests of one
 _SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
 _RECALLED = ROLES[Role.DRAINING]
-_LENT, _GRANTED, _SERVING, _WANTED = "var(--blue)", "#9fd0ee", "#e69f00", "#8a949e"
+_LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
 _MARGINS = (  # quantile, name, colour
     (0.0, "the closest of all", "var(--deep)"),
     (0.1, "p10: one in ten is closer", "#56b4e9"),
@@ -51,28 +52,27 @@ Spans = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class LendingSection:
-    """What a page says of lending."""
+    """What a page says of lending; empty is what nobody knows."""
 
-    note: str
     figures: tuple[Figure, ...]
-    devices: tuple[tuple[str, ...], ...]
-    answers: tuple[tuple[str, ...], ...]  # of the gate, the first row being its columns
-    missed: tuple[tuple[str, ...], ...]
-    missed_note: str
-    recalls: tuple[tuple[str, ...], ...]
-    recalls_note: str
+    note: str = ""
+    devices: tuple[tuple[str, ...], ...] = ()
+    answers: tuple[tuple[str, ...], ...] = ()  # of the gate, the first row being its columns
+    missed: tuple[tuple[str, ...], ...] = ()
+    missed_note: str = ""
+    recalls: tuple[tuple[str, ...], ...] = ()
+    recalls_note: str = ""
 
 
 def lending_section(
     histories: Sequence[LoanHistory],
     since: str,
     markers: Sequence[tuple[float, str, str]] = (),
-    wanted: Sequence[tuple[float, float]] = (),
     more: Sequence[Figure] = (),
+    seen: str = "",
 ) -> LendingSection | None:
-    """`since` says what the seconds count from; `markers` are (moment, label, title), `wanted` (moment, share of the
-    time in which rollout had something to compute on the devices), and `more` figures follow those of here. None where
-    nothing was lent."""
+    """`since` says what the seconds count from; `markers` are (moment, label, title); `more` figures follow those
+    of here, and `seen` says what of serving is recorded. None where nothing was lent."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
     if not times:
         return None
@@ -82,14 +82,14 @@ def lending_section(
     x = Axis(f"time since {since} ({unit})", (edges[0] / scale, edges[-1] / scale))
     drawn = [Marker(at / scale, label, title) for at, label, title in markers]
     missed = [(it, miss) for it in histories for miss in it.missed()]
-    missed.sort(key=lambda pair: pair[1].request.came)
+    missed.sort(key=lambda pair: (pair[1].blamed is False, pair[1].request.came))
     recalls = sorted(((it.name, span) for it in histories for span in it.recalls), key=lambda pair: pair[1].start)
     reasons = [reason for reason in _REASONS if any(it.refusals.get(reason) for it in histories)]
     return LendingSection(
         note=_note(histories),
         figures=(
             _devices(histories, edges, scale, x, drawn),
-            _shares(histories, edges[::2], scale, x, wanted),
+            _shares(histories, edges[::2], scale, x, seen),
             _load(histories, edges[::2], scale, x),
             _margins(histories, edges[::2], scale, x),
             _requests(histories, edges[::2], scale, x),
@@ -97,10 +97,10 @@ def lending_section(
         ),
         devices=tuple(_device(it, edges[-1] - edges[0]) for it in histories[:MOST_ROWS]),
         answers=(
-            ("Device", "Steps of rollout", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
+            ("Device", "Granted and used", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
             *(_answers(it, reasons) for it in histories[:MOST_ROWS]),
         ),
-        missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_ROWS]),
+        missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_MISSED]),
         missed_note=_missed_note(histories, missed),
         recalls=tuple(
             (duration(span.start), name, duration(span.end - span.start), span.why)
@@ -189,15 +189,17 @@ def _spans(it: LoanHistory) -> tuple[Spans, Spans]:
 def _devices(
     histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis, markers: Sequence[Marker]
 ) -> Figure:
-    lanes = []
+    lanes, (low, high) = [], (float(edges[0]), float(edges[-1]))
     for it in histories[:MOST_LANES]:
         spans = list(_shaded(it, covered(_spans(it)[0], edges), edges / scale))
         spans += [
-            LaneSpan(span.start / scale, span.end / scale, span.why, f"{it.name} is recalled: {span.why}", _RECALLED)
+            LaneSpan(
+                max(span.start, low) / scale, min(span.end, high) / scale, span.why, _recall_words(it, span), _RECALLED
+            )
             for span in it.recalls
-            if span.end > span.start
+            if max(span.start, low) < min(span.end, high)
         ]
-        crosses = [(miss.request.came / scale, _miss_words(miss)) for miss in it.missed()]
+        crosses = [(at / scale, _miss_words(miss)) for miss in it.missed() if low <= (at := miss.request.came) <= high]
         lanes.append(Lane(it.name, spans, crosses))
     legend = [(f"up to {20 * (number + 1)} %", colour) for number, colour in enumerate(_SHADES)]
     note = "Share of the time in which rollout computed; empty: none." + (
@@ -225,7 +227,7 @@ def _shares(
     edges: NDArray[np.float64],
     scale: float,
     x: Axis,
-    wanted: Sequence[tuple[float, float]],
+    seen: str,
 ) -> Figure:
     lent = sum((covered(_spans(it)[0], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
     serving = sum((covered(_spans(it)[1], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
@@ -239,9 +241,7 @@ def _shares(
         Series("granted for that", _GRANTED, _middles(100 * np.minimum(granted, 1.0), edges, scale)),
         Series("serving computes", _SERVING, _middles(100 * serving, edges, scale)),
     ]
-    if wanted:
-        series.append(Series("rollout has turns to make", _WANTED, [(at / scale, min(100.0, it)) for at, it in wanted]))
-    note = "Of all devices. Steps of serving are known while rollout looks, not while it has nothing to compute."
+    note = f"Of all devices. {seen}".rstrip()
     return line_figure("Whose steps the devices make", note, series, x, Axis("% of the time", (0.0, 100.0)))
 
 
@@ -283,10 +283,11 @@ def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale
 def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
     title = "What users waited for"
     known = [(it, it.slo) for it in histories if it.slo is not None]
-    first = [(request.came, 100 * request.ttft / slo.ttft) for it, slo in known for request in it.requests]
+    came = [(request, slo) for it, slo in known for request in it.requests if edges[0] <= request.came <= edges[-1]]
+    first = [(request.came, 100 * request.ttft / slo.ttft) for request, slo in came]
     if not first:
-        return Figure(title, "No request of a user is recorded.")
-    later = [(request.came, 100 * request.tpot / slo.tpot) for it, slo in known for request in it.requests]
+        return Figure(title, "No request of a user is recorded in that time.")
+    later = [(request.came, 100 * request.tpot / slo.tpot) for request, slo in came]
     series = [
         *_pieces("first token (TTFT)", "var(--blue)", binned(first, edges, np.max), edges, scale),
         *_pieces("a token after it (TPOT)", "#e69f00", binned(later, edges, np.max), edges, scale),
@@ -329,6 +330,10 @@ def _miss_words(miss: MissedRequest) -> str:
     return f"request {miss.request.number:,} missed its SLO: {what}"
 
 
+def _recall_words(it: LoanHistory, span: RecallSpan) -> str:
+    return f"{it.name} is recalled from {duration(span.start)} to {duration(span.end)}: {span.why}"
+
+
 def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHistory, MissedRequest]]) -> str:
     requests = sum(len(it.requests) for it in histories)
     if not requests:
@@ -336,16 +341,20 @@ def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHi
     if not missed:
         return f"None of {plural(requests, 'request')} missed its SLO."
     blamed = [miss.blamed for _, miss in missed]
-    parts = [f"{count(blamed.count(True))} of them met it where nothing was lent"] if True in blamed else []
+    parts = [f"{plural(len(missed), 'request')} of {count(requests)} missed their SLO"]
+    if True in blamed:
+        parts.append(f"{count(blamed.count(True))} of them by lending: served alone they met it")
     if False in blamed:
-        parts.append(f"{count(blamed.count(False))} would have missed it without lending, too")
-    if None in blamed:
-        parts.append(
-            f"of {count(blamed.count(None))} nobody knows: rollout had the device since serving was last idle, and the"
-            " same traffic was not served alone"
+        alone = (
+            "served alone they missed it, too"
+            if all(it.blamed is not None for it, _ in missed)
+            else ("nothing was lent from when serving was last idle")
         )
-    shown = f" The first {MOST_ROWS} are shown." if len(missed) > MOST_ROWS else ""
-    return f"{plural(len(missed), 'request')} of {count(requests)} missed their SLO; {', '.join(parts)}.{shown}"
+        parts.append(f"{count(blamed.count(False))} not by lending: {alone}")
+    if None in blamed:
+        parts.append(f"{count(blamed.count(None))} perhaps by lending: nobody served the same traffic alone")
+    shown = f" The first {MOST_MISSED} are shown." if len(missed) > MOST_MISSED else ""
+    return f"{'; '.join(parts)}.{shown}"
 
 
 def _note(histories: Sequence[LoanHistory]) -> str:
@@ -353,7 +362,6 @@ def _note(histories: Sequence[LoanHistory]) -> str:
     slos = dict.fromkeys(it.slo for it in histories if it.slo is not None)
     owed = "; ".join(f"{fine_duration(slo.ttft)} to the first token, {fine_duration(slo.tpot)} a token" for slo in slos)
     pace = ", ".join(dict.fromkeys(fine_duration(it.pace) for it in histories))
-    longest = max((span.granted for it in histories for span in it.grants), default=0.0)
     said = f"{plural(len(histories), 'device')} lent by {rules}, at a pace of {pace} a token"
     said += f" (SLO: {owed})" if owed else ""
-    return f"{said}; grants of up to {fine_duration(longest)}." if longest else f"{said}."
+    return f"{said}; grants of up to {fine_duration(max(it.longest for it in histories))}."

@@ -225,12 +225,15 @@ class SimulationProgress:
         self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
 
     def __call__(self, moment: Elapsed) -> None:
+        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
+        self.tell(f"simulated {duration(moment.seconds)}: {ended}")
+
+    def tell(self, words: str) -> None:
+        """Show this, if it is time to."""
         now = self._clock()
         if now < self._due:
             return
         self._due = now + self._pace
-        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
-        words = f"simulated {duration(moment.seconds)}: {ended}"
         if self._status is None:
             write_line(self._stream, words)
         else:

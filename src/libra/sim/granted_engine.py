@@ -17,6 +17,7 @@ from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.jump import cut, end_of
 from libra.sim.engine.request import Request
 from libra.sim.engine.running import nothing_fits, schedule
+from libra.sim.loan_watch import LoanWatch
 from libra.sim.step_budget import StepBudgets
 from libra.sim.tenant import ServingTenant
 
@@ -27,10 +28,19 @@ class LenderDevice:
     """A serving engine's device, whether or not rollout has it: it outlives the engines that borrow it.
 
     `share` is the share of the time that is granted while rollout has work: of the latest seconds, or at first what is
-    expected. `exact` makes every step of serving: the same outcome, slower.
+    expected. `exact` makes every step of serving: the same outcome, slower. What becomes of one that is `watched` is
+    kept.
     """
 
-    def __init__(self, tenant: ServingTenant, rule: SharingRule, share: float, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        tenant: ServingTenant,
+        rule: SharingRule,
+        share: float,
+        *,
+        exact: bool = False,
+        watched: bool = False,
+    ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share is {share:g}; the share of the time that is granted is above 0 and at most 1")
         self.tenant = tenant
@@ -41,6 +51,7 @@ class LenderDevice:
         self.share = share
         self._rule, self._exact = rule, exact
         self._watched = rule if isinstance(rule, WatchedRule) else None
+        self.watch = LoanWatch(rule) if watched else None
         self._since = 0  # serving steps since the last grant
         self._looked = -1, -1  # steps and requests of serving at the last look at its memory
         self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and what had been lent by then
@@ -72,10 +83,14 @@ class LenderDevice:
         answer = self._rule.decide(view, now, self.tenant.cost)
         if self._watched is not None and self._watched.breach is not None:
             self.tenant.uncover()
+        if self.watch is not None:
+            self.watch.asked(view, now, answer)
         return answer
 
     def used(self, end: int) -> None:
         """Rollout had the device until now."""
+        if self.watch is not None:
+            self.watch.used(self.at, end)
         self.lent += end - self.at
         self.at, self._since = end, 0
 
@@ -91,6 +106,7 @@ class LenderDevice:
                 raise RuntimeError("a rollout step takes longer than the longest grant: grant more, or lower its batch")
         else:
             self._since += 1
+            self._tell_served(end)
         self.at = end
         elapsed, lent = end - self._averaged, self.lent - self._lent
         self.share += (1 - math.exp(-elapsed / (_HORIZON * TICKS))) * (lent / elapsed - self.share)
@@ -108,6 +124,8 @@ class LenderDevice:
             following, made = tenant.next_arrival, tenant.made
             end = tenant.step(self.at) if self._exact else tenant.steps_until(self.at, now)
             self._since += tenant.made - made
+            if end is not None:
+                self._tell_served(end)
             self.at = end if end is not None else now if following is None else min(now, following)
         self._averaged, self._lent = self.at, self.lent
 
@@ -121,6 +139,10 @@ class LenderDevice:
             while request.finish is None:
                 self.serve_alone(self.at + TICKS)
         return came
+
+    def _tell_served(self, end: int) -> None:
+        if self.watch is not None:
+            self.watch.served(self.at, end, self.tenant.served, self.tenant.closest)
 
     def returns(self) -> int:
         """Serve alone until the loan is given again. Returns the tick."""

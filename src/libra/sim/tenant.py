@@ -74,6 +74,8 @@ class ServingTenant:
         self.made = 0  # steps
         self.margin = math.inf  # ticks by which the closest of all later tokens came before it was due
         self.kv: KVLoan | None = None  # of its memory; None: nothing of it is lent
+        self.closest = math.inf  # likewise, of the steps that were made last
+        self.served = 0  # requests that had a token of them
         self.uncovered: set[int] = set()  # requests that were there while the load was outside its envelope
         self._coming = iter(requests)
         self._next = next(self._coming, None)
@@ -130,12 +132,13 @@ class ServingTenant:
         steps = self.engine.steps or 1
         self.computed += end - now
         due = self._earliest()
-        if due < math.inf:
-            self.margin = min(self.margin, self._closest(due, end))
+        self.closest = self._closest(due, end) if due < math.inf else math.inf
+        self.margin = min(self.margin, self.closest)
         if self.kv is not None:
             engine = self.engine
             coming = engine.flight.generation.demand(engine.steps) - engine.taken if engine.steps else 0
             self.kv.served(engine.pool.free - coming)
+        self.served = len(self.engine.running)
         self._served(self.engine.commit(), steps, end)
         return end
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
+from safetensors.numpy import save_file
 
 import libra.backends.lend.agent
 from libra.backends.launch.launcher import WorkerLink
@@ -19,21 +24,44 @@ from libra.backends.lend.borrower_token import BorrowerToken
 from libra.backends.lend.device_page import BorrowerTally, EngineFacts
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.serving_token import ServingToken
+from libra.backends.tiny_model import write_tiny_model
 from libra.backends.transport.channel import AgentChannel, ControllerChannel
-from libra.backends.transport.engine_messages import DeviceLoan, Generate, Generated, Interrupt, Piece, StartEngine
-from libra.backends.transport.messages import Failure, Ready
+from libra.backends.transport.engine_messages import (
+    Borrow,
+    DeviceLoan,
+    ExpectWeights,
+    Generate,
+    Generated,
+    Interrupt,
+    Lent,
+    Loaded,
+    LoadWeights,
+    NotNow,
+    Piece,
+    StartEngine,
+)
+from libra.backends.transport.messages import Failure, Message, Ready, Tensor
+from libra.backends.transport.shared_memory import BUFFERS, Vector
+from libra.backends.weights.grid import Grid
+from libra.backends.weights.processes import WeightsPublisher
+from libra.config.run import ModelConfig
 from libra.lend.recall import RecallPolicy
 from libra.records.lending import LendingTerms
 from libra.traffic.envelope import Envelope
 
 TERMS = LendingTerms("chat", "policy", 0.08, 0.03, 0.002, Envelope(2.0, 900, 6, 4000, 5.0), RecallPolicy(1.0, 8.0))
+ASKED = Borrow(512, 8, 100)
+LAYOUT = (Tensor("a", (1000,), 0, "float32"),)
+GRID = Grid.of(LAYOUT, 4032)
+LENT = Lent("chat", 2.0, "")
 CHAT = EngineFacts("chat", 2048, 64, 128)
 
 
 class Launcher:
     """Engines at the other ends of socket pairs; `engines` has them in the order of their start."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int) -> None:
+        self.weights = memory
         self.engines: asyncio.Queue[AgentChannel] = asyncio.Queue()
         self.all: list[AgentChannel] = []  # a channel that nobody holds is closed
         self.started = 0
@@ -59,12 +87,18 @@ class Loan:
     """An agent beside a server that this process is."""
 
     def __init__(self, directory: Path) -> None:
-        device = directory / "device"
-        start = StartEngine("", 512, 8, "float32", 1, (), 1, 0, 1.0, (0,), False, loan=DeviceLoan("", TERMS, None))
+        device, policy = directory / "device", directory / "policy"
+        write_tiny_model(policy, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123", 512)
+        (directory / "logs").mkdir()
+        self.memory = os.memfd_create("weights", 0)
+        self.launcher = Launcher(self.memory)
+        start = StartEngine(
+            str(policy), 512, 8, "float32", 1 << 20, (), 1, 0, 1.0, (0,), False, loan=DeviceLoan("", TERMS, None)
+        )
         self.order = LoanOrder(device, directory / "agent", "chat", 1000.0, start)
         self.serving = ServingToken(device, CHAT)
         self.borrower = BorrowerToken(device, TERMS.pace)
-        self.launcher, self.told, self.ended = Launcher(), list[str](), asyncio.Event()
+        self.told, self.ended = list[str](), asyncio.Event()
 
     async def engine(self) -> AgentChannel:
         """The next one to be started, ready."""
@@ -75,9 +109,9 @@ class Loan:
             await asyncio.sleep(0)
         return engine
 
-    async def controller(self) -> ControllerChannel:
+    async def controller(self, wanted: Borrow = ASKED) -> ControllerChannel:
         channel = ControllerChannel(*await asyncio.open_unix_connection(self.order.listen))
-        channel.send(self.order.start)
+        channel.send(wanted)
         return channel
 
 
@@ -137,20 +171,20 @@ def test_turns_pass_through_and_stay_with_the_controller_that_asked(
     async def script(loan: Loan, agent: LendingAgent) -> None:
         engine = await loan.engine()
         first = await loan.controller()
-        assert await first.receive() == Ready(0.5)
+        assert await first.receive() == LENT
         first.send(turn("a"))
         name = (await engine.receive()).id  # type: ignore[union-attr]
         engine.send(made(name, 7, 8))
         said = await first.receive()
         assert isinstance(said, Generated) and said.pieces == [Piece("a", 0, [7, 8], [0.0, 0.0])]
         other = await loan.controller()
-        assert await other.receive() == Failure("another controller has this engine; one at a time can")
+        assert await other.receive() == NotNow("another controller has this engine; one at a time can")
         agent.period()
         assert agent.period().turns == 1
         first.close()
         assert await engine.receive() == Interrupt(name)
         second = await loan.controller()
-        assert await second.receive() == Ready(0.5)
+        assert await second.receive() == LENT
         second.send(turn("a"))  # by the same name
         again = await engine.receive()
         engine.send(made(name, 9, ended=True))  # what is left of the first
@@ -169,7 +203,7 @@ def test_an_engine_that_is_lost_is_started_again_and_its_controller_learns_it(
     async def script(loan: Loan, agent: LendingAgent) -> None:
         engine = await loan.engine()
         controller = await loan.controller()
-        assert await controller.receive() == Ready(0.5)
+        assert await controller.receive() == LENT
         loan.borrower.tell(BorrowerTally(grants=3))
         engine.send(Failure("out of memory"))
         engine.close()
@@ -207,13 +241,115 @@ def test_a_device_whose_file_was_replaced_is_not_lent_any_more(tmp_path: Path, m
         lend(tmp_path, script, monkeypatch)
 
 
-def test_what_an_engine_behind_an_agent_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_agent_does_not_lend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(loan: Loan, agent: LendingAgent) -> None:
-        early = await loan.controller()
-        assert await early.receive() == Failure("the engine is not ready yet; come back")
+        async def answer(wanted: Borrow) -> Message:
+            return await (await loan.controller(wanted)).receive()
+
+        assert await answer(ASKED) == NotNow("the engine is not ready yet; come back")
         await loan.engine()
-        longer = ControllerChannel(*await asyncio.open_unix_connection(loan.order.listen))
-        longer.send(StartEngine("", 4096, 8, "float32", 1, (), 1, 0, 1.0, (0,), False))
-        assert await longer.receive() == Failure("max_model_len is 512 here, 4096 is wanted")
+        assert await answer(replace(ASKED, max_model_len=4096)) == Failure(
+            "max_model_len is 512 in the lent engine, 4096 is wanted"
+        )
+        assert await answer(replace(ASKED, kv_tokens=10_000)) == Failure(
+            "kv_tokens is 2048 in the lent engine, 10000 is wanted"
+        )
+        other = await answer(replace(ASKED, layout=(Tensor("a", (2,), 0, "float32"),), buffer_bytes=8))
+        assert isinstance(other, Failure) and "holds no *.safetensors" in other.error
+        stranger = ControllerChannel(*await asyncio.open_unix_connection(loan.order.listen))
+        stranger.send(turn("a"))
+        assert await stranger.receive() == Failure("an agent was told Generate; a controller begins with Borrow")
 
     lend(tmp_path, script, monkeypatch)
+
+
+def content_of(version: int) -> Vector:
+    content = np.zeros(GRID.size, np.uint8)
+    content[: 4 * version : 4] = 1
+    return content
+
+
+def test_an_engine_takes_what_a_run_publishes_and_makes_no_turn_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(loan: Loan, agent: LendingAgent) -> None:
+        memory = os.memfd_create("published", 0)
+        os.ftruncate(memory, BUFFERS * GRID.size)
+        save_file({"a": np.zeros(1000, np.float32)}, tmp_path / "policy" / "model.safetensors")
+
+        def publish(version: int) -> None:
+            os.pwrite(memory, content_of(version).data, version % BUFFERS * GRID.size)
+            publisher.tell(LoadWeights(version, version % BUFFERS, zlib.crc32(content_of(version).data)))
+
+        async def takes(engine: AgentChannel, version: int) -> None:
+            """It is told of this version, which lies in its memory; and takes it."""
+            order = await engine.receive()
+            assert isinstance(order, LoadWeights) and order.version == version
+            found = os.pread(loan.memory, GRID.size, order.buffer * GRID.size)
+            assert found == content_of(version).tobytes() and zlib.crc32(found) == order.checksum
+            engine.send(Loaded(version, 0.25))
+
+        def begun(run: WeightsPublisher) -> Borrow:
+            return replace(ASKED, layout=LAYOUT, buffer_bytes=GRID.size, weights=run.place)
+
+        publisher = await WeightsPublisher.open(GRID, memory, "127.0.0.1", 0, tmp_path / "publisher.log")
+        engine = await loan.engine()
+        early = await loan.controller(begun(publisher))
+        assert await early.receive() == LENT
+        early.send(turn("a"))
+        assert await early.receive() == Failure("a turn came before weights of this run were here")
+        assert await engine.receive() == ExpectWeights(LAYOUT, GRID.size)
+
+        controller = await loan.controller(begun(publisher))
+        assert await controller.receive() == LENT
+        assert await engine.receive() == ExpectWeights(LAYOUT, GRID.size)
+        for version in (3, 4):
+            publish(version)
+            await takes(engine, version)
+            assert await controller.receive() == Loaded(version, 0.25)
+        controller.send(turn("a"))
+        first = await engine.receive()
+        assert isinstance(first, Generate)
+        controller.close()
+        assert await engine.receive() == Interrupt(first.id)
+
+        again = await loan.controller(begun(publisher))  # the same run: the engine has what it needs
+        assert [await again.receive(), await again.receive()] == [LENT, Loaded(4, 0.0)]
+        again.close()
+
+        other = await WeightsPublisher.open(GRID, memory, "127.0.0.1", 0, tmp_path / "other.log")  # the same numbers
+        next_run = await loan.controller(begun(other))
+        assert await next_run.receive() == LENT
+        next_run.send(turn("a"))
+        assert await next_run.receive() == Failure("a turn came before weights of this run were here")
+        next_run = await loan.controller(begun(other))
+        assert await next_run.receive() == LENT
+        assert [await engine.receive(), await engine.receive()] == 2 * [ExpectWeights(LAYOUT, GRID.size)]
+        await publisher.close()
+        publisher = other
+        publish(4)
+        await takes(engine, 4)
+        assert await next_run.receive() == Loaded(4, 0.25)
+        next_run.send(turn("a"))
+        second = await engine.receive()
+        assert isinstance(second, Generate) and second.salt != first.salt  # KV of other weights is of no use
+
+        engine.close()  # another one takes what lies here, and a run hears of it when it comes
+        engine = await loan.engine()
+        last = await loan.controller(begun(other))
+        assert await last.receive() == LENT
+        assert await engine.receive() == ExpectWeights(LAYOUT, GRID.size)
+        await takes(engine, 4)
+        assert await last.receive() == Loaded(4, 0.25)
+
+        publish(5)
+        assert isinstance(await engine.receive(), LoadWeights)
+        engine.send(Failure("weight update to version 5: checksum"))
+        assert await last.receive() == Failure("weight update to version 5: checksum")
+        with pytest.raises(ConnectionError):
+            await last.receive()
+        await other.close()
+        os.close(memory)
+
+    loan = lend(tmp_path, script, monkeypatch)
+    assert loan.told[-1] == "no weights: weight update to version 5: checksum"

@@ -70,7 +70,8 @@ class Engine:
         for view in self.while_it_runs:
             self.serving.publish(view, KVView(), TERMS.pace)
             self.serving.acquire()
-            self.serving.release(ServingStep(4, 0, 400, 0.01))
+            self.serving.note(ServingStep(4, 0, 400, 0.01))
+            self.serving.release()
         return tokens
 
 
@@ -93,7 +94,8 @@ class Shared:
             spent = rng.uniform(0.9, 1.1) * (0.002 + 1e-3 * sequences)
             self.serving.acquire()
             self.serving.publish(IDLE, KVView(), TERMS.pace)
-            self.serving.release(ServingStep(sequences, rng.choice([0, 100]), 100 * sequences, spent))
+            self.serving.note(ServingStep(sequences, rng.choice([0, 100]), 100 * sequences, spent))
+            self.serving.release()
             self.engine.noise = rng.uniform(0.9, 1.1)
             self.borrower.step(self.engine)
             self.clock.now += 0.05
@@ -284,7 +286,7 @@ def test_without_turns_serving_is_left_alone(shared: Shared) -> None:
     assert shared.borrower.step(shared.engine) is None
     shared.lender.extend(math.inf)
     shared.serving.publish(ServingView(1, 0, shared.clock.now + 9), KVView(), TERMS.pace)
-    assert not shared.serving.can_spare(shared.clock.now)
+    assert not shared.serving.can_spare()
 
 
 def test_bounds_that_let_nothing_through_are_learnt_again(shared: Shared) -> None:

@@ -65,16 +65,19 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     serving.acquire()
     assert not borrower.try_take(time.monotonic() + 1)
     for number in range(3):
-        serving.release(ServingStep(number, 10, 100, 0.5))
+        serving.note(ServingStep(number, 10, 100, 0.5))
+        serving.release()
     assert borrower.steps() == [ServingStep(number, 10, 100, 0.5) for number in range(3)]
-    serving.release(step := ServingStep(4, 0, 90, 0.25, ended=12.5, margin=-0.125))
+    serving.note(step := ServingStep(4, 0, 90, 0.25, ended=12.5, margin=-0.125))
+    serving.release()
     assert borrower.steps() == [step]
     assert serving.due == 3.5
     serving.publish(view, kv, 0.0)
     assert serving.due == math.inf  # nobody asks for a pace
     assert borrower.steps() == []
     for number in range(200):
-        serving.release(ServingStep(number, 0, 0, 0.1))
+        serving.note(ServingStep(number, 0, 0, 0.1))
+        serving.release()
     assert [step.sequences for step in borrower.steps()] == list(range(137, 200))  # what was overwritten is not told
     assert borrower.try_take(time.monotonic() + 1)
     borrower.release()
@@ -100,6 +103,28 @@ def test_serving_waits_until_the_grant_is_over_and_no_longer(tmp_path: Path, fat
             serving.acquire()  # not waited for again
             assert serving.fenced == 2 and time.monotonic() - began < 1.0
         serving.release()
+
+
+def test_serving_goes_on_in_the_moment_in_which_the_grant_is_over(tmp_path: Path) -> None:
+    """On a clock of its own, of a millisecond a look: how long the machine takes does not count."""
+    now = 100.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    serving = ServingToken(tmp_path / "device", clock=clock)
+    borrower = BorrowerToken(tmp_path / "device", 0.1)
+    for length in (0.05, 0.2):
+        expires = now + length
+        assert borrower.try_take(expires)
+        assert serving.acquire() and serving.lent
+        assert expires <= now < expires + 0.003
+        serving.release()
+        with pytest.raises(FencedError):
+            borrower.release()
+    assert serving.fenced == 2
 
 
 def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_path: Path) -> None:
@@ -137,7 +162,7 @@ def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_p
     ):
         borrower.wish(wish)
         serving.publish(view, KVView(), 0.1)
-        assert not serving.can_spare(time.monotonic())
+        assert not serving.can_spare()
 
 
 def test_a_step_that_can_wait_is_put_off_after_one_grant(tmp_path: Path) -> None:

@@ -203,4 +203,4 @@ def test_what_a_page_says_from_before_the_machine_was_started_is_forgotten(tmp_p
         ):
             kind(device)
     serving = ServingToken(device, CHAT)
-    assert not serving.leased and serving.pace == 0.0 and not serving.can_spare(time.monotonic())
+    assert not serving.leased and serving.pace == 0.0 and not serving.can_spare()

@@ -77,7 +77,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_that_are_of_dropped_blocks_alone_are_dropped(layout: str) -> None:
     torch = pytest.importorskip("torch")
-    from libra.backends.lend.kv_pages import KVPages
+    from libra.backends.lend.kv_pages import kv_pages
 
     views, random = LAYOUTS[layout], Random(layout)
     numbers = max(offset + shape[0] * strides[0] for offset, shape, strides in views) + 64
@@ -85,7 +85,7 @@ def test_pages_that_are_of_dropped_blocks_alone_are_dropped(layout: str) -> None
         buffer = torch.ones(numbers + 4 * PAGE, dtype=torch.float32)
         start = random.randrange(PAGE // 4)  # vLLM's buffer begins anywhere in a page
         caches = [torch.as_strided(buffer, shape, strides, start + offset) for offset, shape, strides in views]
-        pages = KVPages(scheduler_with(BLOCKS, {str(i): layer(cache) for i, cache in enumerate(caches)}))
+        pages = kv_pages(scheduler_with(BLOCKS, {str(i): layer(cache) for i, cache in enumerate(caches)}))
         dropped = random.sample(range(BLOCKS), random.randrange(1, BLOCKS))
         covered = np.zeros(buffer.numel(), dtype=bool)
         for offset, shape, strides in views:
@@ -104,7 +104,7 @@ def test_pages_that_are_of_dropped_blocks_alone_are_dropped(layout: str) -> None
 
 def test_memory_that_cannot_change_hands_is_refused() -> None:
     torch = pytest.importorskip("torch")
-    from libra.backends.lend.kv_pages import KVPages
+    from libra.backends.lend.kv_pages import kv_pages
 
     strided = torch.zeros(2 * 9 * 64).as_strided((9, 2, 64), (64, 9 * 64, 1))  # heads before blocks
     for layers, said in (
@@ -115,9 +115,9 @@ def test_memory_that_cannot_change_hands_is_refused() -> None:
         ({"a": layer(strided)}, "bytes of a KV block are not side by side.*VLLM_KV_CACHE_LAYOUT"),
     ):
         with pytest.raises(LendingError, match=said):
-            KVPages(scheduler_with(9, layers))
+            kv_pages(scheduler_with(9, layers))
     with pytest.raises(LendingError, match="runs in another process"):
-        KVPages(scheduler_with(9, {}, groups=(("a",),)))
+        kv_pages(scheduler_with(9, {}, groups=(("a",),)))
 
 
 def test_blocks_that_are_taken_are_nobodys(vllm: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from libra.backends.lend.device_page import EngineFacts, LendingError
 from libra.backends.lend.lender_file import LoanOrder, load_lender_file
@@ -17,10 +19,12 @@ from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.server_watch import ServerWatch
 from libra.backends.lend.serving_token import ServingToken
 from libra.backends.tiny_model import write_tiny_model
+from libra.cli.app import app
 from libra.config.run import ModelConfig
 from libra.config.yaml_file import ConfigError
 from libra.lend.certificate import Certificate, Harvest, certificate_json
-from libra.lend.gate import Slo
+from libra.lend.gate import IDLE, Slo
+from libra.lend.quota import KVView
 from libra.traffic.envelope import Envelope
 
 CERTIFICATE = Certificate(
@@ -105,6 +109,51 @@ def test_a_loan_that_nothing_covers_is_refused(tmp_path: Path, changes: dict[str
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, changes)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from libra.backends.lend.device_page import EngineFacts
+from libra.backends.lend.serving_token import ServingToken
+ServingToken(Path(sys.argv[1]), EngineFacts("Qwen/Qwen3-8B", 16384, 256, 1024))
+"""
+NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("case", "kv", "words"),
+    [
+        ("no server", MUCH, "No such file or directory; start the serving engine with LendingScheduler"),
+        ("ended", MUCH, "the serving engine has ended; start it first"),
+        ("another model", MUCH, "serving.model is Qwen/Qwen3-8B, the server on"),
+        ("another agent", MUCH, "another agent lends this device; one at a time can"),
+        (
+            "",
+            LITTLE,
+            "rollout.borrowed_kv: a reserve of 1,048,576 and one rollout context of 131,072 bytes are more than",
+        ),
+        ("", NO_MEMORY, "rollout.borrowed_kv: the serving engine cannot cede KV memory, its log says why; remove"),
+    ],
+)
+def test_a_loan_that_its_device_does_not_allow_is_refused_as_bad_input(
+    tmp_path: Path, case: str, kv: KVView, words: str
+) -> None:
+    pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
+    device = load(tmp_path, {"rollout.kv_cache": "0.1 MiB", "rollout.borrowed_kv": "8 MiB"}).device
+    with ExitStack() as stack:
+        if case == "ended":
+            subprocess.run([sys.executable, "-c", SERVE, str(device)], check=True)
+        elif case != "no server":
+            serving = ServingToken(device, CHAT._replace(model="other") if case == "another model" else CHAT)
+            stack.callback(serving.close)
+            serving.publish(IDLE, kv, 0.0)
+        if case == "another agent":
+            stack.callback(LenderToken(device).close)
+        found = CliRunner().invoke(app, ["lend", "serve", str(tmp_path / "loan.yaml")])
+    assert found.exit_code == 2, found.output
+    [line] = found.stderr.splitlines()
+    assert line.startswith("libra: ") and words in line and found.stdout == ""
 
 
 def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:

@@ -124,6 +124,22 @@ def test_what_a_recalled_engine_has_of_a_context_moves_where_that_is_quicker(mon
     assert moved.moved_tokens > again.moved_tokens and moved.interrupted
 
 
+def test_who_watches_sees_what_the_outcome_says() -> None:
+    plan = plan_with(4)
+    serving = served(plan)
+    made, seen = (run(system(plan, it), EPISODES, 4) for it in (serving, replace(serving, watched=True)))
+    assert replace(seen, lenders=tuple(replace(it, history=None) for it in seen.lenders)) == made
+    for it in seen.lenders:
+        history = it.history
+        assert history is not None and (history.name, history.rule, history.slo) == (it.name, "gate", SLO)
+        assert sum(span.end - span.start for span in history.grants) == pytest.approx(it.lent)
+        assert sum(span.end - span.start for span in history.recalls) == pytest.approx(it.away)
+        assert len(history.recalls) == it.recalls and all("certified to" in span.why for span in history.recalls)
+        assert min(span.margin for span in history.serving if span.margin is not None) == pytest.approx(it.margin)
+        assert {miss.request.number for miss in history.missed()} == it.missed.any
+        assert max(used for _, used in history.load) > 1  # a burst left the envelope
+
+
 def test_a_turn_never_meets_weights_older_than_its_group_began_with() -> None:
     plan, weights = plan_with(4), 2.0
     with seeing() as seen:

@@ -122,6 +122,11 @@ class LocalLauncher:
     def bf16(self) -> tuple[Bf16Speed, ...]:
         return (self._fork_server.bf16,)
 
+    @property
+    def weights(self) -> int:
+        """The descriptor of the memory in which its workers find weights."""
+        return self._fork_server.weights
+
     def processes(self) -> tuple[int, ...]:
         return (self._fork_server.pid,)
 

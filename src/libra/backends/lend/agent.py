@@ -14,21 +14,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from libra.backends.launch.fork_server import ForkError
-from libra.backends.launch.launcher import LocalLauncher, WorkerLink
+from libra.backends.launch.launcher import LocalLauncher
+from libra.backends.lend.agent_engine import AgentEngine
 from libra.backends.lend.device_page import BorrowerTally
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.server_watch import ServerWatch
-from libra.backends.transport.channel import AgentChannel
-from libra.backends.transport.engine_messages import Generate, Generated, Interrupt, StartEngine
-from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.exec.background import background
 
 _WORDS = 4  # in one lease
-_SILENT = 10.0  # seconds without a report of an engine that has turns: it hangs, or was stopped
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a borrower that was lost is started again; doubles
 _LOSSES = 5  # of borrowers that did not use a single grant: it will not work
 
@@ -64,16 +58,11 @@ class LendingAgent:
         token: LenderToken,
         server: ServerWatch,
         launcher: LocalLauncher,
+        logs: Path,
         told: Callable[[str], None],
     ) -> None:
-        self._lender, self._token, self._server = lender, token, server
-        self._launcher, self._told = launcher, told
-        self._engine: WorkerLink | None = None
-        self._ready: Ready | None = None
-        self._controller: AgentChannel | None = None
-        self._visits = 0  # of controllers: two may give their turns the same names
-        self._turns: set[str] = set()  # of the controller, that the engine has, by its names
-        self._heard = 0.0  # when the engine reported last
+        self._lender, self._token, self._server, self._told = lender, token, server, told
+        self._engine = AgentEngine(lender, launcher, logs, told, self._word)
         self._before: tuple[float, BorrowerTally, int] | None = None
         self._unrecorded = False
         self.why: str | None = "the borrower starts"  # the word is not given
@@ -88,14 +77,15 @@ class LendingAgent:
             async with LocalLauncher.open(logs) as launcher:
                 await launcher.ready()
                 lender.listen.unlink(missing_ok=True)  # of an agent that was killed: the token says there is no other
-                agent = cls(lender, token, server, launcher, told)
-                controllers = await asyncio.start_unix_server(agent._serve_controller, lender.listen)
+                agent = cls(lender, token, server, launcher, logs, told)
+                controllers = await asyncio.start_unix_server(agent._engine.serve, lender.listen)
                 lender.listen.chmod(0o600)
                 try:
                     async with controllers:
                         yield agent
                 finally:
                     token.extend(0.0)
+                    await agent._engine.close()
                     server.close()
                     lender.listen.unlink(missing_ok=True)
         finally:
@@ -133,7 +123,7 @@ class LendingAgent:
     @property
     def borrower(self) -> int | None:
         """The process of the engine, once it is ready."""
-        return self._engine.pid if self._engine is not None and self._ready is not None else None
+        return self._engine.pid
 
     @property
     def tally(self) -> BorrowerTally:
@@ -151,7 +141,7 @@ class LendingAgent:
             self._unrecorded = True
             self._told("the record has no room any more: lending goes on, unrecorded from here on")
         seconds, grants = now - then, tally.grants - before.grants
-        why = self.why or ((tally.why or "no step has ended") if self._turns and not grants else None)
+        why = self.why or ((tally.why or "no step has ended") if self._engine.turns and not grants else None)
         return LendingPeriod(
             seconds=seconds,
             lent=min(1.0, (tally.lent - before.lent) / seconds) if seconds > 0 else 0.0,
@@ -159,7 +149,7 @@ class LendingAgent:
             tokens=tally.tokens - before.tokens,
             overstayed=tally.overstayed - before.overstayed,
             over_bound=tally.over_bound - before.over_bound,
-            turns=len(self._turns),
+            turns=len(self._engine.turns),
             requests=max(0, notice.view.came - came),
             live=notice.view.live,
             longest_step=tally.longest_step or None,
@@ -177,124 +167,12 @@ class LendingAgent:
             await asyncio.sleep(self._lender.lease / _WORDS)
 
     def _word(self) -> None:
-        self.why = self._server.objection() or ("the borrower starts" if self._ready is None else None)
+        self.why = self._server.objection() or (None if self._engine.ready else "the borrower starts")
         self._token.extend(0.0 if self.why else time.monotonic() + self._lender.lease)
-
-    # The engine
 
     async def _life(self) -> str:
         """Of one engine: from its start to its end, which is told."""
         try:
-            link = await self._launcher.spawn("borrower", 0)
-        except ForkError as error:
-            return str(error)
-        self._engine, self._heard = link, time.monotonic()
-        listening = asyncio.create_task(self._hear(link))
-        try:
-            link.channel.send(self._lender.start)
-            while not listening.done():
-                await asyncio.wait([listening], timeout=1.0)
-                if self._turns and not listening.done() and time.monotonic() - self._heard > _SILENT:
-                    return f"it has {len(self._turns)} turns to make and said nothing for {_SILENT:.0f} s"
-            return listening.result()
+            return await self._engine.live()
         finally:
-            listening.cancel()
-            self._engine = self._ready = None
-            self._token.extend(0.0)
-            self._launcher.kill(link)
-            link.channel.close()
-            self._hang_up()
-            await self._launcher.gone(link)
             self._token.borrower_gone()
-
-    async def _hear(self, link: WorkerLink) -> str:
-        last = "it went away"
-        try:
-            while True:
-                message = await link.channel.receive()
-                self._heard = time.monotonic()
-                match message:
-                    case Ready():
-                        self._ready = message
-                        self._word()
-                        self._told(f"the borrower is ready after {message.seconds:.1f} s")
-                    case Generated():
-                        self._pass_on(message)
-                    case Failure():
-                        last = message.error
-                    case _:
-                        pass  # nobody asked for anything else
-        except (ConnectionError, msgspec.MsgspecError) as error:
-            return last if isinstance(error, ConnectionError) else f"it sent what is not a message: {error}"
-
-    def _pass_on(self, said: Generated) -> None:
-        """To the controller, what is of its turns: those of one before it may not have ended yet."""
-        visit = f"{self._visits}."
-        ended = [turn.removeprefix(visit) for turn in said.ended if turn.startswith(visit)]
-        pieces = [
-            msgspec.structs.replace(piece, turn=piece.turn.removeprefix(visit))
-            for piece in said.pieces
-            if piece.turn.startswith(visit)
-        ]
-        self._turns.difference_update(ended)
-        if self._controller is not None:
-            self._controller.send(msgspec.structs.replace(said, pieces=pieces, ended=ended))
-
-    # A controller
-
-    async def _serve_controller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = AgentChannel(reader, writer)
-        if self._controller is not None:
-            channel.send(Failure("another controller has this engine; one at a time can"))
-            channel.close()
-            return
-        self._controller, self._visits = channel, self._visits + 1
-        try:
-            while await self._obey(channel):
-                pass
-        except (ConnectionError, msgspec.MsgspecError):
-            pass  # it went away, or is none
-        finally:
-            if self._controller is channel:
-                self._hang_up()
-
-    async def _obey(self, channel: AgentChannel) -> bool:
-        """One order. False: it was the last."""
-        message, engine = await channel.receive(), self._engine
-        match message:
-            case StartEngine():
-                channel.send(welcome := self._welcome(message))
-                return isinstance(welcome, Ready)
-            case Generate() if engine is not None and self._ready is not None:
-                self._turns.add(message.id)
-                engine.channel.send(msgspec.structs.replace(message, id=f"{self._visits}.{message.id}"))
-            case Interrupt() if engine is not None:
-                if message.id in self._turns:
-                    engine.channel.send(Interrupt(f"{self._visits}.{message.id}"))
-            case Stop():
-                channel.send(Acknowledged())
-                return False
-            case Generate() | Interrupt():
-                return False  # to an engine that is gone
-            case _:
-                channel.send(Failure(f"an engine on a device that is lent takes no {type(message).__name__}"))
-                return False
-        return True
-
-    def _welcome(self, wanted: StartEngine) -> Ready | Failure:
-        ours = self._lender.start
-        if self._ready is None:
-            return Failure("the engine is not ready yet; come back")
-        if wanted.max_model_len > ours.max_model_len:
-            return Failure(f"max_model_len is {ours.max_model_len} here, {wanted.max_model_len} is wanted")
-        return self._ready
-
-    def _hang_up(self) -> None:
-        """Without a controller nothing is computed; the engine keeps its weights."""
-        controller, self._controller = self._controller, None
-        if controller is not None:
-            controller.close()
-        if self._engine is not None:
-            for turn in self._turns:
-                self._engine.channel.send(Interrupt(f"{self._visits}.{turn}"))
-        self._turns.clear()

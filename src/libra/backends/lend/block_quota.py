@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from libra.backends.lend.kv_pages import KVPages
+from libra.backends.lend.kv_pages import kv_pages
 
 
 class BlockQuota:
@@ -19,14 +19,14 @@ class BlockQuota:
     for name in quota.in_the_way(1000):         # last admitted first
         engine.abort_request([name], internal=True)
     quota.take(1000)                            # their pages go back to the kernel
-    quota.give(1000)                            # pages come as they are written
+    quota.give(1000)                            # and come back
     """
 
     def __init__(self, scheduler: Any) -> None:
         """`scheduler` is vLLM's, beside a model that runs in this process."""
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
-        self._pages = KVPages(scheduler)
+        self._pages = kv_pages(scheduler)
         self._held: list[Any] = []  # `KVCacheBlock`s, those taken last at the end
         self.size: int = self._pool.num_gpu_blocks - 1  # one is vLLM's placeholder
         self.block_bytes = self._pages.block_bytes
@@ -82,8 +82,11 @@ class BlockQuota:
         return len(numbers)
 
     def give(self, count: int) -> int:
-        """Make up to `count` of nobody's blocks the engine's own again; how many it were."""
+        """Make up to `count` of nobody's blocks the engine's own again; how many it were: fewer where the device has no
+        memory left for them."""
         count = min(max(count, 0), len(self._held))
+        if count:
+            count = self._pages.restore([block.block_id for block in self._held[-count:]])
         if count:
             self._held, back = self._held[:-count], self._held[-count:]
             self._pool.free_blocks(back)

@@ -37,8 +37,8 @@ class BorrowerToken:
         except LendingError:
             self._page.close()
             raise
-        self._seen, self._epoch = self._page.steps, 0
-        self._page.pace = pace
+        self._seen, self._epoch = self._page.fields.steps, 0
+        self._page.fields.pace = pace
         self.wish(0.0)
         self.say_kv(0, 0)  # memory of a borrower before this one went with it
         self.tell(BorrowerTally())
@@ -46,7 +46,7 @@ class BorrowerToken:
     @property
     def lease(self) -> float:
         """Until when the lender has given its word."""
-        return self._page.lease
+        return self._page.fields.lease
 
     def about(self) -> EngineFacts:
         """The engine that serves. Raises LendingError where it did not say."""
@@ -63,12 +63,12 @@ class BorrowerToken:
     def wish(self, seconds: float) -> None:
         """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
         there is nothing to do."""
-        self._page.wish = seconds
+        self._page.fields.wish = seconds
 
     def say_kv(self, asked: int, held: int) -> None:
         """Bytes of KV that we would have serving cede, and those that we have of what it ceded."""
-        self._page.kv_asked = asked
-        self._page.kv_held = held
+        self._page.fields.kv_asked = asked
+        self._page.fields.kv_held = held
 
     def try_take(self, expires: float) -> bool:
         """Have the device if nobody has it; serving waits until `expires` at most.
@@ -77,25 +77,25 @@ class BorrowerToken:
         only new requests change it.
         """
         # Before the lock: whoever finds it taken reads until when.
-        self._page.expires = expires
+        self._page.fields.expires = expires
         if not self._page.lock():
             return False
-        self._epoch = self._page.epoch
+        self._epoch = self._page.fields.epoch
         return True
 
     def shorten(self, expires: float) -> None:
         """Serving waits until then at most, which is sooner."""
-        self._page.expires = expires
+        self._page.fields.expires = expires
 
     def release(self) -> None:
         """Raises FencedError where serving went ahead meanwhile."""
         self._page.unlock()
-        if self._page.epoch != self._epoch:
+        if self._page.fields.epoch != self._epoch:
             raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
 
     def steps(self) -> list[ServingStep]:
         """What serving did since the last call, as far as it can still be read: the last 63 steps at most."""
-        seen, self._seen = self._seen, self._page.steps
+        seen, self._seen = self._seen, self._page.fields.steps
         return self._page.steps_between(seen, self._seen)
 
     def close(self) -> None:

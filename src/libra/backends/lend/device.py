@@ -46,7 +46,8 @@ class Cores:
         time.sleep(seconds)
 
     def begin(self) -> None:
-        self._cpu = time.process_time()
+        if self._share < 1:
+            self._cpu = time.process_time()
 
     def end(self) -> None:
         if self._share < 1:

@@ -7,6 +7,7 @@ they begin anew with the machine, and so does a page that it kept on a disk.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import math
@@ -14,23 +15,23 @@ import mmap
 import os
 import struct
 import time
-from contextlib import suppress
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 from zlib import crc32
 
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
 
 _MAGIC = b"libralnd"
-_LAYOUT = 4
+_LAYOUT = 5
 _SIZE = 4096
 POLL = 0.0002  # seconds between two looks at what another process may change
 _PATIENCE = 2.0  # seconds in which a page that is being written must be whole: its writer may be put aside meanwhile
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_LOCK = fcntl.LOCK_EX | fcntl.LOCK_NB
 _HEADER = struct.Struct("<8sQQ")
 _NOTICE = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _NOTICE_AT = 64
@@ -38,6 +39,7 @@ _CHECKSUM = struct.Struct("<Q")
 _VIEW_FIELDS = len(fields(ServingView))
 # `astuple` copies deeply, which a step of serving would feel.
 _view_fields, _kv_fields = (attrgetter(*(it.name for it in fields(kind))) for kind in (ServingView, KVView))
+_FIELDS_AT = 256
 _STEP = struct.Struct("<iiiddf")
 _STEPS = 64  # of the last steps, how many can be read
 _STEPS_AT = 384
@@ -95,37 +97,31 @@ class BorrowerTally(NamedTuple):
     why: str = ""  # nothing is lent now; empty where it is
 
 
-Number = TypeVar("Number", int, float)
+class PageFields(ctypes.Structure):
+    """The numbers of a page, where they lie in it. Aligned, so each is read and written whole."""
 
+    # The borrower's
+    expires: float  # when the grant that is out is over
+    pace: float  # seconds a token that it would have serving slowed down to
+    wish: float  # seconds that serving must have to spare for a grant to be of use; 0: of none
+    kv_asked: int  # bytes of KV that it would have serving cede
+    kv_held: int  # bytes that it has of what serving ceded
+    # the lender's
+    lease: float  # until when the device may be borrowed
+    # serving's
+    epoch: int  # grants that it did not wait out
+    steps: int  # that it made
 
-class _Field(Generic[Number]):
-    """A number of a page."""
-
-    def __init__(self, kind: type[Number], at: int) -> None:
-        self._struct, self._at = struct.Struct("<Q" if kind is int else "<d"), at
-
-    def __get__(self, page: DevicePage, owner: type[DevicePage]) -> Number:
-        number: Number = self._struct.unpack_from(page.bytes, self._at)[0]
-        return number
-
-    def __set__(self, page: DevicePage, number: Number) -> None:
-        self._struct.pack_into(page.bytes, self._at, number)
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("expires", "pace", "wish")),
+        *((name, ctypes.c_uint64) for name in ("kv_asked", "kv_held")),
+        ("lease", ctypes.c_double),
+        *((name, ctypes.c_uint64) for name in ("epoch", "steps")),
+    ]
 
 
 class DevicePage:
     """The file, mapped. Raises LendingError where it is no such file, or cannot be one."""
-
-    # Serving writes these
-    epoch = _Field(int, 208)  # grants that it did not wait out
-    steps = _Field(int, 320)  # that it made
-    # the borrower
-    expires = _Field(float, 256)  # when the grant that is out is over
-    pace = _Field(float, 264)  # seconds a token that it would have serving slowed down to
-    wish = _Field(float, 272)  # seconds that serving must have to spare for a grant to be of use; 0: of none
-    kv_asked = _Field(int, 288)  # bytes of KV that it would have serving cede
-    kv_held = _Field(int, 296)  # bytes that it has of what serving ceded
-    # the lender
-    lease = _Field(float, 280)  # until when the device may be borrowed
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
@@ -143,6 +139,7 @@ class DevicePage:
             if size != _SIZE:
                 raise LendingError(f"{path}: {size} bytes, not the {_SIZE} of a device's page; give another file")
             self.bytes = mmap.mmap(self.descriptor, _SIZE)
+            self.fields = PageFields.from_buffer(self.bytes, _FIELDS_AT)
             magic, layout, boot = _HEADER.unpack_from(self.bytes, 0)
             started, ours = crc32(_BOOT.read_bytes()), (magic, layout) == (_MAGIC, _LAYOUT)
             if create and (magic == bytes(8) or (ours and boot != started)):
@@ -169,10 +166,11 @@ class DevicePage:
 
     def lock(self) -> bool:
         """True if the device is ours from now on."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
+        try:
+            fcntl.flock(self.descriptor, _LOCK)
+        except BlockingIOError:
+            return False
+        return True
 
     def unlock(self) -> None:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
@@ -181,7 +179,7 @@ class DevicePage:
         """The descriptor of a lock that one process can have. Raises LendingError."""
         only = os.open(self.path.with_name(f"{self.path.name}.{who}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(only, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(only, _LOCK)
         except BlockingIOError:
             os.close(only)
             raise LendingError(f"{self.path}: {refusal}") from None
@@ -221,9 +219,9 @@ class DevicePage:
     # its steps
 
     def add_step(self, step: ServingStep) -> None:
-        count = self.steps
+        count = self.fields.steps
         _STEP.pack_into(self.bytes, _STEPS_AT + count % _STEPS * _STEP.size, *step)
-        self.steps = count + 1
+        self.fields.steps = count + 1
 
     def steps_between(self, seen: int, count: int) -> list[ServingStep]:
         """Those after the first `seen`, of the `steps` so far, that can still be read: the last 63 at most."""
@@ -264,5 +262,6 @@ class DevicePage:
         _TALLY.pack_into(self.bytes, _TALLY_AT, *numbers, why.encode(errors="replace")[:256])
 
     def close(self) -> None:
+        del self.fields  # they lie in the bytes
         self.bytes.close()
         os.close(self.descriptor)

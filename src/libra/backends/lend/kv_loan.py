@@ -25,6 +25,7 @@ class CededKV:
         """`scheduler` is vLLM's own, of the serving engine."""
         self._scheduler = scheduler
         self._blocks = BlockQuota(scheduler)
+        self.ceding = False  # it has ceded something
         self._block_tokens = _block_tokens(scheduler)
         # One longest prompt; and a block more for every sequence, its growth in as many steps as a block has tokens.
         self._reserve = _context_blocks(scheduler, scheduler.max_model_len)
@@ -43,6 +44,7 @@ class CededKV:
             # First said, then looked again: rollout asks before it grows into what is ceded, so one sees the other.
             token.publish_kv(self._view(then))
             blocks.give(now - max(then, self._ceded(token.kv_asked, token.kv_held)))
+        self.ceding = blocks.held > 0
         token.publish_kv(self.view())
 
     def view(self) -> KVView:

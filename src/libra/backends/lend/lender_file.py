@@ -20,6 +20,7 @@ from libra.config.yaml_file import ConfigError, Section, read_section, refusal
 from libra.hardware.model_file import load_model
 from libra.lend.certificate import Certificate, load_certificate
 from libra.lend.gate import Slo
+from libra.lend.quota import KVLimits, KVView
 from libra.lend.recall import RecallPolicy
 from libra.records.lending import LendingTerms
 
@@ -83,6 +84,23 @@ class LoanOrder:
         """Raises LendingError where the server is not the one that the certificate speaks of."""
         if facts.model != self.model:
             raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
+
+    def refuse_memory(self, kv: KVView) -> None:
+        """Raises LendingError where the server cannot lend KV memory that is of use."""
+        loan, start = self.start.loan, self.start
+        assert loan is not None
+        if loan.kv_beside is None:
+            return
+        if kv.capacity == 0:
+            raise LendingError(
+                "rollout.borrowed_kv: the serving engine cannot cede KV memory, its log says why; remove the key, or"
+                " start the server so that it can"
+            )
+        context = start.max_model_len * kv_bytes_per_token(Path(start.model_directory), start.dtype)
+        try:
+            KVLimits(kv.capacity, kv.reserve, context, start.kv_cache_bytes, self.terms.recall.quiet, loan.kv_beside)
+        except ValueError as error:
+            raise LendingError(f"rollout.borrowed_kv: {error}") from None
 
 
 def load_lender_file(path: Path) -> LoanOrder:

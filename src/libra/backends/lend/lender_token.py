@@ -31,12 +31,12 @@ class LenderToken:
 
     def extend(self, until: float) -> None:
         """The device may be borrowed until then; 0: not any more."""
-        self._page.lease = until
+        self._page.fields.lease = until
 
     def borrower_gone(self) -> None:
         """Its process has ended, so it has no memory and asks for none: nobody else would say so for one that was
         killed."""
-        self._page.kv_asked = self._page.kv_held = 0
+        self._page.fields.kv_asked = self._page.fields.kv_held = 0
 
     def about(self) -> EngineFacts:
         """The engine that serves. Raises LendingError where it did not say."""

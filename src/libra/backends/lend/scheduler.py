@@ -43,21 +43,22 @@ def device_of_environment() -> Path:
     return Path(path)
 
 
-class _Shaped(Scheduler):
-    """Knows what it scheduled last."""
+def _shape(scheduler: Scheduler, output: SchedulerOutput) -> StepShape:
+    """What a step computes, just after it was scheduled."""
+    sequences = len(output.num_scheduled_tokens)
+    context = sum(request.num_computed_tokens for request in scheduler.running)
+    return StepShape(sequences, output.total_num_scheduled_tokens - sequences, context)
 
-    shape = StepShape(0, 0, 0)
+
+class BorrowingScheduler(Scheduler):
+    """Of an engine that borrows: what a step may compute is set before it, as `max_num_scheduled_tokens`."""
+
+    shape = StepShape(0, 0, 0)  # of the last step
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
-        sequences = len(output.num_scheduled_tokens)
-        context = sum(request.num_computed_tokens for request in self.running)
-        self.shape = StepShape(sequences, output.total_num_scheduled_tokens - sequences, context)
+        self.shape = _shape(self, output)
         return output
-
-
-class BorrowingScheduler(_Shaped):
-    """Of an engine that borrows: what a step may compute is set before it, as `max_num_scheduled_tokens`."""
 
     @property
     def queue(self) -> RolloutQueue:
@@ -69,8 +70,11 @@ class BorrowingScheduler(_Shaped):
         return RolloutQueue(len(self.running), len(waiting), prefilling, computed)
 
 
-class _Lending(_Shaped):
-    """Both kinds of vLLM's scheduler have these methods; the class below it says which kind this is."""
+class _Lending(Scheduler):
+    """Both kinds of vLLM's scheduler have these methods; the class below it says which kind this is.
+
+    Without the lender's word nobody reads what serving says, so it says little: that there is nothing to lend.
+    """
 
     # Whatever it runs on: the output of a step is here when it is told of, so the step is over.
     device: LentDevice = Cores()
@@ -80,49 +84,56 @@ class _Lending(_Shaped):
         model, limits = self.vllm_config.model_config, self.scheduler_config
         facts = EngineFacts(model.model, model.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
         self._token = ServingToken(device_of_environment(), facts, self.device.clock)
-        self._arrivals: dict[str, float] = {}
         self._kv: CededKV | None = None
         try:
             self._kv = CededKV(self)
         except LendingError as error:
             _log.warning("%s; the device is lent, its KV memory is not", error)
-        self._first_tokens: dict[str, float] = {}
-        self._under_way: deque[StepShape] = deque()  # steps scheduled whose output has not come
+        self._arrivals: dict[str, float] = {}
+        self._first_tokens: dict[str, float] = {}  # of requests at the last time that all was said; inf: none yet
+        self._said_all = True
+        self._under_way: deque[StepShape | None] = deque()  # steps scheduled whose output has not come
         self._began = 0.0
         self._steps_since_grant = 0
         self._came = 0  # requests, ever
-        self._current = True  # what was published last is of the last step
         self._publish()
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         self._arrivals[request.request_id] = self.device.clock()
         self._came += 1
-        self._publish()
+        if self._token.leased:
+            self._publish()
+        else:
+            self._publish_nothing()
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
-        self._publish()
+        if self._token.leased or not self.requests:
+            self._publish()
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        token, under_way, kv = self._token, self._under_way, self._kv
         # With asynchronous scheduling a step follows while one is out: then those have to end before anybody borrows.
-        if (self._under_way and self._token.can_spare(self.device.clock())) or not self._token.acquire():
+        if (under_way and token.can_spare()) or not token.acquire():
             return self._nothing(*args, **kwargs)
-        if self._token.lent:
+        if token.lent:
             self._steps_since_grant = 0
-        if not self._under_way:
-            self._began = self.device.clock()
+        leased = token.leased
+        if not under_way:
             self.device.begin()
+            if leased:
+                self._began = self.device.clock()
         try:
-            if self._kv is not None:
-                self._kv.settle(self._token)
+            if kv is not None and (leased or kv.ceding):
+                kv.settle(token)
             output = super().schedule(*args, **kwargs)
         except BaseException:
-            self._token.release()
+            token.release()
             raise
         if output.total_num_scheduled_tokens:
-            self._under_way.append(self.shape)
+            under_way.append(_shape(self, output) if leased else None)
         return output
 
     def _nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -136,25 +147,25 @@ class _Lending(_Shaped):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        step = None
+        token, under_way = self._token, self._under_way
+        leased = token.leased
         if scheduler_output.total_num_scheduled_tokens:
-            shape = self._under_way.popleft()
-            if not self._under_way:
+            shape = under_way.popleft()
+            if not under_way:
                 self.device.end()
-            now = self.device.clock()
             self._steps_since_grant += 1
-            margin = self._token.due - now if self._current else math.inf
-            step = ServingStep(shape.sequences, shape.new_tokens, shape.context, now - self._began, now, margin)
-            self._began = now
-        # Without the lender's word nobody reads it. What was said as a request came or went stays true enough until
-        # then: somebody waits, or what is due is due no sooner than that.
-        self._current = self._token.leased or not self.requests
-        if self._current:
+            if leased:
+                now = self.device.clock()
+                if shape is not None:
+                    spent, margin = now - self._began, token.due - now if self._said_all else math.inf
+                    token.note(ServingStep(shape.sequences, shape.new_tokens, shape.context, spent, now, margin))
+                self._began = now
+        if leased or not self.requests:
             self._publish()
-        if self._under_way:
-            self._token.note(step)
-        else:
-            self._token.release(step)
+        elif self._said_all:
+            self._publish_nothing()
+        if not under_way:
+            token.release()
         return outputs
 
     def shutdown(self) -> None:
@@ -167,19 +178,33 @@ class _Lending(_Shaped):
         arrivals, firsts, self._arrivals, self._first_tokens = self._arrivals, self._first_tokens, {}, {}
         first_due, oldest, waiting, queued, context = math.inf, math.inf, 0, 0, 0
         for name, request in self.requests.items():
+            self._arrivals[name] = arrival = arrivals.get(name, now)
+            # Of one that nobody was told of before, no more is known than that its first token came after itself.
+            first = firsts.get(name, arrival)
             tokens = request.num_output_tokens
             if tokens:
-                self._first_tokens[name] = first = firsts.get(name, now)
+                if first == math.inf:
+                    first = now
                 first_due = min(first_due, due(first, tokens, pace))
             else:
+                first = math.inf
                 waiting += 1
-                self._arrivals[name] = arrival = arrivals.get(name, now)
                 oldest = min(oldest, arrival)
                 queued += request.num_tokens - request.num_computed_tokens
+            self._first_tokens[name] = first
             context += request.num_computed_tokens
         live, steps = len(self.requests), self._steps_since_grant
         view = ServingView(live, waiting, first_due, oldest, queued, context, steps, self._came)
         self._token.publish(view, self._kv.view() if self._kv is not None else KVView(), pace)
+        self._said_all = True
+
+    def _publish_nothing(self) -> None:
+        """No rule lends where a request waits whose first token is long due."""
+        self._token.publish_view(ServingView(1, 1, -math.inf, -math.inf, came=self._came))
+        self._said_all = False
+        self._first_tokens = {}
+        if len(self._arrivals) > 2 * len(self.requests):
+            self._arrivals = {name: self._arrivals[name] for name in self.requests if name in self._arrivals}
 
 
 class SynchronousLending(_Lending):

@@ -19,7 +19,7 @@ class ServerWatch:
     """Looks at the server of a loan. Owners may end and start it at any time."""
 
     def __init__(self, lender: LoanOrder, token: LenderToken) -> None:
-        """Raises LendingError where the loan cannot begin: another model, or no server."""
+        """Raises LendingError where the loan cannot begin: another model, too little memory, or no server."""
         self._lender, self._token = lender, token
         self._pid, self._process = 0, -1
         self._facts = token.about()
@@ -27,6 +27,11 @@ class ServerWatch:
         if (objection := self.objection()) is not None:
             self.close()
             raise LendingError(f"{lender.device}: {objection}; start it first")
+        try:
+            lender.refuse_memory(token.look().kv)
+        except LendingError:
+            self.close()
+            raise
 
     def objection(self) -> str | None:
         """Why its device must not be lent now."""

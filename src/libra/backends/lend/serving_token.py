@@ -38,27 +38,28 @@ class ServingToken:
     @property
     def pace(self) -> float:
         """Seconds a token that the borrower would have serving slowed down to; 0: there was none yet."""
-        return self._page.pace
+        return self._page.fields.pace
 
     @property
     def expires(self) -> float:
         """When the last grant is over, or was."""
-        return self._page.expires
+        return self._page.fields.expires
 
     @property
     def leased(self) -> bool:
         """Whether the lender has given its word."""
-        return self._page.lease > self._clock()
+        lease = self._page.fields.lease
+        return lease > 0 and lease > self._clock()
 
     @property
     def kv_asked(self) -> int:
         """Bytes of KV that the borrower asks for."""
-        return 0 if self._gone() else self._page.kv_asked
+        return 0 if self._gone() else self._page.fields.kv_asked
 
     @property
     def kv_held(self) -> int:
         """Bytes of KV that it has now, of what serving ceded."""
-        return 0 if self._gone() else self._page.kv_held
+        return 0 if self._gone() else self._page.fields.kv_held
 
     @property
     def due(self) -> float:
@@ -69,6 +70,11 @@ class ServingToken:
     def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
         self._said = view, kv, pace
         self._write()
+
+    def publish_view(self, view: ServingView) -> None:
+        """Say this of the requests, and the same as before of all else."""
+        _, kv, pace = self._said
+        self.publish(view, kv, pace)
 
     def publish_kv(self, kv: KVView) -> None:
         """Say this of the memory, and the same as before of all else."""
@@ -84,11 +90,10 @@ class ServingToken:
         """
         if self._held:
             return True
-        page, began = self._page, self._clock()
-        self.lent = False
-        free_until = began + _PICKUP if self.can_spare(began) else began
+        page, self.lent = self._page, False
+        free_until = self._clock() + _PICKUP if page.fields.wish and self.can_spare() else 0.0
         while page.lock():
-            if self._clock() >= free_until:
+            if not free_until or self._clock() >= free_until:
                 self._held = True
                 return True
             page.unlock()
@@ -100,30 +105,33 @@ class ServingToken:
                 if page.lock():
                     break
                 self.fenced += 1
-                page.epoch += 1
+                page.fields.epoch += 1
                 self._wants = False
                 return True
             time.sleep(POLL)
         self._wants = False
-        self._held = not self.can_spare(self._clock())
+        self._held = not self.can_spare()
         if not self._held:
             page.unlock()
         return self._held
 
-    def can_spare(self, now: float) -> bool:
+    def can_spare(self) -> bool:
         """Whether somebody would borrow the device, and what serving said last leaves enough."""
-        page, view = self._page, self._said[0]
-        wish = page.wish
-        return page.lease > now and wish > 0 and bool(view.live) and not view.waiting and view.due - now >= wish
+        view, wish, now = self._said[0], self._page.fields.wish, self._clock()
+        return (
+            wish > 0
+            and self._page.fields.lease > now
+            and bool(view.live)
+            and not view.waiting
+            and view.due - now >= wish
+        )
 
-    def note(self, step: ServingStep | None) -> None:
+    def note(self, step: ServingStep) -> None:
         """What a step was, for those who bound the next ones."""
-        if step is not None:
-            self._page.add_step(step)
+        self._page.add_step(step)
 
-    def release(self, step: ServingStep | None = None) -> None:
+    def release(self) -> None:
         """Let go of the device, after `publish`."""
-        self.note(step)
         if self._held:
             self._held = False
             self._page.unlock()
@@ -135,7 +143,7 @@ class ServingToken:
         """Whether the borrower is, and the agent as well, which says so of one that is gone alone."""
         if self.leased:
             self._nobody = False
-        elif not self._nobody and (self._page.kv_asked or self._page.kv_held):
+        elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):
             # Asked until it is so, and not again: a lock that is tried is had for a moment.
             self._nobody = not self._page.has("borrower")
         return self._nobody

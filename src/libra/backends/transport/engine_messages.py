@@ -50,6 +50,35 @@ class StartEngine(Message, frozen=True):
     loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
 
 
+class WeightsPlace(msgspec.Struct, frozen=True):
+    """Where a run's publications can be followed."""
+
+    host: str
+    port: int
+    token: str  # to be shown there
+
+
+class Borrow(Message, frozen=True):
+    """A run's first word to the agent of a server: what it would have of the engine there. Answered by `Lent`, by
+    `NotNow`, or by `Failure` where that engine is not one for it."""
+
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int  # that it has memory for when all that may be borrowed is
+    config: str = "{}"  # config.json of the run's model
+    layout: tuple[Tensor, ...] = ()  # of its weights; none: it only asks
+    buffer_bytes: int = 0
+    refresh_kv: bool = False  # nothing is computed on from KV of earlier weights
+    weights: WeightsPlace | None = None  # None: nothing is published, the engine keeps the weights that it came with
+
+
+class ExpectWeights(Message, frozen=True):
+    """An engine's weights come in this layout from now on. Not answered."""
+
+    layout: tuple[Tensor, ...]
+    buffer_bytes: int
+
+
 class StartServer(Message, frozen=True):
     """Become a server under recorded traffic, on a device that it lends."""
 
@@ -151,6 +180,20 @@ class LoanState(msgspec.Struct, frozen=True, array_like=True):
     overstayed: int  # grants that serving did not wait out
 
 
+class Lent(Message, frozen=True):
+    """The engine is the run's until one of both ends it."""
+
+    model: str  # that is served beside it
+    certified: float  # requests/s up to which the device is lent
+    away: str  # why nothing is lent for the time being; empty: it is lent
+
+
+class NotNow(Message, frozen=True):
+    """The engine cannot be had yet; asking again later may help."""
+
+    why: str
+
+
 class Generated(Message, frozen=True):
     """What an engine generated since it last said so, and its counters since it started. Comes every
     `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
@@ -195,5 +238,16 @@ class HandoverMeasured(Message, frozen=True):
     contexts: list[tuple[int, float]]
 
 
-EngineOrder = StartEngine | StartServer | Generate | Interrupt | Save | LoadWeights | MeasureEngine | MeasureHandover
-EngineAnswer = Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured
+EngineOrder = (
+    StartEngine
+    | StartServer
+    | Borrow
+    | ExpectWeights
+    | Generate
+    | Interrupt
+    | Save
+    | LoadWeights
+    | MeasureEngine
+    | MeasureHandover
+)
+EngineAnswer = Lent | NotNow | Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured

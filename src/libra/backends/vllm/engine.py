@@ -36,7 +36,6 @@ class VllmEngine:
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
         self._refresh_kv = start.refresh_kv
-        self._buffer = buffer
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=start.model_directory,
@@ -61,7 +60,7 @@ class VllmEngine:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         # Beside the scheduler of an engine that is stepped in this process. None: it hands no KV over.
         self._kv: FrameConnector | None = self._scheduler.get_kv_connector()
-        self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},))
+        self.expect(buffer, start.layout)
         self.version = 0
         self._turns: set[str] = set()  # that it has to make
         self._untouched: set[str] = set()  # those of them without a token yet
@@ -171,6 +170,11 @@ class VllmEngine:
         """Empty the prefix cache."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache is in use")
+
+    def expect(self, buffer: WeightBuffer, layout: tuple[Tensor, ...]) -> None:
+        """New versions come there, laid out like this, from now on."""
+        self._buffer = buffer
+        self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": layout},))
 
     def load(self, order: LoadWeights) -> None:
         """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before

@@ -55,9 +55,11 @@ class EngineHandle(Handle):
         link: WorkerLink,
         on_lost: Callable[[str, str], None],
         on_recall: Callable[[EngineHandle], None] | None = None,
+        on_load: Callable[[EngineHandle, float], None] | None = None,
     ) -> None:
-        """`on_recall` is told when its device is recalled, and when it is lent again; None: it is the engine's own."""
-        self._on_recall = on_recall
+        """`on_recall` is told when its device is recalled, and when it is lent again; None: it is the engine's own.
+        `on_load` is told of weights that it took unasked, and how long it stood still; None: it is told to `load`."""
+        self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
         self._turns: dict[str, _Turn] = {}
@@ -172,6 +174,9 @@ class EngineHandle(Handle):
                 self._settle(message)
             case Generated():
                 self._take(message)
+            case Loaded() if self._on_load is not None:
+                self.version = message.version
+                self._on_load(self, message.seconds)
             case _:
                 super()._receive(message)
 

@@ -11,6 +11,7 @@ from libra.backends.lend.borrowing_engine import BorrowingEngine
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
+    ExpectWeights,
     Generate,
     HandoverMeasured,
     Interrupt,
@@ -55,6 +56,8 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                 case Interrupt():
                     if engine.interrupt(message.id):
                         report.interrupted(message.id)
+                case ExpectWeights():
+                    engine.expect(WeightBuffer(descriptor, message.buffer_bytes), message.layout)
                 case LoadWeights():
                     try:
                         engine.load(message)

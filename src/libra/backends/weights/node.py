@@ -70,8 +70,10 @@ class UpstreamLostError(ConnectionError):
 
 
 @contextlib.asynccontextmanager
-async def served(feed: Feed, host: str, token: str, patience: LinkPatience | None = None) -> AsyncIterator[Address]:
-    """Gives what a feed has to all who show the token; yields where."""
+async def served(
+    feed: Feed, host: str, token: str, patience: LinkPatience | None = None, port: int = 0
+) -> AsyncIterator[Address]:
+    """Gives what a feed has to all who show the token; yields where. Port 0: any."""
     patience = patience or LinkPatience()
     readers: set[asyncio.Task[None]] = set()
 
@@ -87,7 +89,7 @@ async def served(feed: Feed, host: str, token: str, patience: LinkPatience | Non
             readers.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(begin, host, 0)
+    server = await asyncio.start_server(begin, host, port)
     address = server.sockets[0].getsockname()
     try:
         yield Address(address[0], address[1])

@@ -35,6 +35,7 @@ class PublishWeights(msgspec.Struct, frozen=True):
     descriptor: int
     host: str
     token: str
+    port: int = 0  # any
     threads: int = 1  # that make deltas
 
 
@@ -45,7 +46,7 @@ async def publish(order: PublishWeights) -> None:
     memory = np.frombuffer(mmap.mmap(order.descriptor, BUFFERS * grid.size, access=mmap.ACCESS_READ), np.uint8)
     feed = Feed(grid, np.ones(len(grid), np.bool_))
     latest: asyncio.Queue[LoadWeights] = asyncio.Queue(1)
-    async with served(feed, order.host, order.token) as address:
+    async with served(feed, order.host, order.token, port=order.port) as address:
         print(msgspec.json.encode(FollowerPlace(address.port)).decode(), flush=True)
         publishing = asyncio.create_task(_publish(feed, memory, latest, order.threads))
         try:

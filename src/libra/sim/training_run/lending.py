@@ -7,15 +7,17 @@ version waits for lent engines. A recall loses no token: turns go on elsewhere a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+from libra.records.loan_history import LoanHistory
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.request import Request
 from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.kv_loan import KVLoan
@@ -32,6 +34,12 @@ class _Lender:
     recalls: int = 0
     away: int = 0  # ticks, of the recalls that are over
     recalled_at: int | None = None
+    recalled: str = ""  # why
+
+    def tell_recall(self, now: int) -> None:
+        """It is over."""
+        if self.device.watch is not None and self.recalled_at is not None:
+            self.device.watch.recalled(self.recalled_at, now, self.recalled)
 
 
 class Lending:
@@ -82,7 +90,8 @@ class Lending:
             self._cluster.add(spec)
             return
         if name not in self._lenders:
-            self._lenders[name] = _Lender(serving, _device(serving, spec, self._exact))
+            device = _device(serving, spec, self._exact, self._tenancy.watched)
+            self._lenders[name] = _Lender(serving, device)
         make = partial(GrantedEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
         self._cluster.add(spec, make)
 
@@ -93,7 +102,11 @@ class Lending:
         if name not in self._here():
             return
         it = self._lenders[name]
-        it.recalls, it.recalled_at = it.recalls + 1, now
+        it.recalls, it.recalled_at, it.recalled = (
+            it.recalls + 1,
+            now,
+            it.device.recalled or "no KV memory for a context",
+        )
         self._cluster.close(name)
         kv = it.device.tenant.kv
         if kv is not None and not kv.useful and it.device.recalled is None:
@@ -105,6 +118,7 @@ class Lending:
     def _return(self, name: str, now: int) -> None:
         it = self._lenders[name]
         assert it.recalled_at is not None
+        it.tell_recall(now)
         it.away, it.recalled_at = it.away + now - it.recalled_at, None
         self._lend(name, now)
 
@@ -151,14 +165,14 @@ class Lending:
         self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
-def _device(serving: ServingDevice, spec: EngineSpec, exact: bool) -> LenderDevice:
+def _device(serving: ServingDevice, spec: EngineSpec, exact: bool, watched: bool) -> LenderDevice:
     """`spec` is of the engine that borrows it."""
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
     if serving.kv is not None:
         tenant.kv = KVLoan(serving.kv, tenant.engine, spec.config)
-    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact)
+    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact, watched=watched)
 
 
 def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
@@ -182,6 +196,7 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
         ttft,
         tpot,
         None if margin == math.inf else seconds(int(margin)),
+        history=_history(name, it, served, missed.any - alone, now),
     )
 
 
@@ -191,3 +206,12 @@ def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
     cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
     cluster.run()
     return misses(cluster.requests, case.slo.ttft, case.slo.tpot).any
+
+
+def _history(name: str, it: _Lender, served: Sequence[Request], blamed: frozenset[int], now: int) -> LoanHistory | None:
+    """None of one that nobody watched."""
+    it.tell_recall(now)
+    watch, case = it.device.watch, it.serving.case
+    if watch is None:
+        return None
+    return watch.history(name, case.slo, case.slo.pace(it.serving.use), case.longest_grant, served, blamed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.records.loan_history import LoanHistory
 from libra.sim.tenant import Misses
 
 
@@ -57,6 +58,7 @@ class LenderOutcome:
     ttft: float  # seconds, at the 99th percentile
     tpot: float  # likewise
     margin: float | None  # seconds by which the closest of all later tokens came before it was due; None: no token did
+    history: LoanHistory | None = None  # of one that was watched
 
 
 @dataclass(frozen=True, slots=True)

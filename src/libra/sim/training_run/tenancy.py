@@ -50,6 +50,7 @@ class Tenancy:
     devices: Mapping[str, ServingDevice]
     start: float = 0.0
     weights: float = 0.0  # seconds that a version takes to all of them
+    watched: bool = False  # keep what becomes of each device, step by step, to be shown
 
     def __post_init__(self) -> None:
         for name in ("start", "weights"):

@@ -1,0 +1,174 @@
+"""Owners of devices that are lent: on each of them a server under traffic, and `libra lend serve` beside it.
+
+Invariant: an owner starts again what has ended, and knows nothing of the run that borrows; a run knows its agents'
+sockets only. Nothing that an owner started is running after `end`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.soak.owned_server import LIMITS, MODEL, SHARE, TPOT, TTFT
+from benchmarks.soak.unruly import Unruly
+from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.backends.tiny_model import write_tiny_model
+from libra.config.run import ModelConfig
+from libra.lend.certificate import Certificate, Harvest, certificate_json
+from libra.lend.gate import Slo
+from libra.traffic.envelope import Envelope
+
+_PAUSE = 1.0  # seconds between the end of a process and its next start
+_ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_tokens": 1024}  # that borrows
+_CERTIFICATE = Certificate(
+    model="chat",
+    hardware=f"{SHARE:g} cores",
+    slo=Slo(TTFT, TPOT),
+    use=0.8,
+    longest_grant=0.04,
+    longest_step=0.1,
+    envelope=Envelope(rate=4.0, queued=8192, live=32, context=8192, window=2.0),
+    harvest=(Harvest(1.0, 0.5),),
+    traffic="of the soak",
+    requests=1,
+    missed_alone=0,
+)
+
+
+class Owner:
+    """Of device `number`; files of all owners are in `directory`."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self._directory, self._number = directory, number
+        self._loan = directory / f"loan-{number}.yaml"
+        self._core = sorted(os.sched_getaffinity(0))[-1 - number % len(os.sched_getaffinity(0))]
+        self._server: subprocess.Popen[bytes] | None = None
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._next = 0.0  # when something may be started
+        self.starts: list[float] = []  # of servers, that were ready then
+        self._ready = False
+        loan = {
+            "device": str(directory / f"device-{number}"),
+            "certificate": "certificate.json",
+            "serving": {
+                "model": str(directory / "chat"),
+                "hardware": _CERTIFICATE.hardware,
+                "ttft": TTFT,
+                "tpot": TPOT,
+            },
+            "rollout": {
+                "model": "policy",
+                "max_model_len": _ENGINE["max_model_len"],
+                "max_num_seqs": _ENGINE["max_num_seqs"],
+                "dtype": "float32",
+                "kv_cache": "4 MiB",
+            },
+            "listen": str(directory / f"agent-{number}"),
+            "quiet": 0.5,
+            "most_quiet": 8.0,
+            "record": f"lending-{number}.jsonl",
+            "share": SHARE,
+        }
+        self._loan.write_text(yaml.safe_dump(loan))
+
+    def tend(self) -> None:
+        """Start what is not there: the server first, the agent once it serves."""
+        now = time.monotonic()
+        if self._server is None or self._server.poll() is not None:
+            self._ready = False
+            if now >= self._next:
+                arguments = ["benchmarks.soak.owned_server", str(self._directory), str(self._number)]
+                self._server, self._next = self._start("server", *arguments), now + _PAUSE
+        elif not self._ready:
+            self._ready = b"ready\n" in self._log("server").read_bytes()
+            if self._ready:
+                self.starts.append(now)
+        elif (self._agent is None or self._agent.poll() is not None) and now >= self._next:
+            arguments = ["libra.cli.app", "lend", "serve", str(self._loan), "--json", "--period", "1"]
+            arguments += ["--logs", str(self._directory / f"logs-{self._number}")]
+            self._agent, self._next = self._start("agent", *arguments), now + _PAUSE
+
+    def processes(self) -> Mapping[str, psutil.Process]:
+        """Those that are there, by what they are: server, agent, borrower, follower."""
+        found = {}
+        for name, started in (("server", self._server), ("agent", self._agent)):
+            if started is not None and started.poll() is None:
+                found[name] = psutil.Process(started.pid)
+        try:
+            for child in found["agent"].children(recursive=True) if "agent" in found else []:
+                if child.name() == "borrower":
+                    found["borrower"] = child
+                elif "libra.backends.weights.follower" in child.cmdline():
+                    found["follower"] = child
+        except psutil.NoSuchProcess:
+            pass
+        return found
+
+    def end(self) -> None:
+        for process in (self._agent, self._server):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+    def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with self._log(name).open("wb") as log, self._log(name).with_suffix(".all").open("ab") as everything:
+            return subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                env={**os.environ, **WORKER_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=everything,
+                start_new_session=True,  # Ctrl-C is for the soak
+                preexec_fn=lambda: os.sched_setaffinity(0, {self._core}),
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name}-{self._number}.log"
+
+
+def owned_run(template: Path, directory: Path, count: int) -> tuple[Path, list[Owner]]:
+    """A configuration as the template, of a run that borrows from so many owners; and these."""
+    directory.mkdir(parents=True)
+    alphabet = Unruly().alphabet
+    write_tiny_model(directory / "chat", ModelConfig.model_validate(MODEL), alphabet, LIMITS["max_model_len"])
+    config: dict[str, Any] = yaml.safe_load(template.read_text())
+    write_tiny_model(directory / "policy", ModelConfig.model_validate(config["model"]), alphabet, 192)
+    _save_weights(directory / "policy")
+    (directory / "certificate.json").write_text(certificate_json(_CERTIFICATE))
+    owners = [Owner(directory, number) for number in range(count)]
+    config |= {
+        "model": {"directory": str(directory / "policy")},
+        "lending": {"agents": [str(directory / f"agent-{number}") for number in range(count)], "engine": _ENGINE},
+    }
+    config["training"]["precision"] = "fp32"  # as the engines that are lent
+    shutil.copy(template.with_name("unruly.py"), directory)
+    path = directory / "agents.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path, owners
+
+
+def _save_weights(model: Path) -> None:
+    """Random ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+
+
+def publishers(controller: int) -> Sequence[psutil.Process]:
+    """The processes that publish a run's weights to agents."""
+    try:
+        children = psutil.Process(controller).children()
+        return [child for child in children if "libra.backends.weights.publisher" in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []

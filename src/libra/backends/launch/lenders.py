@@ -1,0 +1,243 @@
+"""The launcher of a run that borrows from agents: some of its slots are engines beside somebody's servers.
+
+Invariant: an engine there is not started or ended, it is asked for and left. A slot is offered while its agent answers
+that the run may have the engine; it is asked again while it does not, and what it says is told once. The weights that
+the run publishes are there for agents to follow, and nobody waits until they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from libra.backends.launch.handle import START_DEADLINE, Handle
+from libra.backends.launch.launcher import LocalLauncher, WorkerLink
+from libra.backends.machine import Bf16Speed
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow, WeightsPlace
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor
+from libra.backends.weights.grid import Grid
+from libra.backends.weights.processes import WeightsProcessError, WeightsPublisher
+from libra.exec.background import background
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
+
+_LOOK_SECONDS = 1.0  # between two looks at an agent that is away
+_ANSWER_SECONDS = 10.0  # that one has to say whether its engine is to be had
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the other end of a Unix socket
+
+
+class LenderRefusedError(WorkerFailedError):
+    """An agent's engine is none for this run, and never will be. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunWeights:
+    """What a run publishes, and where it lies."""
+
+    layout: tuple[Tensor, ...]
+    size: int  # bytes of one buffer
+    latest: LoadWeights
+
+
+class LenderLauncher:
+    """`inner` has all other slots, `agents` are the sockets of those that are lent, by slot. `wanted` is what the run
+    needs of an engine there; agents follow its weights at `place` (host, port; 0: any). `log` is of the process that
+    publishes them."""
+
+    def __init__(
+        self,
+        inner: LocalLauncher,
+        agents: Mapping[int, Path],
+        wanted: Borrow,
+        place: tuple[str, int],
+        log: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._inner, self._agents, self._wanted, self._place, self._log = inner, agents, wanted, place, log
+        self._say = say
+        self.slots_changed: Callable[[], None] = lambda: None
+        self._there: set[int] = set()
+        self._told: dict[int, str] = {}  # why an agent is away
+        self._links: dict[WorkerLink, int] = {}
+        self._published: RunWeights | None = None
+        self._publisher: WeightsPublisher | None = None
+        self._publishing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def look(self) -> None:
+        """See who is there, and look again from now on. Raises `LenderRefusedError`."""
+        for slot in self._agents:
+            answer = await self._ask(slot)
+            if isinstance(answer, Failure):
+                raise LenderRefusedError(f"{self._agents[slot]}: {answer.error}")
+            self._note(slot, answer)
+        self._tasks.append(background(self._watch(), "watch lenders"))
+
+    async def join(self, engine: Handle) -> Lent:
+        """Have the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
+        `WorkerFailedError` or `TimeoutError`."""
+        assert self._published is not None, "an engine has no weights to wait for"
+        order = msgspec.structs.replace(self._full, weights=await self._publication(self._published))
+        try:
+            answer = await engine.ask(order, Message, START_DEADLINE)
+        except WorkerFailedError as error:
+            raise LenderRefusedError(str(error)) from None
+        if not isinstance(answer, Lent):
+            raise WorkerLostError(answer.why if isinstance(answer, NotNow) else f"it answered {answer}")
+        self._say(f"{engine.name} borrows beside {answer.model}, up to {answer.certified:.4g} requests/s there")
+        return answer
+
+    def begin(self, published: RunWeights) -> None:
+        """The run has weights."""
+        self._published = published
+
+    def publish(self, order: LoadWeights) -> None:
+        """The run has later ones."""
+        assert self._published is not None
+        self._published = RunWeights(self._published.layout, self._published.size, order)
+        if self._publisher is not None:
+            self._publisher.tell(order)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._publisher is not None:
+            await self._publisher.close()
+
+    # As every launcher
+
+    @property
+    def hardware(self) -> str:
+        return self._inner.hardware
+
+    @property
+    def bf16(self) -> Sequence[Bf16Speed]:
+        return self._inner.bf16
+
+    def processes(self) -> Sequence[int]:
+        return self._inner.processes()
+
+    def offers(self, slot: int) -> bool:
+        return slot in self._there if slot in self._agents else self._inner.offers(slot)
+
+    async def ready(self) -> float:
+        return await self._inner.ready()
+
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
+        """On a slot of an agent: connect. Raises `WorkerLostError` there."""
+        if slot not in self._agents:
+            return await self._inner.spawn(name, slot)
+        try:
+            channel, pid = await self._connect(slot)
+        except OSError as error:
+            raise WorkerLostError(str(error)) from None
+        link = WorkerLink(name, pid, channel, (0,), 0, node=str(self._agents[slot]))
+        self._links[link] = slot
+        return link
+
+    def kill(self, link: WorkerLink) -> None:
+        slot = self._links.pop(link, None)
+        if slot is None:
+            self._inner.kill(link)
+            return
+        link.channel.close()
+        self._there.discard(slot)
+        self.slots_changed()  # until the agent says that the engine is to be had again
+
+    async def gone(self, link: WorkerLink) -> None:
+        if not self._is_lent(link):
+            await self._inner.gone(link)
+
+    def exists(self, link: WorkerLink) -> bool:
+        return self._is_lent(link) or self._inner.exists(link)
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        await self._inner.bring(weights, size, source, target)
+
+    # Agents
+
+    def _is_lent(self, link: WorkerLink) -> bool:
+        return any(link.node == str(agent) for agent in self._agents.values())
+
+    @property
+    def _full(self) -> Borrow:
+        """What the run asks for, with its layout once it is known."""
+        if self._published is None:
+            return self._wanted
+        return msgspec.structs.replace(self._wanted, layout=self._published.layout, buffer_bytes=self._published.size)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for slot in self._agents.keys() - self._there:
+                self._note(slot, await self._ask(slot))
+
+    async def _ask(self, slot: int) -> Message:
+        """Whether the engine is to be had, which is left again at once."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                channel, _ = await self._connect(slot)
+                with contextlib.closing(channel):
+                    channel.send(self._full)
+                    answer = await channel.receive()
+                    if isinstance(answer, Lent):
+                        channel.send(Stop())
+                        while not isinstance(await channel.receive(), Acknowledged):
+                            pass
+                    return answer
+        except TimeoutError:
+            return NotNow(f"the agent did not answer in {_ANSWER_SECONDS:.0f} s")
+        except OSError as error:
+            return NotNow(f"no agent answers ({error.strerror or error})")
+        except msgspec.MsgspecError as error:
+            return NotNow(f"it is no agent of this version of libra: {error}")
+
+    def _note(self, slot: int, answer: Message) -> None:
+        if isinstance(answer, Lent):
+            self._told.pop(slot, None)
+            self._there.add(slot)
+            self.slots_changed()
+            return
+        why = answer.why if isinstance(answer, NotNow) else answer.error if isinstance(answer, Failure) else str(answer)
+        if self._told.get(slot) != why:
+            self._told[slot] = why
+            self._say(f"{self._agents[slot]} lends nothing yet, and is asked again: {why}")
+
+    async def _connect(self, slot: int) -> tuple[ControllerChannel, int]:
+        """The channel, and the process at its other end."""
+        reader, writer = await asyncio.open_unix_connection(self._agents[slot])
+        connection = writer.get_extra_info("socket")
+        said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return ControllerChannel(reader, writer), _CREDENTIALS.unpack(said)[0]
+
+    # Weights
+
+    async def _publication(self, published: RunWeights) -> WeightsPlace:
+        """Where they can be followed; the process that publishes them runs when this returns."""
+        async with self._publishing:
+            if self._publisher is None:
+                grid = Grid.of(published.layout, published.size)
+                try:
+                    publisher = await WeightsPublisher.open(grid, self._inner.weights, *self._place, self._log)
+                except WeightsProcessError as error:
+                    raise WorkerFailedError(f"weights cannot be published: {error}") from None
+                assert self._published is not None
+                publisher.tell(self._published.latest)
+                self._publisher = publisher
+                self._tasks.append(background(self._outlive(publisher), "watch the publisher"))
+            return self._publisher.place
+
+    async def _outlive(self, publisher: WeightsPublisher) -> None:
+        """Whoever follows a publisher that ended has to come again, to another."""
+        await publisher.ended()
+        self._publisher = None
+        for link in self._links:
+            link.channel.sever("the process that published weights ended")

@@ -1,0 +1,81 @@
+"""The model that an engine behind an agent was made of, and whether a run's weights are weights of it.
+
+Invariant: weights are taken into an engine only where each has the name, shape and type of one of its own, none is
+missing, and nothing is known of the two configurations by which the same numbers would mean something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from libra.backends.transport.messages import Dtype, Tensor
+
+# Of config.json: what says nothing of what a forward pass computes.
+_BOOKKEEPING = {
+    *("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "max_position_embeddings"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
+}
+_OUTPUT = "lm_head.weight"
+_REMEDY = "lend an engine of the run's own model"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutModel:
+    shapes: Mapping[str, tuple[int, ...]]  # of its weights, by name
+    dtype: Dtype
+    config: Mapping[str, Any]  # config.json
+
+    @classmethod
+    def read(cls, directory: Path, dtype: Dtype) -> RolloutModel:
+        """Raises ValueError where the directory is none of a model."""
+        path = directory / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except (OSError, ValueError):
+            config = None
+        if not isinstance(config, dict):
+            raise ValueError(f"{directory} holds no config.json; give the directory of a model")
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{directory} holds no *.safetensors; save the model's weights there")
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            with safe_open(file, "numpy") as weights:
+                shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        if config.get("tie_word_embeddings", False):
+            shapes.pop(_OUTPUT, None)
+        return cls(shapes, dtype, config)
+
+    def difference(self, layout: Sequence[Tensor], config: Mapping[str, Any]) -> str | None:
+        """Why weights of this layout, and of a model of this config.json, are no weights of this model."""
+        theirs = {tensor.name: tensor for tensor in layout}
+        for name in sorted(theirs.keys() | self.shapes.keys()):
+            if name not in self.shapes:
+                tied = " (it is tied to the embeddings there)" if name == _OUTPUT else ""
+                return f"layouts that differ: the lent engine has no {name}{tied}; {_REMEDY}"
+            if name not in theirs:
+                return f"layouts that differ: the run has no {name}; {_REMEDY}"
+            tensor, shape = theirs[name], self.shapes[name]
+            if tensor.shape != shape:
+                return (
+                    f"layouts that differ: {name} is {list(shape)} in the lent engine and {list(tensor.shape)} in the"
+                    f" run; {_REMEDY}"
+                )
+            if tensor.dtype != self.dtype:
+                return (
+                    f"layouts that differ: the lent engine computes in {self.dtype}, the run in {tensor.dtype}; set"
+                    " rollout.dtype of the loan, or training.precision of the run"
+                )
+        for key in sorted((self.config.keys() & config.keys()) - _BOOKKEEPING):
+            if self.config[key] != config[key]:
+                return (
+                    f"models that differ: {key} of config.json is {self.config[key]} in the lent engine and"
+                    f" {config[key]} in the run; {_REMEDY}"
+                )
+        return None

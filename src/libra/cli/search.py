@@ -1,0 +1,173 @@
+"""`libra search`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from libra.cli.errors import bad_input, no_plan, require_pages
+from libra.cli.output import check_writable, write_text
+
+if TYPE_CHECKING:
+    from libra.sizing.menu import ServingMenu
+    from libra.sizing.question import SizingQuestion
+
+
+def search(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="YAML file of a cluster: GPUs, counts, links.")],
+    model: Annotated[str, typer.Option("--model", help="config.json, its directory, or a known name.")],
+    requests: Annotated[
+        Path, typer.Option("--requests", help="What users ask: .jsonl, or .csv in the format of Azure's traces.")
+    ],
+    slo: Annotated[
+        str,
+        typer.Option(
+            "--slo",
+            metavar="LIMITS",
+            help="Seconds, as ttft_p99=1,tpot_p99=0.05; ttft, tpot or latency, and mean, p50, p90, p95 or p99.",
+        ),
+    ],
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Requests/s that have to be served (default: how many can be is asked of each)."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="Most GPUs of a deployment (default: the cluster's).")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Most that a deployment costs an hour, at the menu's prices.")
+    ] = None,
+    menu: Annotated[
+        Path | None, typer.Option("--menu", help="YAML file of what may be chosen, and of prices (see docs/search.md).")
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option("--profile", help="Source of engine times: auto, tables, roofline, or a calibration file."),
+    ] = "auto",
+    host: Annotated[
+        str, typer.Option("--host", help="Times of the host: none, default, or a file of a fit.")
+    ] = "default",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Mix shapes and GPU types for --rate: counts by CP-SAT, simulated; for more than a node."
+        ),
+    ] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes (default: one for each core).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the answer as JSON to this file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write the answer as an HTML page to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output.")] = False,
+) -> None:
+    """Find the engines that serve requests within latency limits: most per GPU, or for the least GPUs or money.
+
+    The menu has colocated engines, and prefill and decode apart, on every GPU type and in every parallelism of the
+    cluster. What cannot keep the limits even without any queue is out: a bound proves it, for these prices. The rest is
+    simulated, best bound first, on one draw of arrivals. The answer is the Pareto set of goodput per GPU (or cost)
+    against TTFT and TPOT, each point's bottleneck, and why every other candidate is none; it says what is proven, and
+    what is only simulated. The same inputs give the same bytes.
+
+    Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, 130 interrupted.
+    """
+    # Imported here: `--help` must not wait for what simulating needs.
+    from rich.console import Console
+
+    from libra.report.live import SimulationProgress
+    from libra.report.search_table import counts, headline, search_tables
+    from libra.report.words import plural
+    from libra.sizing.menu import DEFAULT, ServingMenu, load_menu
+    from libra.sizing.search import Progress, question_of
+    from libra.sizing.search import answer as find
+
+    notes: list[str] = []
+    if report is not None:
+        require_pages()
+    try:
+        check_writable(output, report, reads=(cluster, requests, menu))
+        if plan and report is not None:
+            raise ValueError("--report is for a search; leave it out with --plan")
+        file = DEFAULT if menu is None else load_menu(menu)
+        question = question_of(
+            cluster,
+            model,
+            requests,
+            slo,
+            rate=rate,
+            gpus=gpus,
+            budget=budget,
+            menu=file,
+            profile=profile,
+            host=host,
+            note=notes.append,
+        )
+        processes = len(os.sched_getaffinity(0)) if jobs is None else jobs
+        if plan:
+            _mix(question, ServingMenu(file), processes, output, as_json, notes)
+            return
+        with SimulationProgress(sys.stderr) as shown:
+
+            def tell(moment: Progress) -> None:
+                best = "" if moment.best is None else f"; best: {moment.best.candidate}"
+                done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
+                shown.tell(done + best)
+
+            found = find(question, ServingMenu(file), jobs=processes, progress=tell)
+        text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
+        if output is not None:
+            write_text(output, text)
+        if report is not None:
+            from libra.report.search_page import search_page
+
+            write_text(report, search_page(found, f"Serving {found.question.model.name}"))
+    except KeyboardInterrupt:
+        typer.echo("libra: interrupted", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        console = Console()
+        for line in (headline(found), counts(found)):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        for table in search_tables(found):
+            console.print(table)
+    for note in notes:
+        typer.echo(f"note: {note}", err=as_json)  # standard output is the answer, and nothing else, with --json
+    if not found.points:
+        no_plan(ValueError(f"{found.claim()}; {_remedy(found.question.rate)}"))
+
+
+def _mix(
+    question: SizingQuestion, menu: ServingMenu, jobs: int, output: Path | None, as_json: bool, notes: list[str]
+) -> None:
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.search_table import mix_lines
+    from libra.sizing.mix import NoMixError, plan_mix
+
+    try:
+        found = plan_mix(question, menu, jobs=jobs, note=notes.append)
+    except (InfeasiblePlanError, NoMixError) as error:
+        no_plan(error)
+    text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
+    if output is not None:
+        write_text(output, text)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        for line in mix_lines(found):
+            typer.echo(line)
+    for note in notes:
+        typer.echo(f"note: {note}", err=as_json)
+
+
+def _remedy(rate: float | None) -> str:
+    return "raise a limit or gpus" if rate is None else "lower --rate, or raise a limit or gpus"

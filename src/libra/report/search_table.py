@@ -1,0 +1,107 @@
+"""A search as terminal tables, and the words that page and terminal share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.table import Column, Table
+
+from libra.report.tables import number, whole
+from libra.report.words import fine_duration, percent, plural
+from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
+from libra.sizing.mix import ServingMix
+from libra.sizing.objective import Objective
+from libra.sizing.trial import statistic
+
+MOST_POINTS = 12  # in a terminal: the page has all
+_BY = {
+    "bound": "out by bound",
+    "simulation": "miss an objective in simulation",
+    "dominated": "serve, but another is better",
+}
+
+
+def headline(answer: SizingAnswer) -> str:
+    """The best point, and what is known of the rest of the menu."""
+    if not answer.points:
+        return f"No deployment serves within the objectives: {answer.claim()}."
+    best = answer.points[0]
+    return (
+        f"{best.candidate}: {best.trial.rate:.3g} requests/s on {plural(best.candidate.devices, 'GPU')},"
+        f" {value_words(answer, best)}; {answer.claim()}."
+    )
+
+
+def counts(answer: SizingAnswer) -> str:
+    share = percent(answer.out_by_bound / answer.candidates)
+    return (
+        f"{answer.candidates:,} candidates: {answer.out_by_bound:,} out by bound ({share}), {answer.runs:,} simulations"
+        f" of {len(answer.question.requests):,} requests; {plural(len(answer.points), 'point')} on the Pareto set"
+    )
+
+
+def value_words(answer: SizingAnswer, point: Point) -> str:
+    return f"{point.value:.3g} per {answer.question.unit}"
+
+
+def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
+    """The statistics by which TTFT and TPOT are told."""
+    return statistic(answer.question, "ttft"), statistic(answer.question, "tpot")
+
+
+def row(answer: SizingAnswer, point: Point) -> tuple[str, ...]:
+    return (
+        str(point.candidate),
+        f"{point.candidate.devices:,}",
+        *((f"{point.cost:.4g}",) if answer.question.prices else ()),
+        f"{point.trial.rate:.3g}",
+        f"{point.value:.3g}",
+        fine_duration(point.trial.ttft),
+        fine_duration(point.trial.tpot),
+        point.bottleneck,
+    )
+
+
+def columns(answer: SizingAnswer) -> tuple[str, ...]:
+    ttft, tpot = (it.name.replace("_", " ") for it in axes(answer))
+    price = ("cost/h",) if answer.question.prices else ()
+    return ("deployment", "GPUs", *price, "req/s", f"per {answer.question.unit}", ttft, tpot, "bottleneck")
+
+
+def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:
+    """By what they are rejected for, the commonest kind first."""
+    ordered = sorted(answer.rejected, key=lambda it: it.by)
+    kinds = [(_BY[by], list(its)) for by, its in groupby(ordered, key=lambda it: it.by)]
+    return sorted(kinds, key=lambda it: -len(it[1]))
+
+
+def search_tables(answer: SizingAnswer) -> list[Table]:
+    _, *numbers, _ = columns(answer)
+    table = Table(*(whole(it) for it in numbers), Column("deployment", overflow="fold"), title="Pareto set")
+    for point in answer.points[:MOST_POINTS]:
+        name, *cells, why = row(answer, point)
+        table.add_row(*cells, f"{name}\n  {why}")
+    if len(answer.points) > MOST_POINTS:
+        table.caption = f"and {len(answer.points) - MOST_POINTS} more: --report has them all"
+    out = Table("rejected", number("candidates"), Column("such as", overflow="fold"), title="The others")
+    for kind, its in rejections(answer):
+        out.add_row(kind, f"{len(its):,}", f"{its[0].candidate}: {its[0].reason}")
+    return [*([table] if answer.points else []), *([out] if answer.rejected else [])]
+
+
+def mix_lines(mix: ServingMix) -> list[str]:
+    """A plan: what it takes, its pools, and what its simulation showed."""
+    question, rate = mix.question, mix.trial.rate
+    cost = f", {mix.plan.cost:,.4g} an hour" if question.prices else ""
+    limits = {it.name: it.limit for it in question.objectives}
+    reached = ", ".join(
+        f"{name} {fine_duration(value)} (limit {fine_duration(limits[name])})"
+        for name, value in mix.trial.latency.items()
+    )
+    return [
+        f"{rate:g} requests/s on {plural(mix.candidate.devices, 'GPU')}{cost}: {mix.claim()}.",
+        *(f"  {pool}" for pool in mix.candidate.pools),
+        f"Simulated: {reached}.",
+        f"Bottleneck: {bottleneck(question, mix.candidate, mix.trial)}.",
+    ]

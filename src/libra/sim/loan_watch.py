@@ -1,0 +1,95 @@
+"""Keeps what becomes of a lent device, step by step, for whoever shows it.
+
+Invariant: watching changes nothing that is simulated. Steps that were advanced together are one span, with the closest
+of their margins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from libra.lend.gate import Grant, Refusal, ServingView, SharingRule, Slo
+from libra.lend.recall import WatchedRule
+from libra.lend.rules import Alternate, PositiveSlack, ServeFirst, TimeSlices
+from libra.records.loan_history import GrantSpan, LoanHistory, RecallSpan, ServingSpan, UserRequest
+from libra.sim.clock import TICKS, seconds
+from libra.sim.engine.request import Request
+from libra.traffic.envelope import Load, RateWindow
+
+_NAMES = {ServeFirst: "serve-first", Alternate: "naive", PositiveSlack: "published", TimeSlices: "fixed"}
+
+
+class LoanWatch:
+    """Of a device that is shared by `rule`. Times are ticks, those of the history seconds."""
+
+    def __init__(self, rule: SharingRule) -> None:
+        self._rule, self._envelope = rule, rule.envelope if isinstance(rule, WatchedRule) else None
+        self._window = None if self._envelope is None else RateWindow(self._envelope.window)
+        self._grants, self._serving = list[GrantSpan](), list[ServingSpan]()
+        self._load, self._refusals = list[tuple[float, float]](), Counter[str]()
+        self._recalls = list[RecallSpan]()
+        self._granted = 0.0
+
+    def asked(self, view: ServingView, now: int, answer: Grant | Refusal) -> None:
+        """Somebody asked for the device, which is free now."""
+        if isinstance(answer, Grant):
+            self._granted += answer.length
+        else:
+            self._refusals[answer.reason] += 1
+        if self._envelope is not None and self._window is not None:
+            load = Load(self._window.rate(now / TICKS, view.came), view.queued, view.live, view.context)
+            self._load.append((seconds(now), self._envelope.used(load)))
+
+    def used(self, start: int, end: int) -> None:
+        """Rollout had it, by what was granted since it had it last, or serving did."""
+        granted, self._granted = self._granted / TICKS, 0.0
+        self._grants.append(GrantSpan(seconds(start), seconds(end), granted))
+
+    def served(self, start: int, end: int, sequences: int, margin: float) -> None:
+        """Serving had it, and its closest token came so many ticks before it was due; inf: none was due."""
+        self._granted = 0.0
+        known = None if margin == math.inf else margin / TICKS
+        self._serving.append(ServingSpan(seconds(start), seconds(end), sequences, known))
+
+    def recalled(self, start: int, end: int, why: str) -> None:
+        self._recalls.append(RecallSpan(seconds(start), seconds(end), why))
+
+    def history(
+        self,
+        name: str,
+        slo: Slo,
+        pace: float,
+        longest: float,
+        requests: Iterable[Request],
+        blamed: frozenset[int] | None,
+    ) -> LoanHistory:
+        """`requests` are those of its users that finished, in the order of their arrival."""
+        return LoanHistory(
+            name,
+            _NAMES.get(type(self._rule), "gate"),
+            slo,
+            pace,
+            longest,
+            self._grants,
+            self._serving,
+            self._load,
+            self._refusals,
+            self._recalls,
+            requests=[_user_request(it) for it in requests if it.first_token is not None and it.finish is not None],
+            blamed=blamed,
+        )
+
+
+def _user_request(it: Request) -> UserRequest:
+    assert it.first_token is not None and it.finish is not None
+    return UserRequest(
+        it.number,
+        seconds(it.arrival),
+        seconds(it.finish),
+        it.prompt_tokens,
+        it.output_tokens,
+        seconds(it.first_token - it.arrival),
+        seconds(it.finish - it.first_token) / max(1, it.output_tokens - 1),
+    )

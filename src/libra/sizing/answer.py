@@ -1,0 +1,200 @@
+"""What a search found, and how sure that is.
+
+Invariant: everything on the menu is in an answer once: as a point of the Pareto set, or rejected with its reason. What
+is claimed says whether a bound proves it, or simulation alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from typing import Any, Literal
+
+from libra.sizing.bound import RateBound
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.question import SizingQuestion
+from libra.sizing.trial import Trial
+
+_BUSY = 0.8  # share from which on a network is told of
+
+By = Literal["bound", "simulation", "dominated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A candidate that serves, at the highest rate that it does."""
+
+    candidate: ServingCandidate
+    cost: float  # GPUs, or an hour's price
+    bound: float  # requests/s
+    trial: Trial
+    bottleneck: str
+
+    @property
+    def value(self) -> float:
+        """Requests/s for each GPU, or for each unit of an hour's price."""
+        return self.trial.rate / self.cost
+
+    def dominates(self, other: Point) -> bool:
+        mine, its = self.criteria, other.criteria
+        return mine != its and all(one <= another for one, another in zip(mine, its, strict=True))
+
+    @property
+    def criteria(self) -> tuple[float, float, float]:
+        """The lower the better."""
+        return -self.value, self.trial.ttft, self.trial.tpot
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    candidate: ServingCandidate
+    cost: float
+    by: By
+    reason: str
+    bound: float  # requests/s
+    rate: float | None  # requests/s, of those that serve but are dominated
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """The best of those that a bound leaves possible, and simulation does not."""
+
+    candidate: ServingCandidate
+    objective: str
+    limit: float
+    seconds: float  # mean over draws of arrivals
+    deviation: float  # standard deviation
+    draws: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizingAnswer:
+    question: SizingQuestion
+    points: tuple[Point, ...]  # the Pareto set, best value first
+    rejected: tuple[Rejection, ...]  # in the menu's order
+    runs: int  # simulations
+    possible: int  # candidates that a bound leaves better than the best point
+    near_miss: NearMiss | None
+
+    @property
+    def candidates(self) -> int:
+        return len(self.points) + len(self.rejected)
+
+    @property
+    def out_by_bound(self) -> int:
+        return sum(it.by == "bound" for it in self.rejected)
+
+    @property
+    def proven(self) -> bool:
+        return bool(self.points) and not self.possible
+
+    def claim(self) -> str:
+        """What is known of the best point against the rest of the menu."""
+        given = self.question.rate is not None
+        better = "cheaper" if given and self.question.prices else "with fewer GPUs" if given else "better"
+        if not self.points:
+            if all(it.by == "bound" for it in self.rejected):
+                return "nothing on the menu can (bound)"
+            return f"none of {sum(it.by == 'simulation' for it in self.rejected)} simulated did"
+        if self.proven:
+            return f"nothing {better} on the menu can (bound)"
+        text = f"{better}: none of {self.possible} simulated did"
+        near = self.near_miss
+        if near is not None and near.seconds <= near.limit:
+            text += f"; the next is as good on the mean of {near.draws} draws of arrivals"
+        elif near is not None:
+            text += (
+                f"; the next misses {near.objective} by {near.seconds - near.limit:.3g} ± {near.deviation:.2g} s"
+                f" ({near.draws} draws of arrivals)"
+            )
+        return text
+
+    def document(self) -> dict[str, Any]:
+        """JSON values."""
+        question = self.question
+        return {
+            "question": {
+                "model": question.model.name,
+                "requests": len(question.requests),
+                "objectives": {it.name: it.limit for it in question.objectives},
+                "rate": question.rate,
+                "gpus": question.gpus,
+                "budget": question.budget,
+                "cost_per_hour": dict(question.prices),
+                "engine_times": {
+                    nodes.name: f"{profile.source}; host: {profile.host.source}"
+                    for nodes, profile in zip(question.cluster.nodes, question.profiles, strict=True)
+                },
+            },
+            "claim": self.claim(),
+            "proven": self.proven,
+            "candidates": self.candidates,
+            "out_by_bound": self.out_by_bound,
+            "simulations": self.runs,
+            "near_miss": None if self.near_miss is None else _plain(asdict(self.near_miss)),
+            "pareto": [
+                {
+                    "candidate": asdict(it.candidate),
+                    "gpus": it.candidate.devices,
+                    "cost": it.cost,
+                    "rate": it.trial.rate,
+                    f"rate_per_{question.unit.lower()}": it.value,
+                    "rate_bound": _finite(it.bound),
+                    "latency": it.trial.latency,
+                    "ttft": it.trial.ttft,
+                    "tpot": it.trial.tpot,
+                    "pools": [asdict(pool) for pool in it.trial.pools],
+                    "network": it.trial.network,
+                    "bottleneck": it.bottleneck,
+                }
+                for it in self.points
+            ],
+            "rejected": [_plain(asdict(it)) for it in self.rejected],
+        }
+
+
+def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
+    """Those that no other dominates, best value first; and of the others one that does."""
+    ordered = sorted(points, key=lambda it: it.criteria)
+    kept: list[Point] = []
+    beaten: dict[ServingCandidate, Point] = {}
+    for point in ordered:
+        better = next((it for it in kept if it.dominates(point)), None)
+        if better is None:
+            kept.append(point)
+        else:
+            beaten[point.candidate] = better
+    return kept, beaten
+
+
+def could_matter(bound: RateBound, rate: float, cost: float, kept: Sequence[Point]) -> Point | None:
+    """The point that is better in every respect than a candidate can be that serves at most `rate`; None: it may be on
+    the Pareto set."""
+    return next(
+        (it for it in kept if it.value > rate / cost and it.trial.ttft <= bound.ttft and it.trial.tpot <= bound.tpot),
+        None,
+    )
+
+
+def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
+    """The objective that is nearest to its limit, and how full the pool is that it waits for."""
+    near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
+    other = "decode" if near.metric == "ttft" else "prefill"
+    its = [both for both in zip(candidate.pools, trial.pools, strict=True) if both[0].role != other]
+    pool, use = max(its, key=lambda both: both[1].busy)
+    text = (
+        f"{near.name} at {trial.latency[near.name] / near.limit:.0%} of its limit; {pool.role} engines {use.busy:.0%}"
+    )
+    text += f" busy, KV {use.kv:.0%} full"
+    if use.preemptions:
+        text += f", {use.preemptions:,} preemptions"
+    return text if trial.network < _BUSY else f"{text}; network {trial.network:.0%} busy"
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if value in (inf, -inf) else value for key, value in values.items()}

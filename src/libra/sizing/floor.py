@@ -1,0 +1,178 @@
+"""What iterations of one engine take, from below: the prices of a bound.
+
+Invariant: no iteration of the simulated engine takes less than any of its floors says. A floor is affine in what an
+iteration has of outputs, tokens, context and prefill, so that floors of many iterations add up to the floor of the work
+they do, however it is spread over them.
+
+A floor of an iteration in which `x` tokens are computed is a line below the cheapest such iteration that there can be;
+what is not convex in `x` is lost. Attention is taken from the cheapest slopes between the grid's points. Overhead of
+the host that overlaps with the GPU is a floor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.cost.graphs import padded
+from libra.cost.grid import Array, EngineGrid, linear_layers
+from libra.cost.lines import hull_lines, iteration_lines
+from libra.sim.engine.config import EngineConfig
+
+_ROUNDING = 1e-4  # the simulator rounds slopes to whole ticks for each token of context
+_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds of an iteration, from below: `iteration`, `output` for each request that gets a token, `token` for each
+    token computed, `context` for each token of context of those that decode, `pair` for each pair of a prefilled token
+    and one that it attends to, less `chunk` for each request that completes its prompt."""
+
+    iteration: float
+    output: float
+    token: float
+    context: float
+    pair: float
+    chunk: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """All floors of an engine, and the least that single iterations take."""
+
+    floors: tuple[Floor, ...]
+    admission: float  # of a request
+    admitted_token: float  # of its context
+    prompt: tuple[tuple[Array, float], ...]  # ([tokens + 1] of an iteration with so many tokens of one prompt, pair)
+    alone: tuple[tuple[Array, float, float], ...]  # ([tokens + 1] of any iteration, context, chunk)
+
+
+def prices(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+    """`contexts` are the shortest and the longest that requests have when they decode."""
+    host = grid.host
+    beside, each = (0.0, 0.0) if host.overlapped else (host.iteration, host.request)
+    floors, prompt, alone = [], [], []
+    for pair, chunk in _attention(grid, config, contexts[1]):
+        for slope in _slopes(grid, config, contexts):
+            decode = _decode(grid, config, contexts, slope)
+            # What launching takes at least is no more where attention comes to it.
+            launched = not pair and not slope
+            least = _least(grid, config, decode, launched=launched) - chunk
+            if least[1] >= 0:
+                lines = _hull(least)
+                floors += [Floor(start + beside, each, token, slope, pair, chunk) for start, token in lines]
+                alone.append((least + beside + each, slope, chunk))
+            if not slope:
+                with_chunk = _least(grid, config, decode, launched=launched, chunked=True) - chunk
+                if with_chunk[1] >= 0:
+                    prompt.append((with_chunk + beside + each, pair))
+    if host.overlapped and host.priced:
+        floors.append(Floor(host.iteration, host.request, 0.0, 0.0, 0.0, 0.0))
+        alone.append((np.full(2, host.seconds(1)), 0.0, 0.0))
+    part = 1 - _ROUNDING
+    return Prices(
+        tuple(_below(floor) for floor in dict.fromkeys(floors)),
+        0.0 if host.overlapped else host.admission * part,
+        0.0 if host.overlapped else host.context_token * part,
+        tuple((least * part, pair * part) for least, pair in prompt),
+        tuple((least * part, slope * part, chunk) for least, slope, chunk in alone),
+    )
+
+
+def _below(floor: Floor) -> Floor:
+    part = 1 - _ROUNDING
+    return Floor(
+        floor.iteration * part,
+        floor.output * part,
+        floor.token * part,
+        floor.context * part,
+        floor.pair * part,
+        floor.chunk,
+    )
+
+
+def _attention(grid: EngineGrid, config: EngineConfig, longest: int) -> Iterator[tuple[float, float]]:
+    """(pair, chunk): the attention of any chunk takes `pair` for each of its pairs of tokens, less `chunk`, or more.
+
+    Tables fall here and there, most of all for short chunks after long prefixes: the dearer the pair, the more has to
+    be taken off a chunk.
+    """
+    most = config.max_num_batched_tokens
+    tokens = np.arange(1, most + 1)
+    knots = np.array(sorted({0, *(it for it in grid.prefixes if it < longest), longest}), dtype=float)
+    attention = grid.prefill_seconds_at(tokens, knots) - linear_layers(grid, most)[1:, None]
+    pairs = tokens[:, None] * knots + (tokens * (tokens + 1) / 2)[:, None]
+    dearest = max(0.0, float((attention / pairs)[-1].min()))
+    for share in (0.0, 0.5, 1.0):
+        pair = share * dearest
+        yield pair, max(0.0, float((pair * pairs - attention).max()))
+
+
+def _slopes(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -> tuple[float, ...]:
+    """Prices of a token of context to try: the dearest that keeps close to the grid, and none."""
+    tokens = float(config.kv_blocks * config.block_size)
+    lines = iteration_lines(grid, config.max_num_seqs, contexts=contexts, kv_tokens=max(tokens, contexts[0]))
+    return (0.0, lines[0].per_context_token)
+
+
+def _decode(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], slope: float) -> Array:
+    """[requests + 1] seconds of the device in an iteration in which so many requests decode, beyond `slope` for each
+    token of context; infinite for none.
+
+    A batch that is padded has a shorter mean context than its requests, but half of theirs at least; contexts that
+    differ count as if they were up to twice as long as they can be.
+    """
+    terms = grid.terms
+    sizes = np.array([padded(requests, config.capture_sizes) for requests in range(1, config.max_num_seqs + 1)])
+    low, high = max(0.0, contexts[0] / 2 - 1), 2.0 * contexts[1]
+    if terms.shared:
+        low = 0.0
+    inside = [float(it) for it in grid.contexts if low < it < high]
+    lengths = np.array([low, *inside, high])
+    seconds = grid.decode_seconds_at(sizes, lengths) - slope * sizes[:, None] * lengths
+    least: Array = seconds.min(axis=1)
+    if terms.decode != 1:
+        least = least + (terms.decode - 1) * grid.decode_seconds_at(sizes, [0])[:, 0]
+    return np.concatenate([[np.inf], least])
+
+
+def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: bool, chunked: bool = False) -> Array:
+    """[tokens + 1] seconds of the device in any iteration that computes so many tokens or more, whoever they belong to;
+    with `chunked`, of those among them that have a chunk of a prompt; with `launched`, as long as launching takes."""
+    terms, host = grid.terms, grid.host
+    seqs, most = config.max_num_seqs, config.max_num_batched_tokens
+    run = np.array([padded(tokens, config.capture_sizes) for tokens in range(most + 1)])
+    linear = linear_layers(grid, int(run[-1]))[run]
+    linear[0] = 0.0
+    if terms.linear is None:
+        saved = linear[: seqs + 1].copy()
+        together = linear
+    else:
+        sizes = run[1 : seqs + 1]
+        saved = np.concatenate([[0.0], terms.decode * grid.decode_seconds_at(sizes, [0])[:, 0]])
+        together = terms.linear * linear
+    # Beside decoding requests a chunk pays only what it adds to their linear layers.
+    cheaper = np.minimum.accumulate(np.concatenate([[0.0], np.minimum(0.0, decode[1:] - saved[1:])]))
+    beside = cheaper[np.minimum(np.arange(most + 1) - 1, seqs).clip(0)]
+    mixed = together + beside
+    if launched and (host.piecewise or host.eager):
+        largest = config.capture_sizes[-1] if config.capture_sizes else 0
+        launching = np.where(np.arange(most + 1) <= largest, host.piecewise, host.eager)
+        mixed = np.maximum(mixed, launching)
+    least = mixed.copy()
+    if not chunked:
+        least[1 : seqs + 1] = np.minimum(least[1 : seqs + 1], decode[1:])
+    return np.minimum.accumulate(np.maximum(0.0, least)[::-1])[::-1]
+
+
+def _hull(least: Array) -> list[tuple[float, float]]:
+    """Lines below `least`, none of them negative anywhere. Looked at where it matters: between two of the points it
+    rises, so that the later one is given what the first token after the earlier one takes."""
+    most = len(least) - 1
+    points = np.unique(np.concatenate([np.arange(1, min(most, 64) + 1), np.arange(64, most + 1, 32), [most]]))
+    points = points[points <= most]
+    before = np.concatenate([[0], points[:-1]])
+    return hull_lines(points.astype(float), least[before + 1], _LINES)

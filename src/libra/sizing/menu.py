@@ -1,0 +1,114 @@
+"""The menu: what candidates may be made of.
+
+Invariant: a menu file is exactly what it should be, or is refused in one line that names the key. Candidates come in
+one order, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from libra.config.yaml_file import Section, read_section
+from libra.sizing.candidate import Architecture, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.question import SizingQuestion
+
+_Count = Annotated[int, Field(strict=True, ge=1)]
+_Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
+# Engines of a pool that are told apart: some eighth of an octave.
+COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (5, 6, 7, 8)))
+
+
+class MenuFile(Section):
+    """Names are vLLM's. What is left out has these values, or all that there are."""
+
+    architectures: Annotated[tuple[Architecture, ...], Field(min_length=1)] = ("colocated", "prefill-decode")
+    nodes: tuple[str, ...] | None = None  # classes of nodes
+    tensor_parallel_size: _Counts | None = None
+    pipeline_parallel_size: _Counts = (1,)
+    max_num_seqs: _Counts = (64, 256)
+    max_num_batched_tokens: _Counts = (2048, 8192)
+    async_scheduling: Annotated[tuple[Annotated[bool, Field(strict=True)], ...], Field(min_length=1)] = (True,)
+    engines: _Counts | None = None  # of a pool
+    cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
+
+
+DEFAULT = MenuFile()
+
+
+def load_menu(path: Path) -> MenuFile:
+    """Read a file such as `examples/menu.yaml`. Raises `ConfigError`."""
+    return read_section(path, MenuFile, "examples/menu.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMenu:
+    """Candidates of one question."""
+
+    file: MenuFile = DEFAULT
+
+    def candidates(self, question: SizingQuestion) -> Iterator[ServingCandidate]:
+        """Those that there are GPUs for. With a rate, pools have every number of engines; without one, as many as there
+        are GPUs for, since what a GPU serves hardly depends on it. Raises ValueError where the file names what the
+        cluster or the profiles do not have."""
+        file = self.file
+        shapes = list(self.shapes(question))
+        if "colocated" in file.architectures:
+            for shape in shapes:
+                yield from self._colocated(question, shape)
+        if "prefill-decode" in file.architectures:
+            # A prefill engine has few requests at a time, a decode engine few prompt tokens.
+            apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+            seqs, tokens = max(file.max_num_seqs), max(file.max_num_batched_tokens)
+            prefill = dict.fromkeys(replace(it, max_num_seqs=seqs, async_scheduling=False) for it in apart)
+            decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens, async_scheduling=False) for it in apart)
+            for one, other in product(prefill, decode):
+                yield from self._apart(question, one, other)
+
+    def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
+        file, cluster = self.file, question.cluster
+        names = [nodes.name for nodes in cluster.nodes] if file.nodes is None else file.nodes
+        for name in names:
+            nodes = cluster.node_class(name)
+            known = tuple(grid.tp for grid in question.profiles[cluster.nodes.index(nodes)].engines)
+            degrees = known if file.tensor_parallel_size is None else file.tensor_parallel_size
+            for tp, pp, seqs, tokens, ahead in product(
+                degrees,
+                file.pipeline_parallel_size,
+                file.max_num_seqs,
+                file.max_num_batched_tokens,
+                file.async_scheduling,
+            ):
+                if tp in known and tokens >= seqs and not (ahead and pp > 1):
+                    yield EngineSetup(name, tp, pp, seqs, tokens, ahead)
+
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.file.engines or COUNTS)))
+
+    def _colocated(self, question: SizingQuestion, shape: EngineSetup) -> Iterator[ServingCandidate]:
+        fitting = [
+            it
+            for it in (ServingCandidate((EnginePool("colocated", shape, n),)) for n in self._counts())
+            if _fits(question, it)
+        ]
+        yield from fitting if question.rate is not None else fitting[-1:]
+
+    def _apart(self, question: SizingQuestion, prefill: EngineSetup, decode: EngineSetup) -> Iterator[ServingCandidate]:
+        for some in self._counts():
+            pairs = (
+                ServingCandidate((EnginePool("prefill", prefill, some), EnginePool("decode", decode, n)))
+                for n in self._counts()
+            )
+            fitting = [it for it in pairs if _fits(question, it)]
+            if not fitting:
+                return
+            yield from fitting if question.rate is not None else fitting[-1:]
+
+
+def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
+    return question.refusal(candidate) is None

@@ -1,0 +1,98 @@
+"""Service level objectives: what latency may be, and for how many requests.
+
+Invariant: an objective is met or missed by all requests together, as `sim.outcome` defines the metric: percentiles are
+nearest-rank, TPOT is of requests of two tokens or more. A request that did not finish misses every objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, fsum, isfinite
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.config.yaml_file import unknown
+
+Metric = Literal["ttft", "tpot", "latency"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+PERCENTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+_STATISTICS = ("mean", *PERCENTS)
+# Of a mean m, at most a share 1/k of all values exceeds k * m (Markov's inequality).
+_MARKOV = (1.5, 3.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """`metric`'s `statistic` is at most `limit` seconds."""
+
+    metric: Metric
+    statistic: str  # mean, p50, p90, p95 or p99
+    limit: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.limit) and self.limit > 0):
+            raise ValueError(f"{self.name} is {self.limit}; give seconds, more than 0")
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_{self.statistic}"
+
+    def allowed(self, requests: int) -> int | None:
+        """How many of so many requests may exceed the limit; None: a mean says nothing of single ones."""
+        percent = PERCENTS.get(self.statistic)
+        return None if percent is None else requests + -percent * requests // 100
+
+    def value(self, seconds: Sequence[float] | NDArray[np.float64]) -> float:
+        """The statistic; infinite where one that counts is."""
+        percent = PERCENTS.get(self.statistic)
+        if percent is None:
+            return fsum(seconds) / len(seconds)
+        return float(np.sort(np.asarray(seconds))[-(-percent * len(seconds) // 100) - 1])
+
+    def tails(self, requests: int) -> tuple[tuple[float, int], ...]:
+        """What must hold if it is met: (limit, how many requests may exceed it)."""
+        allowed = self.allowed(requests)
+        if allowed is not None:
+            return ((self.limit, allowed),)
+        return tuple((factor * self.limit, max(0, ceil(requests / factor) - 1)) for factor in _MARKOV)
+
+
+def parse_objectives(text: str) -> tuple[Objective, ...]:
+    """`ttft_p99=1,tpot_p99=0.05`, in seconds. Raises ValueError.
+
+    >>> parse_objectives("ttft_p99=1")
+    (Objective(metric='ttft', statistic='p99', limit=1.0),)
+    """
+    known = [f"{metric}_{statistic}" for metric in METRICS for statistic in _STATISTICS]
+    objectives = []
+    for part in text.split(","):
+        name, equals, number = (it.strip() for it in part.partition("="))
+        if not equals:
+            raise ValueError(f"{part.strip()!r} is no objective; give them as ttft_p99=1,tpot_p99=0.05")
+        if name not in known:
+            raise ValueError(unknown("objective", name, known))
+        try:
+            limit = float(number)
+        except ValueError:
+            raise ValueError(f"{name} is {number!r}; give seconds, such as {name}=0.5") from None
+        metric, _, statistic = name.partition("_")
+        objectives.append(Objective(next(it for it in METRICS if it == metric), statistic, limit))
+    return check_objectives(objectives)
+
+
+def check_objectives(objectives: Iterable[Objective]) -> tuple[Objective, ...]:
+    """Raises ValueError where one is given twice, or where nothing limits how long requests may wait."""
+    made = tuple(objectives)
+    names = [it.name for it in made]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice; give it once")
+    if not any(it.metric in ("ttft", "latency") for it in made):
+        raise ValueError(
+            "no objective limits how long a request may wait, so any rate would do: add one of ttft or latency, such"
+            " as ttft_p99=1"
+        )
+    return made

@@ -1,0 +1,103 @@
+"""What a search is asked.
+
+Invariant: a question that exists can be answered, if only by "nothing on the menu can": its parts fit each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import Cluster
+from libra.hardware.model import ModelSpec
+from libra.sim.clock import seconds
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.objective import Objective, check_objectives
+
+
+@dataclass(frozen=True, slots=True)
+class SizingQuestion:
+    """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
+
+    Without `rate` (requests/s) each is asked how fast requests may come, in the order and with the gaps of the record,
+    all scaled alike; with it, whether it serves that many. `gpus` and `budget` are the most that one may take; the
+    latter is in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared
+    by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order.
+    """
+
+    cluster: Cluster
+    model: ModelSpec
+    profiles: tuple[EngineProfile, ...]
+    requests: tuple[RecordedRequest, ...]
+    objectives: tuple[Objective, ...]
+    rate: float | None = None
+    gpus: int | None = None
+    budget: float | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_objectives(self.objectives)
+        for name, value in (("rate", self.rate), ("budget", self.budget)):
+            if value is not None and not (isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; give a finite number above 0")
+        if self.gpus is not None and not 1 <= self.gpus <= self.cluster.devices:
+            raise ValueError(f"gpus is {self.gpus}; the cluster has {self.cluster.devices:,}: give 1 to that many")
+        if len(self.profiles) != len(self.cluster.nodes):
+            raise ValueError(
+                f"{len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes: give each one"
+            )
+        for name in self.prices:
+            self.cluster.node_class(name)
+        missing = [nodes.name for nodes in self.cluster.nodes if nodes.name not in self.prices]
+        if missing and (self.prices or self.budget is not None):
+            raise ValueError(f"there is no price of {missing[0]}: give what a GPU of it costs an hour")
+        if any(not (isfinite(price) and price > 0) for price in self.prices.values()):
+            raise ValueError(f"prices are {dict(self.prices)}; give finite numbers above 0")
+        _check_requests(self.requests, self.model)
+
+    @property
+    def natural_rate(self) -> float:
+        """Requests/s of the record."""
+        return (len(self.requests) - 1) / seconds(self.requests[-1].arrival - self.requests[0].arrival)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context: what engines must hold."""
+        return max(it.prompt_tokens + it.output_tokens for it in self.requests)
+
+    @property
+    def unit(self) -> str:
+        return "cost" if self.prices else "GPU"
+
+    def cost(self, candidate: ServingCandidate) -> float:
+        """An hour's price, or GPUs where there are no prices."""
+        if not self.prices:
+            return float(candidate.devices)
+        return sum(count * self.prices[name] for name, count in candidate.by_class().items())
+
+    def refusal(self, candidate: ServingCandidate) -> str | None:
+        """Why there are no GPUs for it."""
+        for name, count in candidate.by_class().items():
+            if count > self.cluster.node_class(name).devices:
+                return f"needs {count:,} GPUs of {name}, of {self.cluster.node_class(name).devices:,}"
+        if candidate.devices > (self.gpus or inf):
+            return f"needs {candidate.devices:,} GPUs, of {self.gpus:,}"
+        if self.cost(candidate) > (self.budget or inf):
+            return f"costs {self.cost(candidate):g} an hour, of {self.budget:g}"
+        return None
+
+
+def _check_requests(requests: Sequence[RecordedRequest], model: ModelSpec) -> None:
+    if len(requests) < 2 or requests[-1].arrival == requests[0].arrival:
+        raise ValueError("requests all come at one instant: a rate needs two that come at different times")
+    for number, it in enumerate(requests):
+        if it.cancel_at is not None:
+            raise ValueError(f"request {number} has cancel_at: whether it was served in time is unknown; leave it out")
+        if it.prompt_tokens + it.output_tokens > model.max_context:
+            raise ValueError(
+                f"request {number} has {it.prompt_tokens + it.output_tokens:,} tokens; {model.name} is made for"
+                f" {model.max_context:,}: leave it out"
+            )

@@ -1,0 +1,332 @@
+"""Which deployments serve requests within objectives: what a bound leaves is simulated, best bound first.
+
+Invariant: the answer depends on the question and the menu alone, not on how many processes find it; and the Pareto set
+is the one that simulating everything would give, since only what a bound proves to be no part of it is left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from libra.config.recipe import Recipe
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.cluster import Cluster
+from libra.hardware.cluster_file import load_cluster
+from libra.hardware.model import ModelSpec
+from libra.hardware.model_file import load_model
+from libra.sim.workload.request_file import read_requests
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, bottleneck, could_matter, pareto
+from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_of
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu
+from libra.sizing.objective import Objective, parse_objectives
+from libra.sizing.question import SizingQuestion
+from libra.sizing.trial import Trial, trial
+
+_WAVE = 16  # candidates that are simulated between two looks at what is left
+_DRAWS = 5  # of arrivals, for the next best
+_NEXT = 4  # candidates that may be the next best
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    candidates: int
+    out: int  # by bound, or dominated
+    simulated: int
+    best: Point | None
+
+
+def search(
+    cluster: Cluster | Path | str,
+    model: ModelSpec | str,
+    requests: Sequence[RecordedRequest] | Path | str,
+    slo: str | Sequence[Objective],
+    *,
+    rate: float | None = None,
+    gpus: int | None = None,
+    budget: float | None = None,
+    menu: MenuFile = DEFAULT,
+    profile: str = "auto",
+    host: str = "default",
+    jobs: int = 1,
+    note: Callable[[str], None] = lambda _: None,
+    progress: Callable[[Progress], None] | None = None,
+) -> SizingAnswer:
+    """The Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost, where
+    the menu has prices) against TTFT and TPOT.
+
+    Cluster, model and requests are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other arguments
+    are those of `SizingQuestion`, `engine_profiles` and `ServingMenu`; `jobs` is the number of processes. Raises
+    ValueError where the question has no answer to look for.
+    """
+    return answer(
+        question_of(
+            cluster,
+            model,
+            requests,
+            slo,
+            rate=rate,
+            gpus=gpus,
+            budget=budget,
+            menu=menu,
+            profile=profile,
+            host=host,
+            note=note,
+        ),
+        ServingMenu(menu),
+        jobs=jobs,
+        progress=progress,
+    )
+
+
+def question_of(
+    cluster: Cluster | Path | str,
+    model: ModelSpec | str,
+    requests: Sequence[RecordedRequest] | Path | str,
+    slo: str | Sequence[Objective],
+    *,
+    rate: float | None = None,
+    gpus: int | None = None,
+    budget: float | None = None,
+    menu: MenuFile = DEFAULT,
+    profile: str = "auto",
+    host: str = "default",
+    note: Callable[[str], None] = lambda _: None,
+) -> SizingQuestion:
+    """What `search` asks, read from files where they are given."""
+    there = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    shape = model if isinstance(model, ModelSpec) else load_model(model)
+    recorded = read_requests(requests) if isinstance(requests, Path | str) else tuple(requests)
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
+    profiles = engine_profiles(there, shape, recipe, profile, note, host)
+    objectives = parse_objectives(slo) if isinstance(slo, str) else tuple(slo)
+    prices = dict(menu.cost_per_hour)
+    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices)
+
+
+def answer(
+    question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
+) -> SizingAnswer:
+    """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do."""
+    candidates = list(menu.candidates(question))
+    if not candidates:
+        raise ValueError(
+            "the menu has no deployment that there are GPUs for: raise gpus or budget, or add smaller ones"
+        )
+    bounds = Bounds(question)
+    bounded = {it: bounds.of(it) for it in candidates}
+    _refuse_impossible(question, bounds, candidates)
+    with simulator(question, jobs) as simulate:
+        found = _Found(question, bounded, progress)
+        for wave in found.waves():
+            found.take(simulate(wave))
+        return found.answer(candidates)
+
+
+class _Found:
+    """What is known so far."""
+
+    def __init__(
+        self,
+        question: SizingQuestion,
+        bounded: Mapping[ServingCandidate, RateBound],
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.question, self.bounded, self.progress = question, bounded, progress
+        self.points: list[Point] = []
+        self.reasons: dict[ServingCandidate, Rejection] = {}
+        self.runs = 0
+        self.front: list[Point] = []
+
+    def waves(self) -> Iterator[list[tuple[ServingCandidate, float]]]:
+        """Candidates to simulate, and their bounds: those that the bound promises most of come first."""
+        question = self.question
+        left = []
+        for candidate, bound in self.bounded.items():
+            wanted = question.rate
+            if bound.rate < (wanted or rate_of(LOWEST)):
+                why = bound.reason
+                if bound.rate and wanted is not None:
+                    why = f"at most {bound.rate:.3g} requests/s ({bound.reason})"
+                self._reject(candidate, "bound", why)
+            else:
+                left.append(candidate)
+        left.sort(key=lambda it: -self._promised(it))
+        while left:
+            wave: list[tuple[ServingCandidate, float]] = []
+            while left and len(wave) < _WAVE:
+                candidate = left.pop(0)
+                bound = self.bounded[candidate]
+                rate = min(bound.rate, self.question.rate or inf)
+                better = could_matter(bound, rate, question.cost(candidate), self.front)
+                if better is None:
+                    wave.append((candidate, bound.rate))
+                else:
+                    self._reject(candidate, "bound", f"cannot be better in any respect than {better.candidate}")
+            if wave:
+                yield wave
+
+    def take(self, simulated: Iterable[tuple[ServingCandidate, Trial | None, str, int]]) -> None:
+        for candidate, served, missed, runs in simulated:
+            self.runs += runs
+            if served is None:
+                self._reject(candidate, "simulation", f"misses {missed}")
+                continue
+            self.points.append(
+                Point(
+                    candidate,
+                    self.question.cost(candidate),
+                    self.bounded[candidate].rate,
+                    served,
+                    bottleneck(self.question, candidate, served),
+                )
+            )
+        self.front, _ = pareto(self.points)
+        if self.progress is not None:
+            simulated_now = len(self.points) + sum(it.by == "simulation" for it in self.reasons.values())
+            out = len(self.reasons) + len(self.points) - simulated_now
+            self.progress(Progress(len(self.bounded), out, simulated_now, self.front[0] if self.front else None))
+
+    def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
+        front, beaten = pareto(self.points)
+        rates = {it.candidate: it.trial.rate for it in self.points}
+        for candidate, better in beaten.items():
+            self._reject(candidate, "dominated", f"{better.candidate} is no worse in any respect", rates[candidate])
+        rejected = tuple(self.reasons[it] for it in candidates if it in self.reasons)
+        possible = []
+        if front:
+            best = front[0]
+            possible = [it for it in candidates if it != best.candidate and self._promised(it) > best.value]
+            possible = [it for it in possible if self.bounded[it].rate >= (self.question.rate or 0)]
+        return SizingAnswer(
+            self.question,
+            tuple(front),
+            rejected,
+            self.runs,
+            len(possible),
+            self._near_miss(front[0], possible, rates) if possible else None,
+        )
+
+    def _promised(self, candidate: ServingCandidate) -> float:
+        """Requests/s per cost that a bound allows."""
+        return min(self.bounded[candidate].rate, self.question.rate or inf) / self.question.cost(candidate)
+
+    def _reject(self, candidate: ServingCandidate, by: By, reason: str, rate: float | None = None) -> None:
+        cost, bound = self.question.cost(candidate), self.bounded[candidate].rate
+        self.reasons[candidate] = Rejection(candidate, cost, by, reason, bound, rate)
+
+    def _near_miss(
+        self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
+    ) -> NearMiss:
+        """By how much the next best misses an objective where it would be better than the best."""
+        question = self.question
+
+        def promise(candidate: ServingCandidate) -> tuple[float, float]:
+            return rates.get(candidate, 0.0) / question.cost(candidate), self.bounded[candidate].rate
+
+        nearest: tuple[float, ServingCandidate, Objective, list[float]] | None = None
+        for candidate in sorted(possible, key=promise, reverse=True)[:_NEXT]:
+            rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
+            trials = [
+                trial(question, candidate, rate, requests=_drawn(question.requests, draw), to_the_end=True)
+                for draw in range(_DRAWS)
+            ]
+            self.runs += _DRAWS
+            for objective in question.objectives:
+                seconds = [it.latency[objective.name] for it in trials]
+                worse = statistics.fmean(seconds) / objective.limit
+                if nearest is None or worse > nearest[0]:
+                    nearest = worse, candidate, objective, seconds
+            if rates:
+                break
+        assert nearest is not None
+        _, candidate, objective, seconds = nearest
+        return NearMiss(
+            candidate, objective.name, objective.limit, statistics.fmean(seconds), statistics.stdev(seconds), _DRAWS
+        )
+
+
+def highest_rate(
+    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
+) -> tuple[Trial | None, str, int]:
+    """At the highest rung of the ladder of rates that the candidate serves (or at the rate that is asked for): what
+    came of it, or None and the objective that it misses; and the number of simulations. Rungs above `bound` are
+    missed."""
+    if question.rate is not None:
+        one = trial(question, candidate, question.rate)
+        return (one, "", 1) if one.passed else (None, one.missed, 1)
+    low, high, runs = LOWEST - 1, HIGHEST + 1, 0
+    passed, missed = None, ""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if rate_of(middle) > bound:
+            high = middle
+            continue
+        one = trial(question, candidate, rate_of(middle))
+        runs += 1
+        if one.passed:
+            low, passed = middle, one
+        else:
+            high, missed = middle, one.missed
+    return passed, missed, runs
+
+
+_Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
+
+
+@contextmanager
+def simulator(
+    question: SizingQuestion, jobs: int
+) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
+    if jobs <= 1:
+        yield lambda wave: [_simulate(question, it) for it in wave]
+        return
+    with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question,)) as pool:
+        yield lambda wave: pool.map(_simulate_remembered, wave)
+
+
+def _simulate(
+    question: SizingQuestion, one: tuple[ServingCandidate, float]
+) -> tuple[ServingCandidate, Trial | None, str, int]:
+    candidate, bound = one
+    return candidate, *highest_rate(question, candidate, bound)
+
+
+_asked: list[SizingQuestion] = []  # in a process of the pool
+
+
+def _remember(question: SizingQuestion) -> None:
+    _asked[:] = [question]
+
+
+def _simulate_remembered(one: tuple[ServingCandidate, float]) -> tuple[ServingCandidate, Trial | None, str, int]:
+    return _simulate(_asked[0], one)
+
+
+def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequest, ...]:
+    """The same requests with the gaps between them in another order."""
+    arrivals = np.array([it.arrival for it in requests])
+    gaps = np.random.default_rng(seed).permutation(np.diff(arrivals))
+    times = np.concatenate([arrivals[:1], arrivals[0] + np.cumsum(gaps)]).tolist()
+    return tuple(replace(it, arrival=time) for it, time in zip(requests, times, strict=True))
+
+
+def _refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Sequence[ServingCandidate]) -> None:
+    """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
+    for objective in question.objectives:
+        least = min(bounds.least(it, objective) for it in candidates)
+        if objective.limit < least < inf:
+            raise ValueError(
+                f"{objective.name} is {objective.limit:g} s; without any queue nothing on the menu is faster than"
+                f" {least:.3g} s: raise it, or add larger engines"
+            )

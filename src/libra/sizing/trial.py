@@ -1,0 +1,180 @@
+"""A candidate in simulation, at one rate of requests.
+
+Invariant: requests are the record's, in its order, and only the time between them is scaled: candidates and rates are
+compared on one draw. A trial that is stopped early has missed an objective whatever would have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from libra.cost.grid import Array
+from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
+from libra.sim.clock import TICKS, seconds
+from libra.sim.cluster import SimCluster
+from libra.sim.deployment import DEFAULT_DECODE_ROUTE
+from libra.sim.engine.request import Request
+from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.engines import engines, network
+from libra.sizing.objective import Metric, Objective
+from libra.sizing.question import SizingQuestion
+
+SHOWN: tuple[Metric, Metric] = ("ttft", "tpot")
+ROUTE = DEFAULT_DECODE_ROUTE  # of requests, and of prompts that were computed
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """Shares of 1, means over the pool's engines and the makespan."""
+
+    busy: float
+    kv: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of it. A trial that was stopped has only what was missed."""
+
+    rate: float  # requests/s
+    missed: str  # name of the objective; empty: none
+    latency: dict[str, float]  # seconds, by objective; empty where it was stopped
+    ttft: float  # seconds, as the statistic that is asked for, else p99
+    tpot: float
+    pools: tuple[PoolUse, ...]
+    network: float  # share of the bandwidth of the busier side
+
+    @property
+    def passed(self) -> bool:
+        return not self.missed
+
+
+class _MissedError(Exception):
+    """More requests have missed an objective than may."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+
+def trial(
+    question: SizingQuestion,
+    candidate: ServingCandidate,
+    rate: float,
+    *,
+    requests: tuple[RecordedRequest, ...] | None = None,
+    routes: tuple[Policy, Policy] | None = None,
+    to_the_end: bool = False,
+) -> Trial:
+    """Raises `NoRoomError` where an engine cannot run. `requests` take the place of the question's, and come at the
+    same rate; `routes`, of requests and of prompts that were computed, that of the least load; `to_the_end`: also where
+    an objective is missed before that."""
+    specs, net = engines(question, candidate), network(question, candidate)
+    records = question.requests if requests is None else requests
+    workload = recorded_requests(records, rate_scale=rate / question.natural_rate)
+    watched = _Watched(workload, question.objectives, records, to_the_end)
+    first, then = (policy_named(ROUTE, seed=0), policy_named(ROUTE, seed=0)) if routes is None else routes
+    prompts = sum(spec.role.takes == "prompt" for spec in specs)
+    cluster = SimCluster(
+        specs,
+        watched,
+        first if prompts > 1 else None,
+        kv_transfer=net,
+        decode_route=None if net is None else then,
+    )
+    try:
+        cluster.run()
+    except _MissedError as missed:
+        return Trial(rate, missed.objective.name, {}, inf, inf, (), 0.0)
+    taken = _durations(cluster.requests)
+    latency = {it.name: it.value(taken[it.metric]) if len(taken[it.metric]) else 0.0 for it in question.objectives}
+    beyond = next((it.name for it in question.objectives if latency[it.name] > it.limit), "")
+    ttft, tpot = (statistic(question, metric).value(taken[metric]) if len(taken[metric]) else 0.0 for metric in SHOWN)
+    return Trial(
+        rate, beyond, latency, ttft, tpot, tuple(_uses(cluster, candidate)), _network_share(cluster, candidate)
+    )
+
+
+def statistic(question: SizingQuestion, metric: Metric) -> Objective:
+    """By which a candidate's TTFT or TPOT is told: that of the first objective, else the 99th percentile."""
+    return next((it for it in question.objectives if it.metric == metric), Objective(metric, "p99", 1.0))
+
+
+class _Watched:
+    """A workload that stops the simulation as soon as an objective is missed for certain."""
+
+    def __init__(
+        self, workload: Requests, objectives: tuple[Objective, ...], records: tuple[RecordedRequest, ...], lenient: bool
+    ) -> None:
+        self._workload, self._lenient = workload, lenient
+        several = sum(it.output_tokens > 1 for it in records)
+        counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
+        # What is left: requests that may miss it, or of a mean the seconds that all may have together.
+        self._left = {it: it.allowed(count) for it, count in counts.items()}
+        self._seconds = {it: it.limit * count for it, count in counts.items()}
+
+    def start(self) -> Iterator[Request]:
+        return self._workload.start()
+
+    def describe(self) -> dict[str, object]:
+        return self._workload.describe()
+
+    def finished(self, request: Request, now: int) -> None:
+        if self._lenient:
+            return
+        for objective, left in self._left.items():
+            took = _took(request, objective.metric)
+            if took is None:
+                continue
+            if left is None:
+                self._seconds[objective] -= took
+                if self._seconds[objective] < 0:
+                    raise _MissedError(objective)
+            elif took > objective.limit:
+                if not left:
+                    raise _MissedError(objective)
+                self._left[objective] = left - 1
+
+
+def _took(request: Request, metric: Metric) -> float | None:
+    """Seconds; infinite of a request that did not finish, None where the metric is not of such requests."""
+    if metric == "tpot" and request.output_tokens < 2:
+        return None
+    if request.status != "finished" or request.first_token is None or request.finish is None:
+        return inf
+    if metric == "ttft":
+        return (request.first_token - request.arrival) / TICKS
+    if metric == "latency":
+        return (request.finish - request.arrival) / TICKS
+    return (request.finish - request.first_token) / (request.generated - 1) / TICKS
+
+
+def _durations(requests: list[Request]) -> dict[Metric, Array]:
+    metrics: tuple[Metric, ...] = ("ttft", "tpot", "latency")
+    taken = {metric: [_took(request, metric) for request in requests] for metric in metrics}
+    return {metric: np.array([it for it in values if it is not None]) for metric, values in taken.items()}
+
+
+def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]:
+    place = 0
+    ticks = max(1, cluster.now)
+    for pool in candidate.pools:
+        members = cluster.engines[place : place + pool.count]
+        place += pool.count
+        stages = pool.shape.pipeline_parallel_size
+        busy = sum(it.busy_ticks for it in members) / (ticks * len(members) * stages)
+        held = sum(it.held_ticks / (2 * it.config.kv_blocks) for it in members) / (ticks * len(members))
+        yield PoolUse(busy, held, sum(it.preemptions for it in members))
+
+
+def _network_share(cluster: SimCluster, candidate: ServingCandidate) -> float:
+    if cluster.pairs is None:
+        return 0.0
+    sides = [sum(it.devices for it in candidate.pools if it.role == role) for role in ("prefill", "decode")]
+    narrowest = min(sides) * cluster.pairs.settings.bandwidth
+    return cluster.pairs.transferred_bytes / (narrowest * max(1e-12, seconds(cluster.now)))

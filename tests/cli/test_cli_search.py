@@ -1,0 +1,92 @@
+"""`libra search`: the answer on standard output and in files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from calls import EXAMPLES, libra
+
+QUESTION = [
+    "search",
+    str(EXAMPLES / "cluster_mixed.yaml"),
+    *("--model", "Qwen/Qwen3-8B"),
+    *("--requests", str(EXAMPLES / "serving.jsonl")),
+    *("--profile", "roofline"),
+    *("--jobs", "1"),
+]
+SMALL = "architectures: [colocated]\nnodes: [h100, l40s]\ntensor_parallel_size: [1]\nmax_num_seqs: [64]\n"
+
+
+@pytest.fixture
+def menu(tmp_path: Path) -> str:
+    path = tmp_path / "menu.yaml"
+    path.write_text(SMALL + "max_num_batched_tokens: [2048]\nengines: [1, 2]\n")
+    return str(path)
+
+
+def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
+    written, page = tmp_path / "answer.json", tmp_path / "answer.html"
+    result = libra(
+        *QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--rate", 2, "-o", written, "--report", page
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("1 x h100 tp1 seqs 64 tokens 2048 async: 2 requests/s on 1 GPU, 2 per GPU; nothing")
+    document = json.loads(written.read_text())
+    assert document["proven"]
+    assert [it["gpus"] for it in document["pareto"]] == [1, 2]
+    assert {it["by"] for it in document["rejected"]} <= {"bound", "simulation", "dominated"}
+    html = page.read_text()
+    assert "Pareto set" in html
+    assert html.count("<circle") + html.count("<path") > 0
+    assert "Why others were rejected" in html
+
+
+def test_the_same_question_gives_the_same_bytes(menu: str) -> None:
+    asked = (*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--gpus", 2, "--json")
+    first, again = libra(*asked), libra(*asked)
+    assert first.exit_code == 0, first.output
+    assert first.stdout == again.stdout
+    assert json.loads(first.stdout)["candidates"] == 2
+
+
+def test_nothing_that_serves_is_status_3(menu: str) -> None:
+    result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--gpus", 1, "--rate", 1000)
+    assert result.exit_code == 3
+    assert "nothing on the menu can (bound)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
+        (("--slo", "ttft_p99=1", "--budget", 10), "there is no price of h100"),
+        (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
+        (("--slo", "ttft_p99=1", "--gpus", 0), "gpus is 0; the cluster has 224"),
+        (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
+        (("--slo", "ttft_p99=1", "--profile", "none.json"), "none.json"),
+    ],
+)
+def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str, menu: str) -> None:
+    result = libra(*QUESTION, *(options if "--menu" in options else (*options, "--menu", menu)))
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
+    asked = (*QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--plan")
+    result = libra(*asked, "--rate", 100)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("100 requests/s on ")
+    assert "the least for what single engines serve (proven by CP-SAT)" in result.stdout
+    assert "Simulated: ttft_p99 " in result.stdout
+    refused = libra(*asked)
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "libra: rate is missing: a plan is for a rate of requests; give it\n",
+    )
+    impossible = libra(*asked, "--rate", 1000, "--gpus", 1)
+    assert impossible.exit_code == 3
+    assert "1000 requests/s need more than there is" in impossible.stderr

@@ -1,0 +1,56 @@
+"""Small questions about small clusters, with engine times of rooflines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from libra.config.recipe import Recipe
+from libra.cost.grid import EngineProfile
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
+from libra.sim.clock import ticks
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.objective import Objective
+from libra.sizing.question import SizingQuestion
+
+MODEL = load_model("Qwen/Qwen3-8B")
+_SMALL = GPU("Small", 22.5e9, 900e9, 100e12, 32e9, "none: of KV it holds some thousand tokens")
+CLUSTER = Cluster(
+    (
+        NodeClass("h100", 4, 4, GPUS["H100"], GPUS["H100"].link, 50e9),
+        NodeClass("l40s", 4, 4, GPUS["L40S"], 25e9, 12.5e9),
+        NodeClass("small", 4, 4, _SMALL, 25e9, 12.5e9),
+    )
+)
+
+
+@cache
+def profiles(host: str = "none") -> tuple[EngineProfile, ...]:
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=4096)
+    return engine_profiles(CLUSTER, MODEL, recipe, "roofline", host=host)
+
+
+def question(
+    requests: Sequence[RecordedRequest], *objectives: Objective, host: str = "none", **settings: float
+) -> SizingQuestion:
+    return SizingQuestion(CLUSTER, MODEL, profiles(host), tuple(requests), objectives, **settings)  # type: ignore[arg-type]
+
+
+def requests(generator: np.random.Generator, count: int, *, prefixes: bool = False) -> list[RecordedRequest]:
+    """Of lengths that differ much, from one draw to the next, too."""
+    arrivals = np.cumsum(generator.exponential(generator.choice([0.1, 1.0]), count))
+    prompts = np.clip(generator.lognormal(generator.uniform(2, 7), generator.uniform(0, 1), count), 1, 1500)
+    outputs = np.clip(generator.lognormal(generator.uniform(0, 5), generator.uniform(0, 1), count), 1, 300)
+    return [
+        RecordedRequest(
+            ticks(float(arrival)),
+            int(prompt),
+            int(output),
+            *((f"prefix {number % 2}", int(prompt) // 2) if prefixes else ()),
+        )
+        for number, (arrival, prompt, output) in enumerate(zip(arrivals, prompts, outputs, strict=True))
+    ]

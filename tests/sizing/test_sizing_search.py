@@ -1,0 +1,143 @@
+"""The Pareto set that a search finds is that of simulating everything; what it claims is what is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.answer import Point, SizingAnswer, bottleneck
+from libra.sizing.engines import NoRoomError
+from libra.sizing.menu import MenuFile, ServingMenu
+from libra.sizing.objective import Objective, parse_objectives
+from libra.sizing.question import SizingQuestion
+from libra.sizing.search import answer, highest_rate
+from libra.sizing.trial import trial
+from tests.sizing.small_questions import question, requests
+
+MENU = ServingMenu(
+    MenuFile(max_num_seqs=(8, 64), max_num_batched_tokens=(512,), tensor_parallel_size=(1, 2), engines=(1, 2))
+)
+
+
+def simulate_everything(asked: SizingQuestion, menu: ServingMenu) -> set[str]:
+    """The Pareto set, without bounds and without stopping early."""
+    points = []
+    for candidate in menu.candidates(asked):
+        try:
+            served, _, _ = highest_rate(asked, candidate)
+        except NoRoomError:
+            continue
+        if served is not None:
+            points.append(Point(candidate, asked.cost(candidate), inf, served, bottleneck(asked, candidate, served)))
+    return {str(it.candidate) for it in points if not any(other.dominates(it) for other in points)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("settings", [{"gpus": 4}, {"gpus": 4, "rate": 6.0}], ids=["any rate", "a rate"])
+def test_the_pareto_set_is_that_of_brute_force(seed: int, settings: dict[str, float]) -> None:
+    generator = np.random.default_rng(seed)
+    asked = question(requests(generator, 40), *parse_objectives("ttft_p90=0.5,tpot_mean=0.05"), **settings)
+    found = answer(asked, MENU)
+    assert {str(it.candidate) for it in found.points} == simulate_everything(asked, MENU)
+    assert found.candidates == len(list(MENU.candidates(asked)))
+
+
+def test_a_trial_that_stops_early_decides_as_the_whole_does() -> None:
+    generator = np.random.default_rng(7)
+    for _ in range(20):
+        asked = question(requests(generator, 40), *parse_objectives("ttft_p90=0.3,tpot_mean=0.03,latency_p99=5"))
+        candidate = next(ServingMenu(MenuFile(max_num_seqs=(16,), engines=(1,))).candidates(asked))
+        rate = float(10 ** generator.uniform(-1, 3))
+        whole = trial(asked, candidate, rate, to_the_end=True)
+        assert trial(asked, candidate, rate).passed == whole.passed
+
+
+def found(**settings: float) -> SizingAnswer:
+    asked = question(
+        [RecordedRequest(number * 10**12, 300, 40) for number in range(60)],
+        *parse_objectives("ttft_p99=0.5,tpot_p99=0.05"),
+        **settings,
+    )
+    return answer(asked, MENU)
+
+
+def test_nothing_cheaper_is_proven_where_the_bound_says_so() -> None:
+    cheapest = found(gpus=4, rate=2.0)
+    assert cheapest.points[0].candidate.devices == 1
+    assert cheapest.proven
+    assert cheapest.claim() == "nothing with fewer GPUs on the menu can (bound)"
+
+
+def test_simulation_alone_proves_nothing() -> None:
+    most = found(gpus=4)
+    assert not most.proven
+    near = most.near_miss
+    assert near is not None
+    missing = replace(most, near_miss=replace(near, objective="ttft_p99", seconds=0.75, deviation=0.05, limit=0.5))
+    said = f"better: none of {most.possible} simulated did; the next"
+    assert missing.claim() == f"{said} misses ttft_p99 by 0.25 ± 0.05 s (5 draws of arrivals)"
+    as_good = replace(most, near_miss=replace(near, seconds=near.limit))
+    assert as_good.claim() == f"{said} is as good on the mean of 5 draws of arrivals"
+
+
+def test_every_rejection_has_its_reason_and_all_is_json() -> None:
+    some = found(gpus=4, rate=30.0)
+    assert all(it.reason for it in some.rejected)
+    document = json.loads(json.dumps(some.document(), allow_nan=False))
+    assert len(document["pareto"]) + len(document["rejected"]) == document["candidates"]
+    assert document["out_by_bound"] == some.out_by_bound
+
+
+def test_more_processes_find_the_same() -> None:
+    asked = question(
+        [RecordedRequest(number * 10**12, 300, 40) for number in range(30)], *parse_objectives("ttft_p99=0.5"), gpus=2
+    )
+    assert answer(asked, MENU, jobs=2).document() == answer(asked, MENU).document()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ttft_p99", "'ttft_p99' is no objective; give them as ttft_p99=1,tpot_p99=0.05"),
+        ("ttft_p98=1", "unknown objective"),
+        ("ttft_p99=soon", "give seconds"),
+        ("ttft_p99=-1", "more than 0"),
+        ("ttft_p99=1,ttft_p99=2", "given twice"),
+        ("tpot_p99=0.05", "limits how long a request may wait"),
+    ],
+)
+def test_objectives_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_objectives(text)
+
+
+def test_an_objective_below_the_fastest_iteration_is_refused() -> None:
+    asked = question(
+        [RecordedRequest(number * 10**12, 300, 40) for number in range(4)],
+        Objective("ttft", "p99", 1),
+        Objective("tpot", "p99", 1e-4),
+    )
+    with pytest.raises(
+        ValueError, match=r"tpot_p99 is 0.0001 s; without any queue nothing on the menu is faster than 0"
+    ):
+        answer(asked, MENU)
+
+
+def test_questions_that_do_not_fit_are_refused() -> None:
+    recorded = [RecordedRequest(0, 10, 10), RecordedRequest(10**12, 10, 10)]
+    limit = Objective("ttft", "p99", 1)
+    with pytest.raises(ValueError, match="gpus is 100; the cluster has 48"):
+        question(recorded, limit, gpus=100)
+    with pytest.raises(ValueError, match="there is no price of h100"):
+        question(recorded, limit, budget=10.0)
+    with pytest.raises(ValueError, match="requests all come at one instant"):
+        question([replace(it, arrival=0) for it in recorded], limit)
+    with pytest.raises(ValueError, match="request 1 has cancel_at"):
+        question([recorded[0], replace(recorded[1], cancel_at=2 * 10**12)], limit)
+    with pytest.raises(ValueError, match="raise gpus or budget"):
+        answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))
