@@ -16,6 +16,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -55,6 +56,10 @@ class VllmEngine:
                 weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
                 scheduler_cls=BorrowingScheduler if start.loan is not None else None,
+                # Memory that changes hands: on a GPU only this allocator unmaps a part of what it has.
+                enable_cumem_allocator=start.loan is not None
+                and start.loan.kv_beside is not None
+                and current_platform.is_cuda_alike(),
             )
         )
         self._scheduler = self._engine.engine_core.engine_core.scheduler
