@@ -38,21 +38,23 @@ def _difference(seed: int) -> str | None:
     random = Random(seed)
     mode = random.choice(get_args(CudagraphMode))
     seats, budget = random.randint(1, 600), random.choice((512, 2048, 8192))
+    each = 1 + random.choice((0, 0, 1, 2, 3, 5, 7))
     seats = min(seats, budget)
-    sizes = capture_sizes(seats, budget, most=random.choice((512, 1024)))
+    sizes = capture_sizes(seats, budget, most=random.choice((512, 1024)), tokens_each=each)
     uniform = random.random() < 0.5
-    tokens = random.randint(1, seats if uniform else budget)
-    kind, graph = _dispatcher(mode, seats, sizes).dispatch(tokens, uniform_decode=uniform)
-    theirs, ours = (kind.name, graph.num_tokens), graph_of(tokens, sizes, seats, mode, uniform=uniform)
+    tokens = each * random.randint(1, min(seats, budget // each)) if uniform else random.randint(1, budget)
+    kind, graph = _dispatcher(mode, seats, sizes, each).dispatch(tokens, uniform_decode=uniform)
+    ours = graph_of(tokens, sizes, seats, mode, uniform=uniform, tokens_each=each)
+    theirs = kind.name, graph.num_tokens
     if theirs == ours:
         return None
-    return f"case {seed}: {mode}, {seats} seats, {tokens} tokens, uniform {uniform}: ours {ours}, vLLM's {theirs}"
+    return f"case {seed}: {mode}, {seats} seats of {each}, {tokens} tokens, {uniform=}: ours {ours}, vLLM's {theirs}"
 
 
-def _dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...]) -> CudagraphDispatcher:
+def _dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...], each: int) -> CudagraphDispatcher:
     theirs = CUDAGraphMode[mode]
     config = SimpleNamespace(
-        num_speculative_tokens=0,
+        num_speculative_tokens=each - 1,
         lora_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=seats),
         compilation_config=SimpleNamespace(
@@ -64,5 +66,5 @@ def _dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...]) -> Cuda
         ),
     )
     made = CudagraphDispatcher(cast(VllmConfig, config))
-    made.initialize_cudagraph_keys(theirs, 1)
+    made.initialize_cudagraph_keys(theirs, each)
     return made

@@ -12,6 +12,7 @@ from random import Random
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
@@ -27,9 +28,11 @@ class Transfer:
     fails: bool
 
 
-def random_pulls(seed: int) -> tuple[EngineConfig, tuple[Request, ...], dict[int, Transfer]]:
+def random_pulls(seed: int, *, drafts: bool = False) -> tuple[EngineConfig, tuple[Request, ...], dict[int, Transfer]]:
     """The random case of a seed, in which some prompts, or all, were computed elsewhere."""
     config, requests = random_case(seed)
+    if drafts:
+        config = with_drafts(config, seed)
     random = Random(seed)
     config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
     share = random.choice((0.3, 0.7, 1.0))

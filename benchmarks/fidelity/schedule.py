@@ -13,6 +13,7 @@ from itertools import zip_longest
 from random import Random
 from typing import Literal
 
+from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import random_case
@@ -27,7 +28,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd"]
+Kind = Literal["sync", "async", "pull", "pd", "drafts", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Summary:
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     """One engine. With asynchronous scheduling half of the requests end with a token that nobody knows beforehand."""
     config, requests = random_case(seed)
+    if kind == "drafts":
+        config = with_drafts(config, seed)
     if kind == "async":
         config, random = replace(config, async_scheduling=True), Random(seed)
         for request in requests:
@@ -93,9 +96,9 @@ def _schedules(
     kind: Kind, seed: int
 ) -> tuple[EngineConfig, Sequence[Request], Sequence[Sequence[Step]], Sequence[Sequence[Step]]]:
     """An engine, the requests as they were simulated, and the steps of each engine: simulated, and vLLM's."""
-    if kind == "pull":
-        config, requests, transfers = random_pulls(seed)
-        theirs = vllm_pulls(*random_pulls(seed))
+    if kind in ("pull", "both"):
+        config, requests, transfers = random_pulls(seed, drafts=kind == "both")
+        theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
     if kind == "pd":
         pair, requests = random_pair(seed)

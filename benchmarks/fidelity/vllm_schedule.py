@@ -7,7 +7,7 @@ tokens that a model would have returned.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,7 +35,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -34,6 +43,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.fidelity.pull_connector import PullConnector
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.speculative import Draws
 
 _NUMBER_DIGITS = 10  # vLLM breaks ties by comparing names as text
 _LONGEST_CONTEXT = 2**30  # tokens; of the model that is never run
@@ -121,6 +131,9 @@ class VllmEngine:
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
+        self._speculative = config.speculative
+        self._draws = None if config.speculative is None else Draws(config.speculative)
+        self._verifications: Counter[str] = Counter()  # of drafts, by request
         self._preempted: list[int] = []
         self._under_way: deque[tuple[SchedulerOutput, Step, dict[str, bool]]] = deque()
         self._most_under_way = 2 if config.async_scheduling else 1
@@ -199,25 +212,54 @@ class VllmEngine:
     def end_oldest(self, time: int, transfers: KVConnectorOutput | None = None) -> Step:
         """What came of the oldest step under way, which began at `time`, and the transfers that ended meanwhile."""
         output, step, samples = self._under_way.popleft()
+        drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
+        admitted = {number for number, _ in step.cached}
         results = self._scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[self._sample(name) if samples[name] else [] for name in names],
+                sampled_token_ids=[
+                    self._sample(name, 0 if int(name) in admitted else len(drafts.get(name, ())))
+                    if samples[name]
+                    else []
+                    for name in names
+                ],
                 kv_connector_output=transfers,
             ),
         )
+        self._draft(names)
         return replace(step, time=time, finished=_ended(results))
 
-    def _sample(self, name: str) -> list[int]:
-        """The next token of a request. None comes of one that was given up, or of a prompt before its last chunk."""
+    def _sample(self, name: str, drafts: int) -> list[int]:
+        """The next token of a request, and before it the drafts that are accepted. None comes of one that was given up,
+        or of a prompt before its last chunk."""
         context, request = self._scheduler.requests.get(name), self._requests[name]
         if context is None:
             return []
-        stops = request.stop == "eos" and context.num_output_tokens + 1 == request.output_tokens
-        return [_EOS if stops else self._tokens.at(request, context.num_tokens)]
+        count = 1
+        if drafts:
+            assert self._draws is not None
+            (gain,) = self._draws.gains(request.number, self._verifications[name], 1)
+            self._verifications[name] += 1
+            count = min(int(gain), 1 + drafts)
+        known = context.num_output_tokens
+        return [
+            _EOS
+            if request.stop == "eos" and known + more + 1 == request.output_tokens
+            else self._tokens.at(request, context.num_tokens + more)
+            for more in range(count)
+        ]
+
+    def _draft(self, names: Sequence[str]) -> None:
+        """Propose drafts for those who were in a step. (With asynchronous scheduling the scheduler takes them to be
+        there.)"""
+        if self._speculative is None or isinstance(self._scheduler, AsyncScheduler):
+            return
+        there = [name for name in names if name in self._scheduler.requests]
+        drafts = [[0] * self._speculative.num_speculative_tokens for _ in there]
+        self._scheduler.update_draft_token_ids(DraftTokenIds(there, drafts))
 
     def _listen_for_preemptions(self) -> None:
         """The scheduler's output names preempted requests as a set, and their order is part of the schedule."""
@@ -314,7 +356,18 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
         )
         if pulls
         else None,
+        speculative_config=None
+        if config.speculative is None
+        else SpeculativeConfig(
+            method="ngram",  # what others have besides is set below: it is told by a draft model, and there is none
+            num_speculative_tokens=config.speculative.num_speculative_tokens,
+            prompt_lookup_max=2,
+            target_model_config=model,
+            target_parallel_config=ParallelConfig(),
+        ),
     )
+    if config.speculative is not None:
+        vllm_config.speculative_config.method = config.speculative.method
     vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # vLLM turns it off for a CPU
     scheduler = (AsyncScheduler if config.async_scheduling else Scheduler)(
         vllm_config=vllm_config,
@@ -371,6 +424,7 @@ def _check_settings(config: EngineConfig, scheduler: Scheduler) -> None:
         "watermark": (config.watermark_blocks, scheduler.kv_cache_manager.watermark_blocks),
         "reserve_full_prompt": (config.reserve_full_prompt, scheduler.scheduler_reserve_full_isl),
         "async_scheduling": (config.async_scheduling, scheduler.scheduler_config.async_scheduling),
+        "lookahead": (config.lookahead, scheduler.num_lookahead_tokens),
     }
     changed = {field: pair for field, pair in asked_and_set.items() if pair[0] != pair[1]}
     if changed:

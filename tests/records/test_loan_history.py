@@ -77,6 +77,7 @@ def test_who_is_to_blame(
         "gate",
         SLO,
         0.08,
+        0.04,
         [GrantSpan(start, end, 0.1) for start, end in grants],
         requests=[
             UserRequest(number, came, came + ttft + 10 * tpot, 20, 11, ttft, tpot)
@@ -156,7 +157,7 @@ def test_a_long_loan_leaves_room_on_the_timeline(tmp_path: Path) -> None:
     grants = [GrantSpan(at, at + 0.5, 0.5) for at in range(500)]
     serving = [ServingSpan(at + 0.5, at + 0.75, 1, 0.001 * at) for at in range(500)]
     with closing(Timeline(tmp_path / "timeline.json", max_events=200)) as timeline:
-        timeline.loans([LoanHistory("lent-0", "gate", SLO, 0.08, grants, serving)])
+        timeline.loans([LoanHistory("lent-0", "gate", SLO, 0.08, 0.5, grants, serving)])
         timeline.role("w0", "train", 1.0)
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert sum(it["args"]["lent_ms"] for it in events if "lent_ms" in it["args"]) == 250_000

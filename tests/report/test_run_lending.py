@@ -36,11 +36,11 @@ def test_the_page_says_what_lending_gave_and_cost(source: str) -> None:
     for words in (
         "Rollout had 50 % of the lent devices; 2 of 5 requests of users missed their SLO.",
         "2 devices lent by the gate, at a pace of 80 ms a token (SLO: 500 ms to the first token, 100 ms a token);"
-        " grants of up to 500 ms.",
+        " grants of up to 40 ms.",
         # from the first step that is recorded, at 1 s, to the last, which ends at 4.01 s: 40 of 3010 ms
         "lent-0 1.3 % 0.7 % never 4 2",
         "lent-1 16.6 % 0.0 % 1 time, 2.50 s 1 0",
-        "Device Steps of rollout Overstayed Refused: a token is due Refused: recalled",
+        "Device Granted and used Overstayed Refused: a token is due Refused: recalled",
         "lent-0 2 1 1 1",
         "2 requests of 5 missed their SLO; 1 not by lending: nothing was lent from when serving was last idle; 1"
         " perhaps by lending: nobody served the same traffic alone.",
@@ -93,3 +93,15 @@ def test_all_time_of_spans_is_in_some_bin() -> None:
     assert float((covered(spans, edges) * np.diff(edges)).sum()) == pytest.approx(5.0)
     assert covered([], edges).tolist() == [0.0] * 10
     assert binned([], edges, np.max) == []
+
+
+def test_what_agents_lend_is_shown_as_far_as_the_run_knows_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    write_lines(run.directory / "metrics.jsonl", [replace(step, loans=LOANS) for step in run.steps])
+    page = render_report(run.directory)
+    assert "2 engines; what became of their devices is with their agents." in Page(page).text
+    had = titles(figure(page, "What rollout had of the devices"))
+    second = run.steps[1].step_seconds  # of which the engines had 0.375 on average, and wanted 0.75
+    assert f"had: {100 * 0.375 / second:.3g} (optimiser step: 2)" in had
+    assert f"wanted: it had turns to make: {100 * 0.75 / second:.3g} (optimiser step: 2)" in had
+    assert "Device by device" not in page and "Lent devices" not in page

@@ -18,7 +18,7 @@ from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engines_file import EngineSection, load_engines
 from libra.sim.kv_network import KVNetwork
@@ -176,3 +176,45 @@ def test_engines_that_cannot_work_together_are_refused(
         load(tmp_path, *engines, **keys)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_drafts_cost_memory_passes_and_rows(tmp_path: Path) -> None:
+    def speculative(method: str, **keys: object) -> dict[str, Any]:
+        return {"method": method, "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.5, **keys}
+
+    plain, eagle, ngram, model = load(
+        tmp_path,
+        {"name": "plain", "max_model_len": 4096},
+        {"name": "eagle", "max_model_len": 4096, "speculative": speculative("eagle")},
+        {"name": "ngram", "max_model_len": 4096, "speculative": speculative("ngram")},
+        {"name": "model", "max_model_len": 4096, "speculative": speculative("draft_model", model=SMALL["model"])},
+    ).engines
+    assert plain.config.kv_blocks == ngram.config.kv_blocks > eagle.config.kv_blocks > model.config.kv_blocks
+
+    def seconds(engine: EngineSpec, each: int) -> float:
+        base, slope, _ = engine.cost.line(DecodeBatch(8, each), 8 * 1024)
+        return (base + slope * 8 * 1024) / ticks(1.0)
+
+    alone = seconds(plain, 1)
+    layers = load_model(SMALL["model"]).layers
+    verified = seconds(ngram, 4)
+    assert alone <= verified
+    assert seconds(eagle, 4) == pytest.approx(verified + 3 * alone / layers, rel=1e-6)
+    assert seconds(model, 4) == pytest.approx(verified + 3 * alone, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "words"),
+    [
+        ({"method": "dflash"}, "speculative.method is dflash, which drafts in parallel"),
+        ({"method": "draft_model"}, "speculative.model is None, and method draft_model: name one"),
+        ({"method": "eagle", "model": "Qwen/Qwen3-0.6B"}, "and only there"),
+        ({"method": "eagle", "accepted": [1]}, "give one of them"),
+        ({"method": "eagle", "synthetic_acceptance_length": 5.0}, "it is from 1 to 4"),
+    ],
+)
+def test_drafts_that_are_not_simulated_are_refused(tmp_path: Path, speculative: dict[str, Any], words: str) -> None:
+    given = {"num_speculative_tokens": 3, "synthetic_acceptance_length": 2.5, **speculative}
+    with pytest.raises(ConfigError, match=r"engines\.0\.speculative\.") as refused:
+        load(tmp_path, {"speculative": given})
+    assert words in str(refused.value)

@@ -1,6 +1,6 @@
 """Which CUDA graph runs an iteration, and how large it is: vLLM's `cudagraph_mode` and its dispatcher.
 
-Invariant: the rules are those of `vllm.v1.cudagraph_dispatcher.CudagraphDispatcher` without drafts and LoRA.
+Invariant: the rules are those of `vllm.v1.cudagraph_dispatcher.CudagraphDispatcher` without LoRA.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ CudagraphMode = Literal["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL", "PIECE
 GraphKind = Literal["FULL", "PIECEWISE", "NONE"]  # one graph, one between every two attentions, none
 
 
-def capture_sizes(max_num_seqs: int, max_num_batched_tokens: int, *, most: int = 512) -> tuple[int, ...]:
+def capture_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, *, most: int = 512, tokens_each: int = 1
+) -> tuple[int, ...]:
     """The sizes for which vLLM captures CUDA graphs unless told: 1, 2, 4, 8 to 248 by 8, then by 16, up to twice
-    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself."""
-    largest = min(2 * max_num_seqs, most, max_num_batched_tokens)
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
-    if max_num_batched_tokens <= largest:
-        sizes.add(max_num_batched_tokens)
-    if max_num_seqs <= min(most, max_num_batched_tokens):
+    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself. With drafts a request that decodes has
+    `tokens_each`: so many times these are captured too, and all are multiples of it."""
+    largest = min(2 * max_num_seqs * tokens_each, most)
+    counts = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
+    sizes = counts | {max_num_batched_tokens}
+    if tokens_each == 1:
         sizes.add(max_num_seqs)
-    return tuple(sorted(size for size in sizes if size <= largest))
+    else:
+        alike = {*(count for count in counts if count <= max_num_seqs), min(max_num_seqs, most)}
+        sizes |= {tokens_each * count for count in alike}
+    sizes = {size for size in sizes if size <= min(largest, max_num_batched_tokens)}
+    rounded = {-(-size // tokens_each) * tokens_each for size in sizes}
+    return tuple(sorted(size for size in rounded if size <= max(sizes)))
 
 
 def padded(tokens: int, sizes: tuple[int, ...]) -> int:
@@ -31,12 +38,13 @@ def padded(tokens: int, sizes: tuple[int, ...]) -> int:
 
 
 def graph_of(
-    tokens: int, sizes: tuple[int, ...], max_num_seqs: int, mode: CudagraphMode, *, uniform: bool
+    tokens: int, sizes: tuple[int, ...], max_num_seqs: int, mode: CudagraphMode, *, uniform: bool, tokens_each: int = 1
 ) -> tuple[GraphKind, int]:
-    """The kind of graph and its size in tokens; `uniform` is a batch that only decodes."""
+    """The kind of graph and its size in tokens; `uniform` is a batch that only decodes, each request with as many
+    tokens."""
     if mode == "NONE" or not sizes or tokens > sizes[-1]:
         return "NONE", tokens
     size = padded(tokens, sizes)
-    if mode == "FULL" or (uniform and mode != "PIECEWISE" and size <= max_num_seqs):
+    if mode == "FULL" or (uniform and mode != "PIECEWISE" and size <= max_num_seqs * tokens_each):
         return "FULL", size
     return ("NONE", tokens) if mode == "FULL_DECODE_ONLY" else ("PIECEWISE", size)

@@ -21,7 +21,7 @@ from libra.traffic.envelope import Load, RateWindow
 
 @dataclass(frozen=True, slots=True)
 class GrantSpan:
-    """A step that rollout made."""
+    """A step that rollout made, or several that were advanced together."""
 
     start: float
     end: float
@@ -32,7 +32,7 @@ class GrantSpan:
 
 @dataclass(frozen=True, slots=True)
 class ServingSpan:
-    """A step that serving made."""
+    """A step that serving made, or several that were advanced together."""
 
     start: float
     end: float
@@ -80,6 +80,7 @@ class LoanHistory:
     rule: str
     slo: Slo | None  # None: the record does not say
     pace: float  # seconds a token (tau)
+    longest: float  # seconds of a grant (B)
     grants: Sequence[GrantSpan] = ()
     serving: Sequence[ServingSpan] = ()
     load: Sequence[tuple[float, float]] = ()
@@ -174,7 +175,18 @@ def _history(name: str, lending: Path, served: Path, clock: Clock, recalls: Sequ
         return None
     requests = sorted(_requests(read_served(served), clock), key=lambda it: it.came)
     return LoanHistory(
-        name, terms.sharing, terms.slo, terms.pace, grants, serving, load, refusals, recalls, quotas, requests
+        name,
+        terms.sharing,
+        terms.slo,
+        terms.pace,
+        terms.longest,
+        grants,
+        serving,
+        load,
+        refusals,
+        recalls,
+        quotas,
+        requests,
     )
 
 

@@ -28,7 +28,7 @@ MOST_ROWS = 40  # of a table
 MOST_MISSED = 12  # requests of one
 _SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
 _RECALLED = ROLES[Role.DRAINING]
-_LENT, _GRANTED, _SERVING, _WANTED = "var(--blue)", "#9fd0ee", "#e69f00", "#8a949e"
+_LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
 _MARGINS = (  # quantile, name, colour
     (0.0, "the closest of all", "var(--deep)"),
     (0.1, "p10: one in ten is closer", "#56b4e9"),
@@ -52,28 +52,27 @@ Spans = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class LendingSection:
-    """What a page says of lending."""
+    """What a page says of lending; empty is what nobody knows."""
 
-    note: str
     figures: tuple[Figure, ...]
-    devices: tuple[tuple[str, ...], ...]
-    answers: tuple[tuple[str, ...], ...]  # of the gate, the first row being its columns
-    missed: tuple[tuple[str, ...], ...]
-    missed_note: str
-    recalls: tuple[tuple[str, ...], ...]
-    recalls_note: str
+    note: str = ""
+    devices: tuple[tuple[str, ...], ...] = ()
+    answers: tuple[tuple[str, ...], ...] = ()  # of the gate, the first row being its columns
+    missed: tuple[tuple[str, ...], ...] = ()
+    missed_note: str = ""
+    recalls: tuple[tuple[str, ...], ...] = ()
+    recalls_note: str = ""
 
 
 def lending_section(
     histories: Sequence[LoanHistory],
     since: str,
     markers: Sequence[tuple[float, str, str]] = (),
-    wanted: Sequence[tuple[float, float]] = (),
     more: Sequence[Figure] = (),
+    seen: str = "",
 ) -> LendingSection | None:
-    """`since` says what the seconds count from; `markers` are (moment, label, title), `wanted` (moment, share of the
-    time in which rollout had something to compute on the devices), and `more` figures follow those of here. None where
-    nothing was lent."""
+    """`since` says what the seconds count from; `markers` are (moment, label, title); `more` figures follow those
+    of here, and `seen` says what of serving is recorded. None where nothing was lent."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
     if not times:
         return None
@@ -90,7 +89,7 @@ def lending_section(
         note=_note(histories),
         figures=(
             _devices(histories, edges, scale, x, drawn),
-            _shares(histories, edges[::2], scale, x, wanted),
+            _shares(histories, edges[::2], scale, x, seen),
             _load(histories, edges[::2], scale, x),
             _margins(histories, edges[::2], scale, x),
             _requests(histories, edges[::2], scale, x),
@@ -98,7 +97,7 @@ def lending_section(
         ),
         devices=tuple(_device(it, edges[-1] - edges[0]) for it in histories[:MOST_ROWS]),
         answers=(
-            ("Device", "Steps of rollout", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
+            ("Device", "Granted and used", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
             *(_answers(it, reasons) for it in histories[:MOST_ROWS]),
         ),
         missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_MISSED]),
@@ -228,7 +227,7 @@ def _shares(
     edges: NDArray[np.float64],
     scale: float,
     x: Axis,
-    wanted: Sequence[tuple[float, float]],
+    seen: str,
 ) -> Figure:
     lent = sum((covered(_spans(it)[0], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
     serving = sum((covered(_spans(it)[1], edges) for it in histories), np.zeros(len(edges) - 1)) / len(histories)
@@ -242,9 +241,7 @@ def _shares(
         Series("granted for that", _GRANTED, _middles(100 * np.minimum(granted, 1.0), edges, scale)),
         Series("serving computes", _SERVING, _middles(100 * serving, edges, scale)),
     ]
-    if wanted:
-        series.append(Series("rollout has turns to make", _WANTED, [(at / scale, min(100.0, it)) for at, it in wanted]))
-    note = "Of all devices. Steps of serving are known while rollout looks, not while it has nothing to compute."
+    note = f"Of all devices. {seen}".rstrip()
     return line_figure("Whose steps the devices make", note, series, x, Axis("% of the time", (0.0, 100.0)))
 
 
@@ -365,7 +362,6 @@ def _note(histories: Sequence[LoanHistory]) -> str:
     slos = dict.fromkeys(it.slo for it in histories if it.slo is not None)
     owed = "; ".join(f"{fine_duration(slo.ttft)} to the first token, {fine_duration(slo.tpot)} a token" for slo in slos)
     pace = ", ".join(dict.fromkeys(fine_duration(it.pace) for it in histories))
-    longest = max((span.granted for it in histories for span in it.grants), default=0.0)
     said = f"{plural(len(histories), 'device')} lent by {rules}, at a pace of {pace} a token"
     said += f" (SLO: {owed})" if owed else ""
-    return f"{said}; grants of up to {fine_duration(longest)}." if longest else f"{said}."
+    return f"{said}; grants of up to {fine_duration(max(it.longest for it in histories))}."

@@ -1,36 +1,54 @@
-"""What lending did in a run."""
+"""What lending did in a run: by the records of its own servers, and of agents by what the run had of their devices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from libra.records.loan_history import RunClock, run_loans
 from libra.records.run_log import RunLog
 from libra.records.schema import StepRecord
+from libra.report.charts import Figure, Series, line_figure
 from libra.report.lending_figures import LendingSection, lending_section, versions_behind
 from libra.report.vega import Axis
+from libra.report.words import plural
 
 
 def run_lending(log: RunLog, directory: Path) -> LendingSection | None:
     """None where the run borrowed nothing, or made no step."""
-    clock = RunClock(log.events)
-    if not (clock.known and log.steps):
-        return None
     borrowed = [step for step in log.steps if step.loans]
-    wanted = [(step.time - step.step_seconds / 2, 100 * _wanted(step)) for step in borrowed]
-    behind = [(step.step, [step.version - it.version for it in step.loans.values()]) for step in borrowed]
-    axis = Axis("optimiser step", (log.steps[0].step - 0.5, log.steps[-1].step + 0.5))
+    if not borrowed:
+        return None
+    clock = RunClock(log.events)
+    histories = run_loans(directory, clock.seconds, log.events) if clock.known else []
     markers = ((0.0, "training begins", "before that: evaluation"), (log.steps[-1].time, "ends", "the last step ended"))
-    return lending_section(
-        run_loans(directory, clock.seconds, log.events),
-        "the RL loop began",
-        markers,
-        wanted,
-        (versions_behind(behind, axis),) if behind else (),
+    x = Axis("optimiser step", (log.steps[0].step - 0.5, log.steps[-1].step + 0.5))
+    figures = (_had(borrowed, x), versions_behind(_behind(borrowed), x))
+    seen = "Steps of serving are known while rollout looks, not while it has nothing to compute."
+    section = lending_section(histories, "the RL loop began", markers, figures, seen)
+    if section is not None:
+        return section
+    engines = {name for step in borrowed for name in step.loans}
+    return LendingSection(
+        figures, f"{plural(len(engines), 'engine')}; what became of their devices is with their agents."
     )
 
 
-def _wanted(step: StepRecord) -> float:
-    """Share of a step in which lent engines had turns to make."""
-    return fmean(it.wanted for it in step.loans.values()) / step.step_seconds
+def _had(steps: Sequence[StepRecord], x: Axis) -> Figure:
+    def share(name: str) -> list[tuple[float, float]]:
+        """In % of each step, at most all of it: what was wanted is told a little later."""
+        means = ((it.step, fmean(getattr(loan, name) for loan in it.loans.values()) / it.step_seconds) for it in steps)
+        return [(step, min(100.0, 100 * mean)) for step, mean in means]
+
+    series = [
+        Series("had", "var(--blue)", share("lent")),
+        Series("wanted: it had turns to make", "#8a949e", share("wanted")),
+    ]
+    return line_figure(
+        "What rollout had of the devices", "Means over the lent engines.", series, x, Axis("% of a step")
+    )
+
+
+def _behind(steps: Sequence[StepRecord]) -> list[tuple[int, list[int]]]:
+    return [(step.step, [step.version - it.version for it in step.loans.values()]) for step in steps]

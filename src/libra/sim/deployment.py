@@ -117,6 +117,12 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
     for engine in decode:
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
+        config = engine.config
+        if config.kv_blocks < config.blocks(config.max_model_len) + config.draft_blocks:
+            raise ValueError(
+                f"kv_blocks of {engine.name} is {config.kv_blocks}: a pull of max_model_len {config.max_model_len}"
+                f" tokens leaves {config.draft_blocks} blocks free for drafts, and would never begin; give more memory"
+            )
     if any(refreshes):
         raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")
 

@@ -26,6 +26,7 @@ from libra.hardware.model_file import load_model
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec, FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.speculative import Speculative
 from libra.sim.kv_network import DEFAULT_LEASE, KVNetwork
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -47,6 +48,38 @@ class OverheadSection(Section):
     iteration: _Overhead = 0.0
     request: _Overhead = 0.0  # for each request in the iteration
     overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
+
+
+class SpeculativeSection(Section):
+    """Drafts, as vLLM's `speculative_config` has them. How many are accepted is said by one of rates, length and
+    `accepted`."""
+
+    method: str
+    num_speculative_tokens: Annotated[int, Field(strict=True)]
+    model: str | None = None  # with draft_model, as an engine's
+    synthetic_acceptance_rates: tuple[float, ...] = ()
+    synthetic_acceptance_length: float | None = None
+    accepted: tuple[int, ...] = ()
+    seed: _Index = 0
+
+    def drafts(self) -> Speculative:
+        """Raises ValueError that opens with the key."""
+        count, length, rates = (
+            self.num_speculative_tokens,
+            self.synthetic_acceptance_length,
+            self.synthetic_acceptance_rates,
+        )
+        if length is not None and (rates or self.accepted):
+            raise ValueError("accepted, synthetic_acceptance_rates or synthetic_acceptance_length: give one of them")
+        if length is not None:
+            drafts = Speculative.of_length(self.method, count, length, self.seed)
+        else:
+            drafts = Speculative(self.method, count, rates, self.accepted, self.seed)
+        if (self.model is None) == (self.method == "draft_model"):
+            raise ValueError(
+                f"model is {self.model}, and method {self.method}: name one with draft_model, and only there"
+            )
+        return drafts
 
 
 class EngineSection(Section):
@@ -73,6 +106,7 @@ class EngineSection(Section):
     reserve_full_prompt: _Flag = True
     capture_sizes: tuple[_Count, ...] = ()
     async_scheduling: _Flag = False
+    speculative: SpeculativeSection | None = None
     role: RoleName = "colocated"
     kv_load_failure_policy: FailurePolicy = "fail"
     enforce_eager: _Flag = False  # no CUDA graphs
@@ -168,6 +202,7 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
     try:
         config = _config(section, model, gpu)
         grid = _grid(section, config, model, gpu, beside, note)
+        drafter = _drafter(section, config, model, gpu, beside, grid)
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
     overhead = section.overhead
@@ -179,7 +214,7 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
             raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
         elif section.async_scheduling:
             host = replace(host, overlapped=True)
-        cost = GridCost(grid, config, host)
+        cost = GridCost(grid, config, host, drafter)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
     numbers = range(section.count)
@@ -215,24 +250,35 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         if blocks * section.block_size < longest:
             raise ValueError(_no_room(section, model, gpu, blocks * section.block_size, longest))
     given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
+    given["speculative"] = _drafts(section)
     if section.enforce_eager:
         if section.capture_sizes:
             raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
     elif section.host != "none" and not section.capture_sizes:
-        given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens)
+        each = 1 if section.speculative is None else 1 + section.speculative.num_speculative_tokens
+        given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens, tokens_each=each)
     return EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
 
 
 def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
+    tp, weights, more = section.tensor_parallel_size, 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
+    drafts = section.speculative
+    if drafts is not None and drafts.model is not None:
+        drafter = load_model(drafts.model)
+        weights = drafter.weight_bytes(_KV_BYTES, tp)
+        more = drafter.kv_bytes_per_token(_KV_BYTES, tp) / model.kv_bytes_per_token(_KV_BYTES, tp)
+    elif drafts is not None and drafts.method != "ngram":
+        weights, more = model.weight_bytes(_weight_bytes(section), tp) / model.layers, 1 / model.layers
     tokens = kv_tokens(
         model,
         gpu.memory,
         section.gpu_memory_utilization,
-        section.tensor_parallel_size,
+        tp,
         weight_bytes=_weight_bytes(section),
-        kv_bytes=_KV_BYTES,
+        kv_bytes=_KV_BYTES * (1 + more),
         batched_tokens=section.max_num_batched_tokens,
         pp=section.pipeline_parallel_size,
+        taken=weights,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 
@@ -286,6 +332,34 @@ def _grid(
         raise ValueError(
             f"tensor_parallel_size is {tp}; engine times ({profile.source}) are known for {known}: take one"
         ) from None
+
+
+def _drafts(section: EngineSection) -> Speculative | None:
+    if section.speculative is None:
+        return None
+    try:
+        return section.speculative.drafts()
+    except ValueError as error:
+        raise ValueError(f"speculative.{error}") from None
+
+
+def _drafter(
+    section: EngineSection, config: EngineConfig, model: ModelSpec, gpu: GPU, beside: Path, grid: EngineGrid
+) -> EngineGrid | None:
+    """The times of what proposes drafts: a model of its own, or one layer of the engine's."""
+    drafts = section.speculative
+    if drafts is None or drafts.method == "ngram":
+        return None
+    if drafts.model is None:
+        return grid.slowed(1 / model.layers)
+    try:
+        small = load_model(drafts.model)
+        if small.max_context < config.max_model_len:
+            raise ValueError(f"{small.name} is made for {small.max_context} tokens, fewer than max_model_len")
+        alone = section.model_copy(update={"host": "none", "quantization": None})
+        return _grid(alone, config, small, gpu, beside, lambda _: None)
+    except ValueError as error:
+        raise ValueError(f"speculative.model: {error}") from None
 
 
 def _weight_bytes(section: EngineSection) -> int:

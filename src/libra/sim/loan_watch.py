@@ -57,7 +57,13 @@ class LoanWatch:
         self._recalls.append(RecallSpan(seconds(start), seconds(end), why))
 
     def history(
-        self, name: str, slo: Slo, pace: float, requests: Iterable[Request], blamed: frozenset[int] | None
+        self,
+        name: str,
+        slo: Slo,
+        pace: float,
+        longest: float,
+        requests: Iterable[Request],
+        blamed: frozenset[int] | None,
     ) -> LoanHistory:
         """`requests` are those of its users that finished, in the order of their arrival."""
         return LoanHistory(
@@ -65,6 +71,7 @@ class LoanWatch:
             _NAMES.get(type(self._rule), "gate"),
             slo,
             pace,
+            longest,
             self._grants,
             self._serving,
             self._load,

@@ -7,7 +7,7 @@ arrives.
 
 from __future__ import annotations
 
-from libra.sim.engine.arriving import admit_arrived, start_pull
+from libra.sim.engine.arriving import admit_arrived, find, pads, start_pull
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import settle
@@ -15,16 +15,25 @@ from libra.sim.engine.request import Chain, Request, owner_of
 from libra.sim.engine.state import EngineState
 
 
-def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> int:
-    """Admit requests from the head of the queue; their first chunks go into `chunks`, and what the prefix cache had of
-    them into `cached`. Returns the tokens of their contexts."""
+def admit(
+    state: EngineState,
+    budget: int,
+    now: int,
+    chunks: list[Chunk],
+    cached: list[tuple[int, int]],
+    generating: int,
+) -> int:
+    """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
+    into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
     size = config.block_size
     contexts = 0
+    # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
+    pads_from = None if chunks or config.speculative is None else 0 if generating else 1
     state.blocked = False
     first: Request | None = None  # that holds blocks no more, but its place in the queue
     if state.ready:
-        budget, first = admit_arrived(state, budget, chunks, cached)
+        budget, first = admit_arrived(state, budget, chunks, cached, pads_from)
         contexts += sum(found + 1 for _, found in cached)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
         request = first or waiting.head
@@ -34,35 +43,40 @@ def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached
                 break
             waiting.pop_head()
             continue
-        room = _room(state, request, budget) if first is None or state.arriving[first] == "to compute" else None
+        room = None
+        if first is None or state.arriving[first] == "to compute":
+            room = _room(state, request, budget, pads_from)
         if room is None:
             # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
             state.blocked = not chunks and config.reserve_full_prompt and not state.is_written(request)
+            if state.blocked and pads_from is not None and _may_be_padded(state, request, budget):
+                state.blocked = False
             break
         if first is None:
             waiting.pop_head()
         else:
             del state.arriving[request]
             state.ready -= 1
-        found, new = room
+        found, new, padding = room
         tokens = found * size
         if found:
             pool.hold(request.path, found)
-        pool.take(-(-(tokens + new) // size) - found)
+        pool.take(config.held_blocks(tokens + new + padding) - found)
         if request.scheduled is None:
             request.scheduled = now
             request.cached_tokens = tokens
         state.start_running(request, tokens)
         request.written = found
+        request.padding = padding
         contexts += request.target
-        chunks.append((new, tokens))
+        chunks.append((new + padding, tokens))
         cached.append((request.number, tokens))
-        budget -= new
+        budget -= new + padding + config.input_slots
         state.compute(request, new)
         if first is not None:
             before = len(cached)
-            budget, first = admit_arrived(state, budget, chunks, cached)
+            budget, first = admit_arrived(state, budget, chunks, cached, pads_from)
             contexts += sum(found + 1 for _, found in cached[before:])
     return contexts
 
@@ -71,7 +85,7 @@ def may_admit(state: EngineState) -> bool:
     """Whether the head of the queue fits an iteration of its own."""
     if not state.waiting or len(state.running) >= state.config.max_num_seqs:
         return False
-    return _room(state, state.waiting.head, state.config.max_num_batched_tokens) is not None
+    return _room(state, state.waiting.head, state.config.step_budget, None) is not None
 
 
 def refusal(request: Request, config: EngineConfig) -> str:
@@ -86,8 +100,14 @@ def refusal(request: Request, config: EngineConfig) -> str:
     )
 
 
-def _room(state: EngineState, request: Request, budget: int) -> tuple[int, int] | None:
-    """(blocks found, tokens to compute now) of a request that can be admitted."""
+def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:
+    """Whether it may come to the budget, or to drafts that nobody proposed, if a request does not fit."""
+    config, tokens = state.config, request.prompt_tokens + request.generated
+    return budget < config.tokens_each or (state.pool.caching and (tokens - 1) % config.block_size == 0)
+
+
+def _room(state: EngineState, request: Request, budget: int, pads_from: int | None) -> tuple[int, int, int] | None:
+    """(blocks found, tokens to compute now, drafts that nobody proposed) of a request that can be admitted."""
     config, pool = state.config, state.pool
     size = config.block_size
     tokens = request.prompt_tokens + request.generated
@@ -96,19 +116,24 @@ def _room(state: EngineState, request: Request, budget: int) -> tuple[int, int] 
     if pool.caching and (request.chain is not None or pool.knows(request)):
         if state.writers:
             state.write_all(request.path)
-        found, unheld = pool.find(request.path, (tokens - 1) // size)
+        found, unheld = find(state, request.path, (tokens - 1) // size)
     new = tokens - found * size
-    needed = -(-tokens // size)
+    padding = 0
+    if new == 1 and pads_from is not None and tokens > pads_from and pads(config, tokens):
+        if budget < config.tokens_each:
+            return None
+        padding = config.tokens_each - 1
     if new > budget:
         if not config.enable_chunked_prefill:
             return None
         new = budget
-        if not config.reserve_full_prompt:
-            needed = -(-(found * size + new) // size)
+    needed = config.held_blocks(found * size + new + padding)
+    if config.reserve_full_prompt:
+        needed = max(needed, -(-tokens // size))
     free = pool.free
     if config.watermark and state.running:
         free -= config.watermark_blocks
-    return None if needed - found + unheld > free else (found, new)
+    return None if needed - found + unheld > free else (found, new, padding)
 
 
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:
@@ -149,4 +174,5 @@ def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int
     most = pool.blocks
     if isinstance(context, Request):
         most = (context.prompt_tokens + context.generated - 1) // pool.block_size
+        return find(state, path, most)[0]
     return pool.find(path, most)[0]

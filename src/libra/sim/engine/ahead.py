@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from libra.sim.engine.flight import UnderWay
+from libra.sim.engine.generation import Even
 from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import count_stretch
 from libra.sim.engine.preemption import stop_generating
@@ -67,7 +68,7 @@ def _depart(state: EngineState, ticks: int, stopped: Collection[Request] = ()) -
         state.under_way = None
         return
     generation = state.flight.generation
-    state.under_way = UnderWay(ticks, generation.stalled)
+    state.under_way = UnderWay(ticks, generation.stalled if isinstance(generation, Even) else ())
     _land(state, generation.advance(1), stopped)
 
 
@@ -84,7 +85,8 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
         if request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest:
             under_way.stopping.append(request)
             continue
-        request.computed = tokens = stop_generating(state, request)
+        request.computed, _ = stop_generating(state, request)
+        tokens = request.computed
         if state.pool.caching and (request.chain is not None or request.written):
             state.write(request, tokens - 1)
         ending.append(request)
@@ -114,15 +116,15 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
     for request in before.started:
         if request.first_token is None:
             tell_first_token(request, now)
-    for request, tokens in before.asks:
-        if request.ask_at == tokens:
-            tell_asked(state, request)
     done = [(request.admission, request) for request in before.ending]
     done += [(request.admission, request) for request in before.stopping]
     for admission, request in before.stale:
         request.generated += 1
         if request.generated == request.output_tokens:
             done.append((admission, request))
+    for request, tokens in before.asks:
+        if request.ask_at == tokens:
+            tell_asked(state, request, tokens)
     done.sort(key=lambda it: it[0])
     for _, request in done:
         if request.status == "waiting":
@@ -134,7 +136,7 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
         elif request.flight < 0:
             finish(state, request, request.computed, request.computed, now)
         else:
-            tokens = stop_generating(state, request)
+            tokens, _ = stop_generating(state, request)
             row = int(state.under_way is not None and request not in state.under_way.absent)
             finish(state, request, tokens, tokens - row, now)
     return [request for _, request in done]

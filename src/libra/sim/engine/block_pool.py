@@ -164,8 +164,9 @@ class BlockPool:
             if not runs:
                 del self._runs[owner]
 
-    def write(self, request: Request, full: int) -> None:
-        """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them."""
+    def write(self, request: Request, full: int, *, again: bool = False) -> None:
+        """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. With
+        `again` some of them were there already, and were not held but computed anew."""
         written, request.written = request.written, full
         own_copy = request in self._own_copies
         for owner, start, end in request.path:
@@ -186,9 +187,9 @@ class BlockPool:
                     newest.high = end
                 else:
                     runs.append(Run(owner, begin, end, 1))
-            elif end == begin + 1 and begin < newest.high and not own_copy:
-                # The whole prompt was found, and its last block is computed again for the logits.
-                self._copy(request, owner, begin)
+            elif begin < newest.high and (again or (end == begin + 1 and not own_copy)):
+                # The whole prompt was found, and its last block is computed again for the logits; or for a drafter.
+                self._write_again(request, owner, begin, end)
             else:
                 raise ValueError(
                     f"{owner} is written from block {begin} on, but goes to block {newest.high} already: two requests"
@@ -202,17 +203,22 @@ class BlockPool:
             if begin >= end:
                 continue
             runs = self._runs.setdefault(owner, [])
-            known = min(end, runs[-1].high) if runs else begin
-            for block in range(begin, known):
-                self._copy(request, owner, block)
-            if max(begin, known) < end:
-                runs.append(Run(owner, max(begin, known), end, 1))
+            if not runs:
+                runs.append(Run(owner, begin, end, 1))
+            else:
+                self._write_again(request, owner, begin, end)
         request.written = max(request.written, full)
 
-    def _copy(self, request: Request, owner: Owner, block: int) -> None:
-        copy = Run(owner, block, block + 1, 1)
-        self._own_copies.setdefault(request, []).append(copy)
-        self._copies.setdefault(owner, {}).setdefault(block, []).append(copy)
+    def _write_again(self, request: Request, owner: Owner, begin: int, end: int) -> None:
+        """The same of the blocks from `begin` to `end`, of which others may have the first, too."""
+        runs = self._runs[owner]
+        known = max(begin, min(end, runs[-1].high))
+        for block in range(begin, known):
+            copy = Run(owner, block, block + 1, 1)
+            self._own_copies.setdefault(request, []).append(copy)
+            self._copies.setdefault(owner, {}).setdefault(block, []).append(copy)
+        if known < end:
+            runs.append(Run(owner, known, end, 1))
 
     def adopt(self, path: Path, blocks: int) -> int:
         """The first `blocks` blocks of a context come from elsewhere: as if a request had computed those that are not

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.speculative import Speculative
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 FailurePolicy = Literal["fail", "recompute"]
@@ -34,6 +35,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
+    speculative: Speculative | None = None  # drafts that are verified with each token
 
     def __post_init__(self) -> None:
         for field in (
@@ -51,6 +53,8 @@ class EngineConfig:
                 f"async_scheduling with pipeline_parallel_size {self.pipeline_parallel_size} is not simulated: leave"
                 " one of them out"
             )
+        if self.speculative is not None:
+            self._check_drafts(self.speculative)
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy is {self.policy!r}; set it to fcfs or priority")
         if self.kv_load_failure_policy not in ("fail", "recompute"):
@@ -79,6 +83,48 @@ class EngineConfig:
                 f"capture_sizes goes to {self.capture_sizes[-1]}, more than max_num_batched_tokens"
                 f" {self.max_num_batched_tokens}: no iteration is that large; leave the size out"
             )
+
+    def _check_drafts(self, speculative: Speculative) -> None:
+        if self.pipeline_parallel_size > 1 or self.async_scheduling:
+            other = "async_scheduling" if self.async_scheduling else "pipeline_parallel_size"
+            raise ValueError(f"speculative with {other} is not simulated: leave one of them out")
+        if self.step_budget < speculative.tokens_each:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: no iteration has room for a token and"
+                f" {speculative.num_speculative_tokens} drafts of one request; raise it to"
+                f" {speculative.tokens_each + speculative.input_slots}, or lower num_speculative_tokens"
+            )
+
+    @property
+    def step_budget(self) -> int:
+        """Tokens that the first request of an iteration may have; each takes `input_slots` beside its own."""
+        return self.max_num_batched_tokens - self.input_slots
+
+    @property
+    def input_slots(self) -> int:
+        return 0 if self.speculative is None else self.speculative.input_slots
+
+    @property
+    def lookahead(self) -> int:
+        return 0 if self.speculative is None else self.speculative.lookahead
+
+    @property
+    def recomputes_block(self) -> bool:
+        return self.speculative is not None and self.speculative.recomputes_block
+
+    @property
+    def tokens_each(self) -> int:
+        """Of a request that generates, in an iteration."""
+        return 1 if self.speculative is None else self.speculative.tokens_each
+
+    @property
+    def draft_blocks(self) -> int:
+        """That a pull leaves free, for the drafts of its request."""
+        return 0 if self.speculative is None else self.blocks(self.tokens_each + self.lookahead)
+
+    def held_blocks(self, tokens: int) -> int:
+        """Blocks of a request that has computed so many tokens."""
+        return -(-min(tokens + self.lookahead, self.max_model_len) // self.block_size)
 
     @property
     def watermark_blocks(self) -> int:

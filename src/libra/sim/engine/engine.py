@@ -197,7 +197,7 @@ class SimEngine(EngineState):
             return request.generated + (ended if request in self.ending else 0)
         if self.under_way is not None:
             ended = (ended - 1) * self.lag(request)
-        return generation.generated(request) + ended
+        return generation.generated(request, ended)
 
     def cached_tokens(self, context: Chain | Request, now: int) -> int:
         """How many tokens of a context's beginning have KV that could be found: of a chain all that there are, of a
@@ -208,7 +208,7 @@ class SimEngine(EngineState):
         """Seconds of an iteration with one more sequence, as long as the others are on average."""
         generation = self.flight.generation
         count = generation.count
-        context = generation.context + count * ended_by(self, now)
+        context = generation.context_after(ended_by(self, now))
         more = context + context // count if count else 1
         batch = self.batch(min(count + 1, self.config.max_num_seqs))
         base, slope, _ = self.cost.line(batch, more)
@@ -305,7 +305,7 @@ class SimEngine(EngineState):
         for request in self.running:
             generation = self.generation_of(request)
             if generation is not None:
-                request.generated = generation.generated(request) - self.lag(request)
+                request.generated = generation.generated(request, -self.lag(request))
         for request, status in self.leaving.items():
             if status == "cancelled":
                 request.status, request.finish = status, now

@@ -5,46 +5,182 @@ Invariant: the same iterations give the same counts, whether they are advanced o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from math import isqrt
 
 from libra.sim.engine.request import Request
+from libra.sim.engine.speculative import Ints
 
 
-class Generation:
-    """The requests of a batch that generate: a token each in every iteration, so that any number of iterations costs as
-    much as one.
+class Generation(ABC):
+    """The requests of a batch that generate. How many tokens each iteration brings is known when one comes, so that any
+    number of iterations costs as much as one.
 
-    What changes with each iteration is kept in sums for all requests, and of one request only differences to the count
-    of iterations. `asks` has whoever is to be asked about, at least; it is empty where nobody is.
+    `asks` has whoever is to be asked about, at least; it is empty where nobody is.
     """
 
-    __slots__ = (
-        *("_ends", "_offsets", "_phases", "_size", "_squares"),
-        *("asks", "context", "count", "iteration", "stalled"),
-    )
+    __slots__ = ("_ends", "asks", "context", "count", "iteration")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self) -> None:
         self.iteration = 0  # the next one
         self.count = 0  # requests
         self.context = 0  # sum of the tokens that they attend to in the next iteration, the new ones too
-        self._size = block_size
-        self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
-        self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
-        self.stalled: set[Request] = set()  # in the next iteration they generate nothing
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
 
+    # Requests
+
+    @abstractmethod
+    def add(self, request: Request, slots: int) -> None:
+        """Let a request generate from the next iteration on: its prompt is computed, and its first token (or the next
+        one) is known. It holds the blocks of so many tokens."""
+
+    @abstractmethod
+    def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
+        """Take a request out, of which `row` tokens are in the next iteration already. Returns of how many tokens it
+        holds blocks, and how many have KV that is known to others."""
+
+    @abstractmethod
+    def computed(self, request: Request, more: int = 0) -> int:
+        """Tokens of a request that have KV after `more` iterations, as far as others may know."""
+
+    @abstractmethod
+    def generated(self, request: Request, more: int = 0) -> int:
+        """Tokens that a request has generated after `more` iterations."""
+
+    @abstractmethod
+    def row(self, request: Request, after: int = 0) -> int:
+        """Tokens of a request in the next iteration, or the one that is so many after it."""
+
+    @abstractmethod
+    def needs(self, request: Request, row: int) -> int:
+        """Blocks that a request needs for so many tokens in the next iteration."""
+
+    @abstractmethod
+    def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
+        """The next iteration goes without some of the requests, and with only so many tokens of others. Returns the sum
+        of the tokens that are attended to in it."""
+
+    @abstractmethod
+    def reaches(self, request: Request, tokens: int) -> int:
+        """The iteration with which a request has generated so many tokens, unless it is put off."""
+
+    def steps_to(self, request: Request, tokens: int) -> int:
+        """Iterations until a request has generated so many tokens."""
+        return self.reaches(request, tokens) + 1 - self.iteration
+
+    def ask(self, request: Request) -> None:
+        """Note that the `ask_at` of a request is new, or comes in another iteration than before. A request that ends
+        with that token is not asked."""
+        assert request.ask_at is not None
+        if request.ask_at < request.output_tokens:
+            iteration = self.reaches(request, request.ask_at)
+            if iteration < request.last:
+                heappush(self.asks, (iteration, request.admission, request))
+
+    # Iterations
+
     @property
+    @abstractmethod
     def spread(self) -> int:
         """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until
         one comes or goes."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the next iteration."""
+        return self.count
+
+    @abstractmethod
+    def contexts(self, steps: int) -> Ints | None:
+        """`context` of each of the next iterations; None: every one has `count` more than the one before."""
+
+    @abstractmethod
+    def context_after(self, steps: int) -> int:
+        """`context` of the iteration after so many, as long as nobody ends before."""
+
+    @abstractmethod
+    def demand(self, steps: int = 1) -> int:
+        """Blocks that the next iterations need."""
+
+    @abstractmethod
+    def affordable(self, steps: int, blocks: int) -> int:
+        """How many of the next `steps` iterations `blocks` blocks last for."""
+
+    @abstractmethod
+    def advance(self, steps: int) -> list[Request]:
+        """Count these iterations as done. Returns the requests that generated their last token in them, in the order of
+        admission; they are still here."""
+
+    def steps_to_end(self) -> int:
+        """Iterations until the first request has generated its last token. There must be one that generates."""
+        ends = self._ends
+        while True:
+            last, admission, request = ends[0]
+            if request.admission == admission and request.last == last:
+                return last + 1 - self.iteration
+            heappop(ends)
+
+    def steps_to_ask(self, most: int) -> int:
+        """Iterations until the first request has generated its `ask_at` tokens; `most` if that is later."""
+        asks = self.asks
+        while asks:
+            if self._holds(asks[0]):
+                return min(most, asks[0][0] + 1 - self.iteration)
+            heappop(asks)
+        return most
+
+    def reached(self) -> list[Request]:
+        """The requests that have generated their `ask_at` tokens by now, in the order of admission; each is returned
+        once."""
+        asks = self.asks
+        asked: list[Request] = []
+        while asks and asks[0][0] < self.iteration:
+            entry = heappop(asks)
+            if self._holds(entry) and (not asked or asked[-1] is not entry[2]):  # it may be noted twice
+                asked.append(entry[2])
+        return asked
+
+    def _done(self) -> list[Request]:
+        """The requests whose last iteration is over, in the order of admission."""
+        ends, iteration = self._ends, self.iteration
+        done: list[Request] = []
+        while ends and ends[0][0] < iteration:
+            last, admission, request = heappop(ends)
+            if request.admission == admission and request.last == last and (not done or done[-1] is not request):
+                done.append(request)  # it may be noted twice
+        return done
+
+    def _holds(self, entry: tuple[int, int, Request]) -> bool:
+        """Whether the request of an entry still reaches its `ask_at` in that iteration."""
+        iteration, admission, request = entry
+        ask_at = request.ask_at
+        return request.admission == admission and ask_at is not None and self.reaches(request, ask_at) == iteration
+
+
+class Even(Generation):
+    """A token each in every iteration.
+
+    What changes with each iteration is kept in sums for all requests, and of one request only differences to the count
+    of iterations.
+    """
+
+    __slots__ = ("_offsets", "_phases", "_size", "_squares", "stalled")
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self._size = block_size
+        self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
+        self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
+        self.stalled: set[Request] = set()  # in the next iteration they generate nothing
+
+    @property
+    def spread(self) -> int:
         return isqrt(self.count * self._squares - self._offsets * self._offsets)
 
-    def add(self, request: Request) -> None:
-        """Let a request generate from the next iteration on: its prompt is computed, and its first token (or the next
-        one) is known."""
+    def add(self, request: Request, slots: int) -> None:
         iteration, tokens = self.iteration, request.target
         request.offset = offset = tokens - iteration
         request.last = last = iteration + request.output_tokens - request.generated - 1
@@ -57,8 +193,7 @@ class Generation:
         if request.ask_at is not None:
             self.ask(request)
 
-    def remove(self, request: Request) -> int:
-        """Take a request out; returns its computed tokens."""
+    def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
         offset = request.offset
         tokens = offset + self.iteration
         self.context -= tokens + 1
@@ -69,24 +204,24 @@ class Generation:
         if request in self.stalled:
             self.stalled.remove(request)
             self.context -= 1  # it was put off by one already
-        return tokens
+        return tokens + row, tokens + row
 
-    def computed(self, request: Request) -> int:
-        """Tokens of a request that have KV before the next iteration."""
-        return request.offset + self.iteration
+    def computed(self, request: Request, more: int = 0) -> int:
+        return request.offset + self.iteration + more
 
-    def generated(self, request: Request) -> int:
-        """Tokens that a request has generated before the next iteration."""
-        return request.output_tokens - (request.last + 1 - self.iteration) + (request in self.stalled)
+    def generated(self, request: Request, more: int = 0) -> int:
+        return request.output_tokens - (request.last + 1 - self.iteration) + (request in self.stalled) + more
 
-    def needs(self, request: Request) -> int:
-        """Blocks that a request needs for the next iteration."""
+    def row(self, request: Request, after: int = 0) -> int:
+        return 1
+
+    def needs(self, request: Request, row: int) -> int:
         return int((request.offset + self.iteration) % self._size == 0)
 
-    def stall(self, requests: set[Request]) -> None:
-        """Let these requests generate nothing in the next iteration: each of their tokens is one iteration later."""
-        self.stalled = requests
-        for request in requests:
+    def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
+        context = self.context - sum(request.offset + self.iteration + 1 for request in skipped)
+        self.stalled = skipped
+        for request in skipped:
             self._phases[-request.offset % self._size] -= 1
             self._offsets -= 1
             self._squares -= 2 * request.offset - 1
@@ -96,42 +231,18 @@ class Generation:
             heappush(self._ends, (request.last, request.admission, request))
             if request.ask_at is not None:
                 self.ask(request)
+        return context
 
-    def ask(self, request: Request) -> None:
-        """Note that the `ask_at` of a request is new, or comes in another iteration than before. A request that ends
-        with that token is not asked."""
-        assert request.ask_at is not None
-        if request.ask_at < request.output_tokens:
-            heappush(self.asks, (_iteration_of(request, request.ask_at), request.admission, request))
+    def reaches(self, request: Request, tokens: int) -> int:
+        return request.last - request.output_tokens + tokens
 
-    def attended(self, requests: Iterable[Request]) -> int:
-        """Sum of the tokens that these attend to in the next iteration."""
-        return sum(request.offset + self.iteration + 1 for request in requests)
+    def contexts(self, steps: int) -> None:
+        return None
 
-    def steps_to_end(self) -> int:
-        """Iterations until the first request has generated its last token. There must be one that generates."""
-        ends = self._ends
-        while True:
-            last, admission, request = ends[0]
-            if request.admission == admission and request.last == last:
-                return last + 1 - self.iteration
-            heappop(ends)
-
-    def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until a request has generated so many tokens."""
-        return tokens - self.generated(request)
-
-    def steps_to_ask(self, most: int) -> int:
-        """Iterations until the first request has generated its `ask_at` tokens; `most` if that is later."""
-        asks = self.asks
-        while asks:
-            if _holds(asks[0]):
-                return min(most, asks[0][0] + 1 - self.iteration)
-            heappop(asks)
-        return most
+    def context_after(self, steps: int) -> int:
+        return self.context + steps * self.count
 
     def demand(self, steps: int = 1) -> int:
-        """Blocks that the next iterations need."""
         size, phases = self._size, self._phases
         phase = self.iteration % size
         if steps == 1:
@@ -143,7 +254,6 @@ class Generation:
         return demand + sum(phases[phase:]) + sum(phases[: phase + rest - size])
 
     def affordable(self, steps: int, blocks: int) -> int:
-        """How many of the next `steps` iterations `blocks` blocks last for."""
         size, count = self._size, self.count
         if (steps // size + 1) * count <= blocks:
             return steps
@@ -162,41 +272,10 @@ class Generation:
         return affordable
 
     def advance(self, steps: int) -> list[Request]:
-        """Count these iterations as done. Returns the requests that generated their last token in them, in the order of
-        admission; they are still here."""
         if self.stalled:
             self.context += self.count - len(self.stalled)
             self.stalled = set()
         else:
             self.context += steps * self.count
-        self.iteration = iteration = self.iteration + steps
-        ends = self._ends
-        done = []
-        while ends and ends[0][0] < iteration:
-            last, admission, request = heappop(ends)
-            if request.admission == admission and request.last == last:
-                done.append(request)
-        return done
-
-    def reached(self) -> list[Request]:
-        """The requests that have generated their `ask_at` tokens by now, in the order of admission; each is returned
-        once."""
-        asks = self.asks
-        asked: list[Request] = []
-        while asks and asks[0][0] < self.iteration:
-            entry = heappop(asks)
-            if _holds(entry) and (not asked or asked[-1] is not entry[2]):  # it may be noted twice
-                asked.append(entry[2])
-        return asked
-
-
-def _iteration_of(request: Request, tokens: int) -> int:
-    """The iteration that generates the token of this number, unless the request is put off."""
-    return request.last - request.output_tokens + tokens
-
-
-def _holds(entry: tuple[int, int, Request]) -> bool:
-    """Whether the request of an entry still reaches its `ask_at` in that iteration."""
-    iteration, admission, request = entry
-    ask_at = request.ask_at
-    return request.admission == admission and ask_at is not None and _iteration_of(request, ask_at) == iteration
+        self.iteration += steps
+        return self._done()

@@ -27,7 +27,8 @@ class GridCost:
 
     - Decoding alone takes what the grid says for the batch and its mean context: piecewise linear in their product. A
       batch is padded to the next CUDA graph; the padding has no context.
-    - Drafts that are verified cost their linear layers.
+    - Drafts that are verified cost their linear layers; and before that each of them a pass of the drafter, over all
+      requests together. The drafter computes prompts, too.
     - One prefill chunk alone takes what the grid says for it.
     - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
       the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
@@ -42,6 +43,7 @@ class GridCost:
         "_alone",
         "_attention",
         "_captures",
+        "_drafter",
         "_grid",
         "_host",
         "_least",
@@ -49,6 +51,8 @@ class GridCost:
         "_lines",
         "_longest",
         "_more",
+        "_most",
+        "_passes",
         "_request",
         "_saved",
         "_seqs",
@@ -58,10 +62,17 @@ class GridCost:
         "uneven",
     )
 
-    def __init__(self, grid: EngineGrid, config: EngineConfig, host: HostCost | None = None) -> None:
-        """`host` takes the place of the grid's."""
-        sizes = config.capture_sizes
-        largest = padded(config.max_num_seqs, sizes)
+    def __init__(
+        self,
+        grid: EngineGrid,
+        config: EngineConfig,
+        host: HostCost | None = None,
+        drafter: EngineGrid | None = None,
+    ) -> None:
+        """`host` takes the place of the grid's; `drafter` has the times of the model that proposes drafts, if one
+        does."""
+        self._captures = sizes = config.capture_sizes
+        largest = self._size(DecodeBatch(config.max_num_seqs, config.tokens_each))
         longest = config.max_model_len
         try:
             grid.decode_seconds(largest, longest)
@@ -73,7 +84,8 @@ class GridCost:
             ) from None
         self._grid, terms = grid, grid.terms
         self._host = host = grid.host if host is None else host
-        self._captures, self._seqs = sizes, config.max_num_seqs
+        self._drafter, self._passes = drafter, config.tokens_each - 1
+        self._seqs, self._most = config.max_num_seqs, config.max_num_batched_tokens
         self._lines: dict[tuple[int, ...], tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         run = [padded(tokens, sizes) for tokens in range(most + 1)]
@@ -88,7 +100,7 @@ class GridCost:
         self._request = round(host.request * TICKS)
         self._least: list[int] = []  # by tokens; empty where there is none
         if host.piecewise or host.eager:
-            self._least = [round(self._launching(tokens, uniform=False) * TICKS) for tokens in range(most + 1)]
+            self._least = [round(self._launching(tokens) * TICKS) for tokens in range(most + 1)]
         self._more = terms.decode - 1
         self.uneven = terms.uneven or host.admits
         self._spread, self._saved = round(terms.spread * _SCALE), round(terms.shared * _SCALE)
@@ -112,6 +124,8 @@ class GridCost:
         for chunk in chunks:
             tokens += chunk[0]
             ticks += self._attention(chunk)
+        # Rows that `max_model_len` or the budget cuts short count as whole ones.
+        tokens, decoded = min(tokens, self._most), min(decoded, self._most)
         if self._together is None:
             ticks += self._linear[tokens] - self._linear[decoded]
         else:
@@ -134,8 +148,8 @@ class GridCost:
         seconds = ticks / TICKS
         if requests:
             at = context + self._counted(batch)
-            size = padded(requests, self._captures)
-            seconds += self._grid.decode_seconds(size, at / size) + self._draft_seconds(batch)
+            size = self._size(batch)
+            seconds += self._decode_seconds(size, at / size) + self._draft_seconds(batch)
             if self._more:
                 seconds += self._more * self._grid.decode_seconds(size, 0)
         seconds = max(seconds, least / TICKS)
@@ -154,8 +168,11 @@ class GridCost:
         base, slope, limit = pieces[bisect_right(limits, context + counted)]
         return base + slope * counted, slope, limit - counted
 
-    def _launching(self, tokens: int, *, uniform: bool) -> float:
-        kind, _ = graph_of(tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=uniform)
+    def _launching(self, tokens: int, each: int = 0) -> float:
+        """Of a batch that only decodes, `each` tokens of every request; 0: of another."""
+        kind, _ = graph_of(
+            tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=each > 0, tokens_each=max(1, each)
+        )
         return self._host.launching(kind)
 
     def _counted(self, batch: DecodeBatch) -> int:
@@ -166,17 +183,19 @@ class GridCost:
     def _make_lines(self, batch: DecodeBatch) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
         requests, host = batch.requests, self._host
-        size = padded(requests, self._captures)
-        cpu, least = host.seconds(requests), self._launching(requests * batch.tokens_each, uniform=True)
+        size = self._size(batch)
+        cpu, least = host.seconds(requests), self._launching(requests * batch.tokens_each, batch.tokens_each)
         if host.overlapped:
             least = max(least, cpu)
         contexts: Sequence[int] = self._grid.contexts
+        if self._drafter is not None:
+            contexts = sorted({*contexts, *self._drafter.contexts})
         if least:  # it may be the longer one up to anywhere that the grid reaches
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
         drafts = self._draft_seconds(batch)
         if self._more:
             drafts += self._more * self._grid.decode_seconds(size, 0)
-        knots = [(length * size, self._grid.decode_seconds(size, length) + drafts) for length in contexts]
+        knots = [(length * size, self._decode_seconds(size, length) + drafts) for length in contexts]
         if least:
             knots = _at_least(knots, least)
         limits, pieces = [], []
@@ -199,19 +218,34 @@ class GridCost:
 
     def _alone_ticks(self, batch: tuple[int, int]) -> int:
         """What a batch takes without any context, of which an iteration with prefill has its linear layers."""
-        size = padded(batch[0], self._captures)
+        size = self._size(DecodeBatch(*batch))
         alone = (1 + self._more) * self._grid.decode_seconds(size, 0)
         return round((alone + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
 
     def _draft_seconds(self, batch: DecodeBatch) -> float:
         """What the linear layers take longer for the drafts that are verified."""
         linear = self._linear
-        return float(linear[batch.requests * batch.tokens_each] - linear[batch.requests]) / TICKS
+        return float(linear[min(batch.requests * batch.tokens_each, self._most)] - linear[batch.requests]) / TICKS
+
+    def _decode_seconds(self, size: int, context: float) -> float:
+        """Of a batch, and of the drafter's passes."""
+        seconds = self._grid.decode_seconds(size, context)
+        if self._drafter is not None:
+            seconds += self._passes * self._drafter.decode_seconds(size, context)
+        return seconds
+
+    def _size(self, batch: DecodeBatch) -> int:
+        """Requests of the CUDA graph that runs a batch."""
+        each = batch.tokens_each
+        return -(-padded(batch.requests * each, self._captures) // each)
 
     def _attention_ticks(self, chunk: Chunk) -> int:
         """What a chunk costs beyond its linear layers."""
         new, before = chunk
-        return round((self._grid.prefill_seconds(new, before) - self._unpadded[new]) * TICKS)
+        seconds = self._grid.prefill_seconds(new, before) - self._unpadded[new]
+        if self._drafter is not None:
+            seconds += self._drafter.prefill_seconds(new, before)
+        return round(seconds * TICKS)
 
 
 def _at_least(knots: list[tuple[int, float]], least: float) -> list[tuple[int, float]]:

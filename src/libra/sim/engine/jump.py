@@ -7,12 +7,16 @@ each.
 
 from __future__ import annotations
 
+from itertools import repeat
 from math import sqrt
 
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
+from libra.sim.engine.speculative import Ints
 from libra.sim.engine.state import EngineState, Iteration, Piece
+
+_LONGEST = 256  # iterations whose ticks are listed at once
 
 
 def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
@@ -20,6 +24,8 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
     held already. With one under way that one ends first, and the last that is planned only begins with the end."""
     generation, under_way = state.flight.generation, state.under_way
     steps = 1 if most == 1 else min(generation.steps_to_end(), most)
+    if state.config.speculative is not None:
+        steps = min(steps, _LONGEST)
     if steps > 1:
         steps = generation.affordable(steps, state.pool.free + taken)
         if generation.asks:
@@ -54,7 +60,7 @@ def count_stretch(state: EngineState) -> list[Request]:
     if demand:
         pool.take(demand)
     if state.under_way is not None:
-        batch, context = state.batch(generation.count), generation.context + (steps - 1) * generation.count
+        batch, context = state.batch(generation.count), generation.context_after(steps - 1)
         base, slope, _ = state.cost.line(batch, context)
         state.under_way = UnderWay(base + slope * context)
     return generation.advance(steps)
@@ -102,7 +108,10 @@ def ended_by(state: EngineState, now: int) -> int:
 
 def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], int]:
     generation = state.flight.generation
-    return stretch(state.cost, start, state.batch(generation.count), generation.context, steps)
+    batch, contexts = state.batch(generation.count), generation.contexts(steps)
+    if contexts is None:
+        return stretch(state.cost, start, batch, generation.context, steps)
+    return uneven_stretch(state.cost, start, batch, contexts)
 
 
 def _plan_after(state: EngineState, start: int, ticks: int) -> None:
@@ -118,21 +127,23 @@ def _tell(state: EngineState) -> None:
     assert state.trace is not None
     generation, free = state.flight.generation, state.pool.free + state.taken
     ending = state.ending
-    scheduled = tuple((request.number, 1) for request in state.running if request not in ending)
+    running = [request for request in state.running if request not in ending]
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context
         for step in range(1, state.steps + 1):
             start = end_of(state.pieces, step)
             base, slope, _ = state.cost.line(batch, context)
             left = free - generation.demand(step)
+            scheduled = tuple((request.number, generation.row(request, step - 1)) for request in running)
             state.trace(Iteration(state.index, start, start + base + slope * context, scheduled, (), (), left))
-            context += generation.count
+            context = generation.context_after(step)
         return
     following = [piece[0] for piece in state.pieces[1:]] + [state.steps]
     for (before, at, first, growth), after in zip(state.pieces, following, strict=True):
         for step in range(after - before):
             start = at + ticks_of(step, first, growth)
             left = free - generation.demand(before + step + 1)
+            scheduled = tuple((request.number, generation.row(request, before + step)) for request in running)
             state.trace(Iteration(state.index, start, start + first + step * growth, scheduled, (), (), left))
 
 
@@ -155,6 +166,19 @@ def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, ste
         if before == steps:
             return pieces, now
         context += count * decoding
+
+
+def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: Ints) -> tuple[list[Piece], int]:
+    """The same of iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
+    count = len(contexts)
+    base, slope, limit = cost.line(batch, contexts.item(0))
+    ticks = contexts * slope + base
+    while limit <= contexts[-1]:
+        done = int(contexts.searchsorted(limit))
+        base, slope, limit = cost.line(batch, contexts.item(done))
+        ticks[done:] = contexts[done:] * slope + base
+    ends = [now, *(now + end for end in ticks.cumsum().tolist())]
+    return list(zip(range(count), ends, ticks.tolist(), repeat(0), strict=False)), ends[-1]
 
 
 def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:

@@ -14,12 +14,12 @@ from libra.sim.engine.request import Request, Status
 from libra.sim.engine.state import EngineState
 
 
-def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
-    """Give blocks to the running requests in order. Returns the preempted requests, those that run but are not in this
-    iteration, and the chunk of the partial prompt."""
+def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], int]:
+    """Give budget and blocks to the running requests in order. Returns the preempted requests, the tokens of those that
+    generate in this iteration, and the chunk of the partial prompt."""
     config, pool, generation = state.config, state.pool, state.flight.generation
-    budget = config.max_num_batched_tokens
-    scheduled: set[Request] = set()
+    budget = config.step_budget
+    scheduled: dict[Request, int] = {}
     preempted: list[Request] = []
     chunk = 0
     for request in state.members():
@@ -29,30 +29,28 @@ def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
             break
         if request is state.partial:
             new = min(request.target - request.computed, budget)
-            needed = config.blocks(request.computed + new) - config.blocks(request.computed)
+            needed = config.held_blocks(request.computed + new) - config.held_blocks(request.computed)
         else:
-            new, needed = 1, generation.needs(request)
+            new = min(generation.row(request), budget)
+            needed = generation.needs(request, new)
         while needed > pool.free:
             victim = _victim(state)
-            if victim in scheduled:
-                scheduled.remove(victim)
-                budget += 1
-                _preempt(state, victim, 1)
-            else:
-                _preempt(state, victim, 0)
+            row = scheduled.pop(victim, 0)
+            if row:
+                budget += row + config.input_slots
+            _preempt(state, victim, row)
             preempted.append(victim)
             if victim is request:
                 break
         if request.admission < 0:
             break
         pool.take(needed)
-        budget -= new
+        budget -= new + config.input_slots
         if request is state.partial:
             chunk = new
         else:
-            scheduled.add(request)
-    skipped = {it for it in state.members() if it is not state.partial and it not in state.ending} - scheduled
-    return preempted, skipped, chunk
+            scheduled[request] = new
+    return preempted, scheduled, chunk
 
 
 def _victim(state: EngineState) -> Request:
@@ -63,55 +61,57 @@ def _victim(state: EngineState) -> Request:
     return max(members, key=lambda it: (it.priority, it.arrival))
 
 
-def _preempt(state: EngineState, request: Request, scheduled: int) -> None:
-    """Send a request back to the queue. `scheduled` tokens of it, 0 or 1, are in this iteration already."""
+def _preempt(state: EngineState, request: Request, row: int) -> None:
+    """Send a request back to the queue. `row` tokens of it are in this iteration already."""
     state.preemptions += 1
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
-    if _let_go(state, request, scheduled) and under_way is not None:
+    if _let_go(state, request, row) and under_way is not None:
         under_way.stale.append((admission, request))
     request.status = "waiting"
     state.waiting.requeue(request)
 
 
-def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> int:
-    """Stop running a request that is not finished. Returns how many of its tokens are under way."""
+def _let_go(state: EngineState, request: Request, row: int = 0) -> int:
+    """Stop running a request that is not finished. Returns how many of its iterations are under way."""
     lag, under_way = 0, state.under_way
+    request.reserves = False
     if request is state.partial:
         state.partial = None
-        tokens = request.computed
+        tokens, known = state.slots(request), request.computed
     elif under_way is not None:
         lag = state.lag(request)
         if request in under_way.ending:
             under_way.ending.remove(request)
-            tokens = request.computed
+            tokens = known = request.computed
         else:
-            request.generated = state.flight.generation.generated(request) - lag
-            tokens = stop_generating(state, request) + scheduled
+            request.generated = state.flight.generation.generated(request, -lag)
+            tokens, known = stop_generating(state, request, row)
             if request in under_way.stopping:
                 under_way.stopping.remove(request)
     else:
         flight = state.flight = state.flights.all[request.flight]
         if request in flight.finishing:  # its last chunk is under way
             flight.finishing.remove(request)
-            tokens = request.computed
+            tokens, known = state.slots(request), request.computed
         else:
             request.generated = flight.generation.generated(request)
             # While its batch is under way its next token has a place already.
-            tokens = stop_generating(state, request) + (1 if flight.under_way else scheduled)
+            tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
     # The token that is under way is not known yet, but what is computed of a prompt always is.
-    known = max(tokens - lag, request.target) if lag else tokens
+    if lag:
+        known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)
     state.release(request, tokens, known)
     return lag
 
 
-def stop_generating(state: EngineState, request: Request) -> int:
-    """Take a request out of the generating ones; returns its computed tokens."""
+def stop_generating(state: EngineState, request: Request, row: int = 0) -> tuple[int, int]:
+    """Take a request out of the generating ones, as `Generation.remove`."""
     if request.chain is not None and state.pool.caching:
         del state.writers[request.chain]
-    return state.flight.generation.remove(request)
+    return state.flight.generation.remove(request, row)
 
 
 def refresh(state: EngineState) -> None:

@@ -8,7 +8,10 @@ chains, and no further.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from libra.sim.engine.drawn import Course
 
 Stop = Literal["length", "eos"]
 Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "failed", "unfinished"]
@@ -79,6 +82,10 @@ class Request:
     target: int = field(default=0, init=False)  # tokens to compute before it generates the next one
     offset: int = field(default=0, init=False)  # computed tokens less the engine's iterations, while it generates
     last: int = field(default=0, init=False)  # iteration that generates its last token
+    course: Course | None = field(default=None, init=False)  # what it does in each of its iterations, with drafts
+    verifications: int = field(default=0, init=False)  # of drafts, that are over
+    padding: int = field(default=0, init=False)  # drafts that nobody proposed, in the iteration that admits it
+    reserves: bool = field(default=False, init=False)  # blocks stay free for it while its prompt is not complete
 
 
 Owner = Chain | Request  # whose tokens are in a block: a chain's, or those of a request that shares with no other

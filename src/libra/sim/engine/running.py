@@ -6,7 +6,7 @@ Waiting ones are admitted only if nothing was preempted for these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from libra.sim.engine.admission import admit, may_admit
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk
@@ -21,48 +21,50 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     and end at `state.end`. False: nothing fits."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     demand, partial = generation.demand(), state.partial
-    if (
-        most
-        and generation.count
-        and partial is None
-        and (not (state.waiting or state.ready) or state.blocked or len(state.running) >= config.max_num_seqs)
-        and demand <= pool.free
-    ):
+    left = config.step_budget - generation.rows - config.input_slots * generation.count  # of the budget
+    fits = demand <= pool.free and left >= -config.input_slots
+    if most and generation.count and partial is None and fits and not _admits(state):
         plan_stretch(state, now, most)
         return True
     order = state.members() if state.trace is not None else ()
     batch, context = state.batch(generation.count), generation.context
     chunk = blocks = 0
-    if partial is not None:
-        chunk = min(partial.target - partial.computed, config.max_num_batched_tokens - batch.requests)
-        blocks = config.blocks(partial.computed + chunk) - config.blocks(partial.computed)
+    if partial is not None and left > 0:
+        chunk = min(partial.target - partial.computed, left)
+        blocks = config.held_blocks(partial.computed + chunk) - config.held_blocks(partial.computed)
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()
-    if demand + blocks <= pool.free:
+    cut: Mapping[Request, int] = {}
+    if fits and demand + blocks <= pool.free:
         pool.take(demand + blocks)
     else:
-        preempted, skipped, chunk = make_room(state)
+        preempted, rows, chunk = make_room(state)
         partial = state.partial
-        batch = state.batch(generation.count - len(skipped))
-        context = generation.context - generation.attended(skipped)
-        if batch.requests or chunk:
-            generation.stall(skipped)
+        members = [it for it in state.members() if it is not partial and it not in state.ending]
+        skipped = {it for it in members if it not in rows}
+        cut = {it: row for it, row in rows.items() if row < generation.row(it)}
+        left = config.step_budget - sum(rows.values()) - config.input_slots * len(rows)
+        batch = state.batch(len(rows))
+        if rows or chunk:
+            context = generation.stall(skipped, cut)
     generating = batch.requests
     chunks: list[Chunk] = []
     if partial is not None and chunk:
         chunks.append((chunk, partial.computed))
         state.compute(partial, chunk)
+        left -= chunk + config.input_slots
     cached: list[tuple[int, int]] = []
     contexts = 0
     if not preempted:
-        contexts = admit(state, config.max_num_batched_tokens - generating - chunk, now, chunks, cached)
+        contexts = admit(state, left, now, chunks, cached, generating)
     if chunks:
         admitted = _admitted(contexts, cached) if state.uneven and cached else NONE_ADMITTED
         ticks = state.cost.mixed(batch, context, chunks, admitted)
     elif not generating:
         ticks = 0
-    elif not preempted and most:
-        plan_stretch(state, now, most, demand)
+    elif most and not (preempted or skipped or cut or partial is not None):
+        # Rows become shorter towards `max_model_len`, so that with drafts a request may come to fit the budget.
+        plan_stretch(state, now, 1 if config.speculative is not None and _admits(state) else most, demand)
         return True
     else:
         base, slope, _ = state.cost.line(batch, context)
@@ -70,7 +72,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + ticks
     if state.trace is not None and (ticks or preempted):
         gone = {*preempted, *skipped, *state.ending, partial}
-        scheduled = [(request.number, 1) for request in order if request not in gone]
+        scheduled = [(request.number, generation.row(request)) for request in order if request not in gone]
         new = [tokens for tokens, _ in chunks]
         if partial is not None and chunk:
             scheduled.append((partial.number, new.pop(0)))
@@ -81,6 +83,11 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         return True
     # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way.
     return bool(preempted) and state.under_way is None and schedule(state, now, most)
+
+
+def _admits(state: EngineState) -> bool:
+    """Whether a request may be admitted with the next iteration."""
+    return bool(state.waiting or state.ready) and not state.blocked and len(state.running) < state.config.max_num_seqs
 
 
 def fill(state: EngineState, now: int) -> int:
@@ -122,10 +129,9 @@ def complete(state: EngineState) -> list[Request]:
         done = generation.advance(1)
     if generation.asks:
         for request in generation.reached():
-            tell_asked(state, request)
+            tell_asked(state, request, generation.generated(request))
     for request in done:
-        tokens = stop_generating(state, request)
-        finish(state, request, tokens, tokens, now)
+        finish(state, request, *stop_generating(state, request), now)
     if flight.finishing:
         finishing, flight.finishing = flight.finishing, []
         for request in finishing:
@@ -134,10 +140,10 @@ def complete(state: EngineState) -> list[Request]:
             request.generated += 1
             if request.generated < request.output_tokens:
                 if request.generated == request.ask_at:
-                    tell_asked(state, request)
+                    tell_asked(state, request, request.generated)
                 start_generating(state, request)
             else:
-                finish(state, request, request.target, request.target, now)
+                finish(state, request, state.slots(request), request.target, now)
                 done.append(request)
     return done
 
@@ -158,16 +164,16 @@ def tell_first_token(request: Request, now: int) -> None:
         request.prefill_end = now
 
 
-def tell_asked(state: EngineState, request: Request) -> None:
-    """A request has generated its `ask_at` tokens."""
-    assert request.ask_at is not None
-    request.generated, request.ask_at = request.ask_at, None
+def tell_asked(state: EngineState, request: Request, generated: int) -> None:
+    """A request has generated its `ask_at` tokens, and with drafts maybe some more."""
+    request.generated, request.ask_at = generated, None
     state.asked.append(request)
 
 
 def start_generating(state: EngineState, request: Request) -> None:
     """Let a request whose prompt is computed generate. Raises ValueError where another one generates on its chain."""
-    state.flight.generation.add(request)
+    state.flight.generation.add(request, state.slots(request))
+    request.reserves = False
     chain = request.chain
     if chain is not None and state.pool.caching:
         other = state.writers.setdefault(chain, request)
@@ -188,7 +194,7 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     if state.pool.caching and (request.chain is not None or request.written):
         state.write(request, known)
     if request.keeps:
-        state.keep(request, tokens)
+        state.keep(request, tokens, known)
         return
     state.release(request, tokens, known)
     request.path = ()

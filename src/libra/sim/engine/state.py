@@ -14,8 +14,9 @@ from typing import Literal
 
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.drawn import Drawn
 from libra.sim.engine.flight import Flight, Flights, UnderWay
-from libra.sim.engine.generation import Generation
+from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.request import Owner, Path, Request, Status
 
@@ -136,7 +137,8 @@ class EngineState:
     arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
     ready: int = field(default=0, init=False)  # of those, whose KV is not under way
     orphans: list[Request] = field(default_factory=list, init=False)  # given up, with their KV under way
-    sending: dict[Request, int] = field(default_factory=dict, init=False)  # finished; blocks of so many tokens stay
+    # Finished, but the blocks of so many tokens stay, and so many of these are known
+    sending: dict[Request, tuple[int, int]] = field(default_factory=dict, init=False)
     notices: list[Notice] = field(default_factory=list, init=False)  # to be seen at the next boundary
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
     partial: Request | None = field(default=None, init=False)  # its prompt is not computed yet: the last admitted
@@ -175,7 +177,7 @@ class EngineState:
         config, stages = self.config, self.config.pipeline_parallel_size
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
-        self.flights = Flights([Generation(config.block_size) for _ in range(stages)])
+        self.flights = Flights([self._generation() for _ in range(stages)])
         self.flight = self.flights.all[0]
         self.overlapping = stages > 1
         self.uneven = self.cost.uneven
@@ -186,15 +188,22 @@ class EngineState:
         self.held_ticks += 2 * self.pool.held * (now - self.seen)
         self.seen = now
 
+    def _generation(self) -> Generation:
+        speculative = self.config.speculative
+        return Even(self.config.block_size) if speculative is None else Drawn(self.config, speculative)
+
     def batch(self, requests: int) -> DecodeBatch:
         """What the next iteration decodes if so many requests of the batch that is looked at are in it."""
         if not self.uneven:
+            if self.config.speculative is not None:
+                return DecodeBatch(requests, self.config.tokens_each)
             return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
         generation = self.flight.generation
         shared = self.pool.shared * self.config.block_size
         if self.overlapping:  # blocks do not say whose they are
             shared = shared * generation.count // max(1, len(self.running))
-        return DecodeBatch(requests, 1, generation.spread, min(shared, generation.context))
+        each = self.config.tokens_each
+        return DecodeBatch(requests, each, generation.spread, min(shared, generation.context))
 
     def members(self) -> list[Request]:
         """The running requests that the batch may schedule, in the order of their admission."""
@@ -209,7 +218,7 @@ class EngineState:
         return self.under_way.ending if self.under_way is not None else ()
 
     def lag(self, request: Request) -> int:
-        """Tokens under way, 0 or 1, of a request that generates or has its last one under way."""
+        """Iterations under way, 0 or 1, of a request that generates or has its last one under way."""
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
@@ -229,7 +238,13 @@ class EngineState:
         request.status = "running"
         request.computed = tokens
         request.target = request.prompt_tokens + request.generated
+        request.padding = 0
         self.running[request] = None
+
+    def slots(self, request: Request) -> int:
+        """Tokens for which a running request that does not generate yet holds blocks, at least."""
+        config = self.config
+        return min(request.computed + request.padding + config.lookahead, config.max_model_len)
 
     def compute(self, request: Request, chunk: int) -> None:
         """Compute a chunk of a prompt in this iteration; the blocks for it are taken."""
@@ -242,12 +257,13 @@ class EngineState:
             self.partial = None
         else:
             self.partial = request
+            request.reserves = True
 
     def write(self, request: Request, tokens: int) -> None:
         """Let other requests find the full blocks of a request's computed tokens."""
         full = tokens // self.config.block_size
         if full > request.written:
-            self.pool.write(request, full)
+            self.pool.write(request, full, again=self.config.recomputes_block)
 
     def write_all(self, path: Path, more: int = 0) -> None:
         """Let other requests find what is generated on the chains of a context, `more` tokens of each after those
@@ -256,7 +272,7 @@ class EngineState:
             writer = self.writers.get(owner)
             if writer is not None:
                 late = more if self.under_way is None else (more - 1) * self.lag(writer)
-                self.write(writer, self.flights.all[writer.flight].generation.computed(writer) + late)
+                self.write(writer, self.flights.all[writer.flight].generation.computed(writer, late))
 
     def is_written(self, request: Request) -> bool:
         """Whether another request generates on a chain that this one's context follows."""
@@ -268,11 +284,11 @@ class EngineState:
         request.admission = request.flight = -1
         self.let_go_blocks(request, tokens, known)
 
-    def keep(self, request: Request, tokens: int) -> None:
+    def keep(self, request: Request, tokens: int, known: int) -> None:
         """Stop running a request, and keep its blocks."""
         del self.running[request]
         request.admission = request.flight = -1
-        self.sending[request] = tokens
+        self.sending[request] = tokens, known
         self.blocked = False
 
     def let_go_blocks(self, request: Request, tokens: int, known: int) -> None:

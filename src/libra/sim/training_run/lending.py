@@ -190,4 +190,4 @@ def _history(name: str, it: _Lender, served: Sequence[Request], blamed: frozense
     watch, case = it.device.watch, it.serving.case
     if watch is None:
         return None
-    return watch.history(name, case.slo, case.slo.pace(it.serving.use), served, blamed)
+    return watch.history(name, case.slo, case.slo.pace(it.serving.use), case.longest_grant, served, blamed)
