@@ -301,8 +301,9 @@ def _device(it: LoanHistory, seconds: float) -> tuple[str, ...]:
     lent, serving = (sum(end - start for start, end in spans) for spans in _spans(it))
     away = sum(span.end - span.start for span in it.recalls)
     recalled = f"{plural(len(it.recalls), 'time')}, {duration(away)}" if it.recalls else "never"
-    missed = count(len(it.missed())) if it.slo is not None else "not known"
-    return it.name, percent(lent / seconds), percent(serving / seconds), recalled, count(len(it.requests)), missed
+    missed = count(len(it.missed())) if it.slo is not None and it.requests else "not known"
+    requests = count(len(it.requests)) if it.requests else "not recorded"
+    return it.name, percent(lent / seconds), percent(serving / seconds), recalled, requests, missed
 
 
 def _answers(it: LoanHistory, reasons: Sequence[str]) -> tuple[str, ...]:
