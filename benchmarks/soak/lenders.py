@@ -38,6 +38,7 @@ class Served:
     tpot: float
     tokens: int
     waited: float  # of its life, that its server waited for a core which other processes had
+    preempted: int = 0  # requests of its server so far
 
 
 @dataclass(slots=True)
@@ -154,6 +155,7 @@ def _requests(session: int, server: int, life: _Life) -> Iterator[Served]:
             row["tpot"],
             row["output_tokens"],
             _between(life, row["came"], end),
+            row.get("preempted", 0),
         )
 
 
