@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +98,19 @@ class Owner:
             arguments += ["--logs", str(self._directory / f"logs-{self._number}")]
             self._agent, self._next = self._start("agent", *arguments), now + _PAUSE
 
-    def processes(self) -> Mapping[str, psutil.Process]:
-        """Those that are there, by what they are: server, agent, borrower, follower."""
-        found = {}
-        for name, started in (("server", self._server), ("agent", self._agent)):
-            if started is not None and started.poll() is None:
-                found[name] = psutil.Process(started.pid)
+    def process(self, what: str) -> psutil.Process | None:
+        """The server, agent, borrower or follower, if it is there."""
+        if what in ("server", "agent"):
+            started = self._server if what == "server" else self._agent
+            return psutil.Process(started.pid) if started is not None and started.poll() is None else None
+        agent = self.process("agent")
         try:
-            for child in found["agent"].children(recursive=True) if "agent" in found else []:
-                if child.name() == "borrower":
-                    found["borrower"] = child
-                elif "libra.backends.weights.follower" in child.cmdline():
-                    found["follower"] = child
+            for child in [] if agent is None else agent.children(recursive=True):
+                if child.name() == what or f"libra.backends.weights.{what}" in child.cmdline():
+                    return child
         except psutil.NoSuchProcess:
             pass
-        return found
+        return None
 
     def end(self) -> None:
         for process in (self._agent, self._server):
