@@ -131,7 +131,7 @@ class Lenders:
         ]
 
     def back(self, server: str, time: float) -> float:
-        """When this server came back that was killed at that time; inf: not in this session."""
+        """When this server was started again that was killed at that time; inf: not in this session."""
         starts = self.owners[int(server.removeprefix("server-"))].starts if self.owners else []
         return next((start for start in starts if start > time), math.inf)
 
