@@ -7,7 +7,8 @@ Invariant: rows say what was asked and what was measured; times are CPU times of
 
 "menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "brute force" simulates
 every one of 200 candidates to its goodput without a bound, and compares the Pareto sets. "plan" mixes 1,024 GPUs of
-three types. --peer asks the sweep of aiconfigurator-core the same question with the same tables.
+three types. "published" asks what Frontier (arXiv 2605.21312) told of prefill and decode apart, and of mixed GPUs,
+with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same tables.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.plan.problem import InfeasiblePlanError
+from libra.plan.serving import ServingOption, ServingProblem, solve_serving
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import Point, bottleneck
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.engines import NoRoomError, configuration
 from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import plan_mix
+from libra.sizing.mix import plan_mix, single_engines
 from libra.sizing.objective import parse_objectives
 from libra.sizing.question import SizingQuestion
 from libra.sizing.search import answer, simulator
@@ -47,9 +50,9 @@ MENU_SECONDS, OUT, PLAN_SECONDS = 240.0, 0.6, 2.0  # goals
 T = TypeVar("T")
 
 
-def cluster(h100: int, a100: int, l40s: int) -> Cluster:
+def cluster(h100: int, a100: int, l40s: int = 0) -> Cluster:
     """Of so many nodes with eight GPUs each."""
-    kinds = (("H100", h100), ("A100", a100), ("L40S", l40s))
+    kinds = [it for it in (("H100", h100), ("A100", a100), ("L40S", l40s)) if it[1]]
     return Cluster(tuple(NodeClass(gpu.lower(), count, 8, GPUS[gpu], GPUS[gpu].link, 50e9) for gpu, count in kinds))
 
 
@@ -113,7 +116,7 @@ def menu_rows(jobs: int, quick: bool) -> Iterator[Row]:
 
 
 def brute_force_rows(jobs: int, quick: bool) -> Iterator[Row]:
-    asked = question(cluster(8, 8, 8), 100 if quick else 500, THREE, gpus=8)
+    asked = question(cluster(8, 8, 8), 100 if quick else 200, THREE, gpus=8)
     listed = spread(list(ServingMenu().candidates(asked)), 20 if quick else 200)
     found, cpu, _ = measured(lambda: answer(asked, Listed(listed), jobs=jobs))
     every, all_cpu, _ = measured(lambda: simulate_everything(asked, listed, jobs))
@@ -163,15 +166,58 @@ def plan_rows(jobs: int, quick: bool) -> Iterator[Row]:
     yield Row(case, "CPU time with simulations", cpu, "s")
 
 
+def published_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    """Output tokens/s, from what single engines serve in each role."""
+    menu = ServingMenu(MenuFile(max_num_seqs=(256,)))
+    count = 100 if quick else 500
+    for ttft, told in ((3.0, 137.4 / 27.7), (0.5, None)):
+        asked = question(cluster(64, 64), count, f"ttft_p99={ttft:g},tpot_p99=0.02")
+        options, _ = single_engines(asked, menu, jobs)
+        output = sum(it.output_tokens for it in asked.requests) / len(asked.requests)
+        case = f"TTFT {ttft:g} s, 50 tokens/s a user, {MODEL}"
+        for gpu in ("h100", "a100"):
+            colocated, apart = (
+                output * most_requests([it for it in options if it.nodes == gpu and (it.role == "colocated") == alone])
+                for alone in (True, False)
+            )
+            yield Row(case, f"512 {gpu}, colocated", colocated, "tokens/s")
+            yield Row(case, f"512 {gpu}, prefill and decode apart", apart, "tokens/s")
+            if colocated:
+                yield Row(case, f"{gpu}: apart over colocated", apart / colocated, "")
+        if told is not None:
+            yield Row(case, "published: apart over colocated", told, "")
+        of = {gpu: [it for it in options if it.nodes == gpu] for gpu in ("h100", "a100")}
+        separate = sum(most_requests(its) for its in of.values())
+        mixed = most_requests([it for its in of.values() for it in its])
+        yield Row(case, "512 h100 + 512 a100: roles mixed over each type by itself", mixed / separate, "")
+        if told is not None:
+            yield Row(case, "published: 1,024 mixed GPUs", 1.33, "")
+
+
+def most_requests(options: list[ServingOption]) -> float:
+    """Requests/s that 512 GPUs of each class serve at most, to a thousandth."""
+    there = {it.nodes: 512 for it in options}
+    low, high = 0.0, 1e5
+    while high - low > 1e-3 * high and high > 1e-3:
+        rate = (low + high) / 2
+        try:
+            solve_serving(ServingProblem(rate, tuple(options), there))
+        except InfeasiblePlanError:
+            high = rate
+        else:
+            low = rate
+    return low
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="write one JSON line per row to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of everything: whether it runs")
     parser.add_argument("--peer", action="store_true", help="the sweep of aiconfigurator-core instead")
-    parser.add_argument("--only", choices=("menu", "brute force", "plan"))
+    parser.add_argument("--only", choices=("menu", "brute force", "plan", "published"))
     given = parser.parse_args()
-    parts = {"menu": menu_rows, "brute force": brute_force_rows, "plan": plan_rows}
+    parts = {"menu": menu_rows, "brute force": brute_force_rows, "plan": plan_rows, "published": published_rows}
     if given.peer:
         from benchmarks.search_peer import peer_rows
 

@@ -134,7 +134,7 @@ def test_who_watches_sees_what_the_outcome_says() -> None:
         assert history is not None and (history.name, history.rule, history.slo) == (it.name, "gate", SLO)
         assert sum(span.end - span.start for span in history.grants) == pytest.approx(it.lent)
         assert sum(span.end - span.start for span in history.recalls) == pytest.approx(it.away)
-        assert len(history.recalls) == it.recalls and all("certified to" in span.why for span in history.recalls)
+        assert len(history.recalls) == it.recalls and all("lent up to" in span.why for span in history.recalls)
         assert min(span.margin for span in history.serving if span.margin is not None) == pytest.approx(it.margin)
         assert {miss.request.number for miss in history.missed()} == it.missed.any
         assert max(used for _, used in history.load) > 1  # a burst left the envelope
