@@ -80,6 +80,12 @@ def loans(
     back = {it: min(lenders.back(it.worker, it.time), sessions[it.session].end) for it in struck if it.kind in _ENDS}
     yield checked("no loan outlived its lender's word", _outlived(steps, back), f"after {len(back)} ends of servers")
     if lenders.owners:
+        moved = sum(row["kind"] == "quota" for rows in records for row in rows)
+        yield checked(
+            "no request was preempted, whatever memory rollout had",
+            (f"session {it.session}: {it.preempted} at server {it.server}" for it, _ in found if it.preempted),
+            f"memory changed hands {moved:,} times",
+        )
         return
     yield checked("no server was started again by the run", lenders.started_again, f"{len(sessions)} sessions")
     spans = list(_in_service(count, struck, seen, sessions))

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SHARE = 0.3  # of a core: the device
 TTFT, TPOT = 0.5, 0.15  # seconds: the SLO
@@ -36,6 +37,11 @@ def main(directory: Path, number: int) -> None:
 
     class Paced(SynchronousLending):
         device = Cores(SHARE)
+        preempted = 0  # requests: never by a memory as large as this one, but for what was lent of it
+
+        def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+            Paced.preempted += 1
+            super()._preempt_request(*args, **kwargs)
 
     model = directory / "chat"
     engine = LLMEngine.from_engine_args(
@@ -80,7 +86,7 @@ def main(directory: Path, number: int) -> None:
                 at, first, *rest = live.pop(output.request_id)
                 last = rest[-1] if rest else first
                 row = {"came": at, "ttft": first - at, "tpot": (last - first) / max(1, len(rest))}
-                served.write(json.dumps({**row, "output_tokens": 1 + len(rest)}) + "\n")
+                served.write(json.dumps({**row, "output_tokens": 1 + len(rest), "preempted": Paced.preempted}) + "\n")
 
 
 if __name__ == "__main__":

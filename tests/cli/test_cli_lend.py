@@ -1,4 +1,4 @@
-"""`libra lend check` as a user meets it."""
+"""`libra lend check` and `libra lend report` as a user meets them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from calls import EXAMPLES, assert_refused, libra, write
+from fakes.made_loans import TERMS, write_loans
 
 from libra.lend.certificate import load_certificate
 
@@ -78,3 +79,27 @@ def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
     serve = libra("lend", "serve", EXAMPLES / "loan.yaml")
     assert_refused(serve, "certificate.json", "give a certificate that `libra lend check` has written")
     assert_refused(libra("lend", "serve", EXAMPLES / "loan.yaml", "--period", 0), "--period is 0; give more than 0")
+
+
+def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:
+    write_loans(tmp_path)
+    html, trace = tmp_path / "loan.html", tmp_path / "loan.json"
+    shown = libra("lend", "report", tmp_path / "lending-0.jsonl", "--html", html, "--timeline", trace)
+    assert shown.exit_code == 0, shown.stderr
+    words = (
+        "In 3.01 s rollout had the device 1.3 % of the time (2 grants, 1 recall); at 1 of 2 steps of serving a token"
+        " came after it was due."
+    )
+    assert shown.stdout == f"{words}\n"
+    page = html.read_text()
+    assert words in page and "How early tokens came" in page and "lending-0" in page
+    drawn = [(it["name"], it["ts"]) for it in json.loads(trace.read_text()) if it["ph"] == "X"]
+    assert drawn[:2] == [("grant", 0), ("grant", 1_000_000)]
+
+
+def test_a_record_without_a_loan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text(TERMS.to_json() + "\n")
+    assert_refused(libra("lend", "report", tmp_path / "empty.jsonl"), "nothing was asked for")
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    assert_refused(libra("lend", "report", tmp_path / "other.jsonl"), "other.jsonl:1: ")
+    assert_refused(libra("lend", "report", tmp_path / "none.jsonl"), "none.jsonl")

@@ -73,3 +73,20 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
+    asked = (*QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--plan")
+    result = libra(*asked, "--rate", 100)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("100 requests/s on ")
+    assert "the least for what single engines serve (proven by CP-SAT)" in result.stdout
+    assert "Simulated: ttft_p99 " in result.stdout
+    refused = libra(*asked)
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "libra: rate is missing: a plan is for a rate of requests; give it\n",
+    )
+    impossible = libra(*asked, "--rate", 1000, "--gpus", 1)
+    assert impossible.exit_code == 3
+    assert "1000 requests/s need more than there is" in impossible.stderr

@@ -20,10 +20,10 @@ TERMS = LendingTerms(
 )
 EVENTS = (
     EventRecord(0.0, "began", None, "reinforcement learning begins", clock=BEGAN),
-    EventRecord(6.0, "recalled", "lent-1", "4 requests/s, certified to 2"),
+    EventRecord(6.0, "recalled", "lent-1", "4 requests/s, lent up to 2"),
     EventRecord(8.5, "lent_again", "lent-1", "its device is lent again"),
 )
-LOANS = {"lent-0": StepLoan(1.0, 0.5, 3, ""), "lent-1": StepLoan(0.5, 0.25, 4, "4 requests/s, certified to 2")}
+LOANS = {"lent-0": StepLoan(1.0, 0.5, 3, ""), "lent-1": StepLoan(0.5, 0.25, 4, "4 requests/s, lent up to 2")}
 
 
 def answer(at: float, granted: float | None, live: int = 0, came: int = 0) -> LendingAnswer:

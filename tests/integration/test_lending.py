@@ -186,7 +186,7 @@ def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> 
         agent = subprocess.Popen(
             [
                 *(sys.executable, "-m", "libra.cli.app", "lend", "serve", str(write_loan(tmp_path))),
-                *("--json", "--period", "0.2", "--logs", str(tmp_path / "logs")),
+                *("--json", "--period", "1", "--logs", str(tmp_path / "logs")),  # read at the end: a pipe holds 200
             ],
             stdout=subprocess.PIPE,
             text=True,

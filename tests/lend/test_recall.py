@@ -40,10 +40,10 @@ def test_lending_stops_at_once_and_the_quiet_time_doubles_when_it_comes_back_too
     ("load", "breach"),
     [
         (Load(2.0, 100, 8, 4000), None),
-        (Load(2.1, 100, 8, 4000), "2.1 requests/s, certified to 2"),
-        (Load(2.0, 101, 8, 4000), "101 queued tokens, certified to 100"),
-        (Load(2.0, 100, 9, 4000), "9 requests, certified to 8"),
-        (Load(2.0, 100, 8, 4001), "4001 tokens, certified to 4000"),
+        (Load(2.1, 100, 8, 4000), "2.1 requests/s, lent up to 2"),
+        (Load(2.0, 101, 8, 4000), "101 queued tokens, lent up to 100"),
+        (Load(2.0, 100, 9, 4000), "9 requests, lent up to 8"),
+        (Load(2.0, 100, 8, 4001), "4001 tokens, lent up to 4000"),
     ],
 )
 def test_a_load_outside_its_envelope_says_how(load: Load, breach: str | None) -> None:

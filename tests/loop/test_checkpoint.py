@@ -227,6 +227,18 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("joined", [0, 1, 2])
+def test_lent_engines_are_as_many_as_there_are_lenders_whoever_was_away(joined: int) -> None:
+    pool, lent = make_pool(1, 1, 2, lent=2, lent_shape="lent").all(), Duty(Role.ROLLOUT, "lent")
+    with_lent = allocation(1, ("short", 2, 20), ("lent", 2, 40), ("long", 1, 100))
+    without = allocation(1, ("short", 2, 20), ("long", 1, 100))
+    duties = (TRAIN, SHORT, SHORT, LONG, *joined * (lent,))
+    worked = {worker.id: duty for worker, duty in zip(pool, duties, strict=False)}
+    plan = with_lent if joined else without
+    before = JournalReplay(7, MappingProxyType({}), MappingProxyType({}), MappingProxyType(worked), (plan,))
+    assert allocation_in_force(before, pool, {**HOLDS, "lent": 40}) == plan
+
+
 @pytest.mark.parametrize(("before", "wanted"), [row[1:] for row in CASES], ids=[row[0] for row in CASES])
 def test_the_allocation_in_force(before: JournalReplay, wanted: Allocation | None) -> None:
     assert allocation_in_force(before, WORKERS, HOLDS) == wanted

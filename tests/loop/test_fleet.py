@@ -134,5 +134,5 @@ def test_a_lent_engine_is_in_the_view_while_its_device_is_lent_and_its_weights_a
     assert seen() == ["s"]
     borrowed.version = 2
     assert seen() == ["s", "b"] and seen(seeded=True) == ["s"]
-    borrowed.away = "4 requests/s, certified to 3"
+    borrowed.away = "4 requests/s, lent up to 3"
     assert seen() == ["s"]

@@ -62,8 +62,8 @@ def test_what_each_lent_engine_had_between_two_looks() -> None:
 
     counters = LoanCounters()
     counters.observe([lent(0, 1.0, 0.5)])
-    counters.observe([lent(2, 3.0, 2.0, "4 requests/s, certified to 3")])
-    assert counters.last == {"lent-0": StepLoan(2.0, 1.5, 2, "4 requests/s, certified to 3")}
+    counters.observe([lent(2, 3.0, 2.0, "4 requests/s, lent up to 3")])
+    assert counters.last == {"lent-0": StepLoan(2.0, 1.5, 2, "4 requests/s, lent up to 3")}
     counters.observe([])
     assert counters.last == {} and 0.5 < counters.share < 0.75
 

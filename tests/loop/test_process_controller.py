@@ -469,13 +469,13 @@ async def test_an_engine_whose_device_is_recalled_is_out_of_the_view_and_stops_i
             return {it.id for it in made.fleet.view(1, 0).instances}
 
         assert seen() == {"rollout-0", "rollout-1", "lent-0"} and engine.recall_rate == 0
-        worker.far.send(Generated([], [], 0.0, 0, 0, 0, LoanState("4 requests/s, certified to 3", 2.0, 1.5, 7, 0)))
+        worker.far.send(Generated([], [], 0.0, 0, 0, 0, LoanState("4 requests/s, lent up to 3", 2.0, 1.5, 7, 0)))
         await until(lambda: Interrupt("t") in worker.orders)
         assert seen() == {"rollout-0", "rollout-1"} and engine.recall_rate > 0
         worker.far.send(Generated([], ["t"], 0.0, 0, 0, 0, LoanState("", 2.5, 1.5, 7, 0)))
         await turn
         assert seen() == {"rollout-0", "rollout-1", "lent-0"}
-        assert made.told.recalls == [("lent-0", "4 requests/s, certified to 3"), ("lent-0", "")]
+        assert made.told.recalls == [("lent-0", "4 requests/s, lent up to 3"), ("lent-0", "")]
 
 
 async def test_nobody_waits_for_a_lent_engine_to_take_new_weights(tmp_path: Path, loan: DeviceLoan) -> None:
@@ -513,7 +513,7 @@ class Agents:
         self.published.append(order.version)
 
 
-@pytest.mark.parametrize("away", ["", "4 requests/s, certified to 3"])
+@pytest.mark.parametrize("away", ["", "4 requests/s, lent up to 3"])
 async def test_an_engine_of_an_agent_serves_once_weights_have_come_to_it_and_nobody_waits(
     tmp_path: Path, away: str
 ) -> None:

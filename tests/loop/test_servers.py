@@ -73,3 +73,17 @@ async def test_a_server_is_begun_and_ended_and_told_nothing_else(servers: Traced
 
 async def test_without_requests_there_is_nothing_to_tell(servers: TracedServers) -> None:
     assert await servers.end([], recalls=0) is None
+
+
+async def test_a_resumed_run_goes_on_with_the_traffic_where_its_servers_left_it(
+    servers: TracedServers, tmp_path: Path
+) -> None:
+    rows = [ServedRequest(number, 0.0, 10, 5, 0.1, 0.05) for number in (0, 7, 3)]
+    (tmp_path / "served-1.jsonl").write_text("".join(row.to_json() + "\n" for row in rows))
+    launcher = servers.launcher
+    assert isinstance(launcher, MadeLauncher)
+    await servers.start()
+    [first], [second] = (launcher.workers[f"server-{number}"].orders for number in range(2))
+    assert isinstance(first, StartServer) and isinstance(second, StartServer)
+    assert (first.first, second.first) == (0, 8)
+    await servers.end([], recalls=0)

@@ -40,7 +40,7 @@ def test_histories_are_those_of_the_records(tmp_path: Path) -> None:
     assert first.refusals == {"due": 1, "load": 1}
     assert first.quotas == [(2.5, 3 << 20)]
     assert [it.number for it in first.requests] == [0, 1, 2, 3]
-    assert first.recalls == [] and second.recalls == [RecallSpan(6.0, 8.5, "4 requests/s, certified to 2")]
+    assert first.recalls == [] and second.recalls == [RecallSpan(6.0, 8.5, "4 requests/s, lent up to 2")]
 
 
 def test_a_recall_that_is_not_over_lasts_to_the_end(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_timeline_shows_what_was_lent(tmp_path: Path) -> None:
         ("lent-0: serving", "serving step", 3_000_000, 10_000),
         ("lent-0: serving", "serving step", 4_000_000, 10_000),
         ("lent-1: rollout", "grant", 1_000_000, 500_000),
-        ("lent-1: recalled", "4 requests/s, certified to 2", 6_000_000, 2_500_000),
+        ("lent-1: recalled", "4 requests/s, lent up to 2", 6_000_000, 2_500_000),
     ]
     [over] = [it["args"] for it in events if it["ph"] == "X" and it["args"].get("overstayed")]
     assert over == {"lent_ms": 20.0, "granted_ms": 40.0, "tokens": 5, "overstayed": 1}

@@ -215,7 +215,7 @@ def test_a_terminal_gets_a_line_that_moves_and_goes() -> None:
 
 
 def test_a_run_that_borrows_says_what_it_had() -> None:
-    view = replace(VIEW, lending="had for 75 % of the time wanted; lent-1 is recalled (4 requests/s, certified to 3)")
+    view = replace(VIEW, lending="had for 75 % of the time wanted; lent-1 is recalled (4 requests/s, lent up to 3)")
     *_, line = plain_lines((0.0, view))
     assert f"max 2  lent devices: {view.lending}  w0 train" in line
     shown = io.StringIO()

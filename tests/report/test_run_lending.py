@@ -46,7 +46,7 @@ def test_the_page_says_what_lending_gave_and_cost(source: str) -> None:
         " perhaps by lending: nobody served the same traffic alone.",
         "1.90 s lent-0 1: 20 + 11 tokens 600 ms (missed) 10 ms not known",
         "5.00 s lent-0 2: 20 + 11 tokens 700 ms (missed) 10 ms no",
-        "6.00 s lent-1 2.50 s 4 requests/s, certified to 2",
+        "6.00 s lent-1 2.50 s 4 requests/s, lent up to 2",
     ):
         assert words in said, words
 

@@ -23,6 +23,7 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
+from libra.sim.kv_loan import KVLoan, KVTerms
 from libra.sim.shared_device import RolloutBorrower, SharedDevice
 from libra.sim.tenant import ServingTenant
 from libra.sim.workload.requests import RecordedRequest, recorded_requests
@@ -40,6 +41,7 @@ ROLLOUT = EngineSpec(
     AffineCost(step=6 * MS, per_sequence=MS // 10, per_context_token=MS // 500, per_new_token=MS // 20),
 )
 OWN = replace(ROLLOUT, name="own")
+BORROWER = replace(ROLLOUT, config=replace(ROLLOUT.config, max_model_len=512, kv_blocks=96))
 PACE, PROMPT = ticks(0.06), 500
 RULES: list[Callable[[], SharingRule]] = [
     lambda: ServeFirst(30 * MS),
@@ -59,8 +61,9 @@ def traffic(most: int) -> st.SearchStrategy[list[RecordedRequest]]:
     return st.lists(record, min_size=1, max_size=most).map(lambda found: sorted(found, key=lambda it: it.arrival))
 
 
-def tenant(records: Sequence[RecordedRequest]) -> ServingTenant:
-    return ServingTenant(SERVING, recorded_requests(records).start(), pace=PACE, prompt=PROMPT)
+def tenant(records: Sequence[RecordedRequest], small: bool = False) -> ServingTenant:
+    spec = replace(SERVING, config=replace(SERVING.config, kv_blocks=160)) if small else SERVING
+    return ServingTenant(spec, recorded_requests(records).start(), pace=PACE, prompt=PROMPT)
 
 
 class Turns:
@@ -120,9 +123,13 @@ class Loaned:
         most: int,
         updates: Sequence[WeightUpdate],
         exact: bool,
+        kv: KVTerms | None = None,
         watched: bool = False,
     ) -> None:
-        self.device = LenderDevice(tenant(records), rule(), 0.7, exact=exact, watched=watched)
+        small = kv is not None
+        self.device = LenderDevice(tenant(records, small=small), rule(), 0.7, exact=exact, watched=watched)
+        if kv is not None:
+            self.device.tenant.kv = KVLoan(kv, self.device.tenant.engine, BORROWER.config)
         self.turns = Turns(under_way, most)
         self.recalls: list[int] = []
         self.cluster = SimCluster([OWN], self.turns, policy_named("least-loaded"), updates=updates, exact=exact)
@@ -131,14 +138,19 @@ class Loaned:
         self.served = self.device.serve_out(self.cluster.now)
 
     def lend(self, now: int) -> None:
-        self.cluster.add(ROLLOUT, partial(GrantedEngine, device=self.device, recalled=self.recalled))
+        spec = ROLLOUT if self.device.tenant.kv is None else BORROWER
+        self.cluster.add(spec, partial(GrantedEngine, device=self.device, recalled=self.recalled))
 
     def recalled(self, now: int) -> None:
         self.recalls.append(now)
-        self.cluster.at(now, self.close)
+        self.cluster.at(now + 1, self.close)
 
     def close(self, now: int) -> None:
         self.cluster.close("lent")
+        kv = self.device.tenant.kv
+        if kv is not None and not kv.useful:
+            kv.quota.trained()
+            now = max(now, self.device.at) + ticks(kv.quota.limits.quiet)
         self.cluster.at(max(now, self.device.returns()), self.lend)
 
 
@@ -172,6 +184,38 @@ def test_runs_of_steps_are_the_steps(records, rule, under_way, most, updates) ->
     assert made.device.lent == exact.device.lent and made.device.share == exact.device.share
     assert sum(it.iterations for it in made.cluster.engines) == sum(it.iterations for it in exact.cluster.engines)
     assert sum(it.events for it in made.cluster.engines) <= sum(it.events for it in exact.cluster.engines)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    records=traffic(40),
+    rule=st.sampled_from(RULES),
+    under_way=st.integers(1, 20),
+    most=st.integers(20, 80),
+    updates=UPDATES,
+    beside=st.sampled_from([0, 40_000]),
+)
+def test_so_they_are_where_memory_changes_hands(records, rule, under_way, most, updates, beside) -> None:
+    kv = KVTerms(serving=2000, rollout=1000, beside=beside, quiet=0.2)
+    made, exact = (Loaned(records, rule, under_way, most, updates, exact, kv) for exact in (False, True))
+    assert made.turns.ended == exact.turns.ended
+    assert len(made.turns.ended) == most
+    assert made.recalls == exact.recalls
+    assert came_of(made.served) == came_of(exact.served)
+    for name in ("lent", "share", "put_out"):
+        assert getattr(made.device, name) == getattr(exact.device, name)
+    one, other = made.device.tenant.kv, exact.device.tenant.kv
+    assert one is not None and other is not None
+    assert (one.own, one.ceded, one.both) == (other.own, other.ceded, other.both)
+
+
+def test_memory_that_serving_needs_puts_turns_out_and_none_is_lost() -> None:
+    bursts = [RecordedRequest(ticks(at) + number * MS, 400, 40) for at in (1.0, 3.0, 5.0) for number in range(4)]
+    kv = KVTerms(serving=2000, rollout=1000, quiet=0.2)
+    found = Loaned(bursts, RULES[3], 16, 600, (), False, kv)
+    assert found.device.put_out and len(found.turns.ended) == 600
+    assert found.device.tenant.engine.preemptions == 0
+    assert all(request.finish is not None for request in found.served)
 
 
 @settings(max_examples=20, deadline=None)

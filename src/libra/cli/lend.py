@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, needing
-from libra.cli.output import check_writable, write_text
+from libra.cli.errors import bad_input, needing, require_pages
+from libra.cli.output import check_writable, write_text, writing
 
 if TYPE_CHECKING:
     from libra.backends.lend.agent import LendingPeriod
@@ -127,6 +127,46 @@ def serve(
             except LendingError as error:
                 bad_input(error)
     except (ConfigError, ValueError, OSError) as error:
+        bad_input(error)
+
+
+@app.command()
+def report(
+    record: Annotated[Path, typer.Argument(help="What a borrower wrote: `record` of a file of a loan.")],
+    html: Annotated[Path | None, typer.Option("--html", help="Write it as an HTML page to this file.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
+    ] = None,
+) -> None:
+    """Show what became of a loan: grants, recalls, load, and how early the tokens of users came.
+
+    Exit status: 0 done, 2 bad input.
+    """
+    from libra.records.loan_history import recorded_loan
+    from libra.records.loan_trace import write_loan_trace
+    from libra.report.words import duration, percent, plural
+
+    if html is not None:
+        require_pages()
+    try:
+        check_writable(html, timeline, reads=(record,))
+        loan = recorded_loan(record)
+        if loan is None or not loan.seconds:
+            raise ValueError(f"{record}: nothing was asked for, so there is nothing to show")
+        had = percent(sum(it.end - it.start for it in loan.grants) / loan.seconds)
+        given = f"{plural(len(loan.grants), 'grant')}, {plural(len(loan.recalls), 'recall')}"
+        words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
+        typer.echo(words)
+        if html is not None:
+            from libra.report.lending_section import lending_section
+            from libra.report.page import render
+
+            section = lending_section([loan], "the first question")
+            write_text(html, render("lent.html", loan.name, headline=words, notices=(), tiles=(), lending=section))
+        if timeline is not None:
+            with writing(timeline):
+                write_loan_trace(loan, timeline)
+    except (ValueError, OSError) as error:
         bad_input(error)
 
 

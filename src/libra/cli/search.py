@@ -6,12 +6,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from libra.cli.errors import bad_input, no_plan, require_pages
 from libra.cli.output import check_writable, write_text
+
+if TYPE_CHECKING:
+    from libra.sizing.menu import ServingMenu
+    from libra.sizing.question import SizingQuestion
 
 
 def search(
@@ -48,6 +52,12 @@ def search(
     host: Annotated[
         str, typer.Option("--host", help="Times of the host: none, default, or a file of a fit.")
     ] = "default",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Mix shapes and GPU types for --rate: counts by CP-SAT, simulated; for more than a node."
+        ),
+    ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes (default: one for each core).")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the answer as JSON to this file.")
@@ -73,15 +83,35 @@ def search(
     from libra.report.live import SimulationProgress
     from libra.report.search_table import counts, headline, search_tables
     from libra.report.words import plural
-    from libra.sizing.menu import DEFAULT, load_menu
-    from libra.sizing.search import Progress
-    from libra.sizing.search import search as find
+    from libra.sizing.menu import DEFAULT, ServingMenu, load_menu
+    from libra.sizing.search import Progress, question_of
+    from libra.sizing.search import answer as find
 
     notes: list[str] = []
     if report is not None:
         require_pages()
     try:
         check_writable(output, report, reads=(cluster, requests, menu))
+        if plan and report is not None:
+            raise ValueError("--report is for a search; leave it out with --plan")
+        file = DEFAULT if menu is None else load_menu(menu)
+        question = question_of(
+            cluster,
+            model,
+            requests,
+            slo,
+            rate=rate,
+            gpus=gpus,
+            budget=budget,
+            menu=file,
+            profile=profile,
+            host=host,
+            note=notes.append,
+        )
+        processes = len(os.sched_getaffinity(0)) if jobs is None else jobs
+        if plan:
+            _mix(question, ServingMenu(file), processes, output, as_json, notes)
+            return
         with SimulationProgress(sys.stderr) as shown:
 
             def tell(moment: Progress) -> None:
@@ -89,21 +119,7 @@ def search(
                 done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
                 shown.tell(done + best)
 
-            found = find(
-                cluster,
-                model,
-                requests,
-                slo,
-                rate=rate,
-                gpus=gpus,
-                budget=budget,
-                menu=DEFAULT if menu is None else load_menu(menu),
-                profile=profile,
-                host=host,
-                jobs=len(os.sched_getaffinity(0)) if jobs is None else jobs,
-                note=notes.append,
-                progress=tell,
-            )
+            found = find(question, ServingMenu(file), jobs=processes, progress=tell)
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
         if output is not None:
             write_text(output, text)
@@ -128,6 +144,29 @@ def search(
         typer.echo(f"note: {note}", err=as_json)  # standard output is the answer, and nothing else, with --json
     if not found.points:
         no_plan(ValueError(f"{found.claim()}; {_remedy(found.question.rate)}"))
+
+
+def _mix(
+    question: SizingQuestion, menu: ServingMenu, jobs: int, output: Path | None, as_json: bool, notes: list[str]
+) -> None:
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.search_table import mix_lines
+    from libra.sizing.mix import NoMixError, plan_mix
+
+    try:
+        found = plan_mix(question, menu, jobs=jobs, note=notes.append)
+    except (InfeasiblePlanError, NoMixError) as error:
+        no_plan(error)
+    text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
+    if output is not None:
+        write_text(output, text)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        for line in mix_lines(found):
+            typer.echo(line)
+    for note in notes:
+        typer.echo(f"note: {note}", err=as_json)
 
 
 def _remedy(rate: float | None) -> str:

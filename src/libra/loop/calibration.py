@@ -96,7 +96,8 @@ async def measured_profile(
                 "measuring engines that hand no KV over",
                 lambda: measure_plain(executor, engines, trajectories, measured),
             )
-    if len(executor.pool.healthy()) == config.cluster.slots:  # else it is of a smaller machine
+    own = [worker for worker in executor.pool.healthy() if worker.lent is None]
+    if len(own) == config.cluster.slots:  # else it is of a smaller machine
         path = profile_path(key)
         with writing(path):
             save_profile(path, profile)

@@ -149,9 +149,11 @@ def allocation_in_force(
     """What the workers did last, in the buckets that were in force; `holds` are the tokens that each shape holds.
 
     A slot that was lost does again what it did. An engine whose shape has no bucket any more is one for the longest
-    contexts. None where there are other workers or engines by now, or none that hold the longest contexts."""
+    contexts; of those on lent devices all are in their bucket, if there was one, whoever was away. None where there are
+    other workers or engines by now, or none that hold the longest contexts."""
     engines = {duty.shape for duty in before.worked.values() if duty.shape is not None}
-    if {worker.id for worker in workers} != set(before.worked) or not engines <= set(holds):
+    own = {worker.id for worker in workers if worker.lent is None}
+    if not own <= set(before.worked) <= {worker.id for worker in workers} or not engines <= set(holds):
         return None
     longest = max(holds.values())
     holding = sorted(shape for shape in engines if holds[shape] == longest)
@@ -161,11 +163,10 @@ def allocation_in_force(
     limits = [(shape, min(up_to, holds[shape])) for shape, up_to in bucket_limits(before.plans) if shape in engines]
     found = current_allocation(before.worked.values(), [*limits, (holding[0], longest)], longest)
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
-    if found is None or any(found.engines_by_shape[shape] not in (0, count) for shape, count in lent.items()):
+    if found is None:
         return None
-    *shorter, last = found.buckets
-    unused = sum(count for shape, count in lent.items() if not found.engines_by_shape[shape])
-    others = len(workers) - unused - found.replicas - found.engines
+    others = len(own) - found.replicas - sum(bucket.engines for bucket in found.buckets if bucket.shape not in lent)
+    *shorter, last = (replace(bucket, engines=lent.get(bucket.shape, bucket.engines)) for bucket in found.buckets)
     return replace(found, buckets=(*shorter, replace(last, engines=last.engines + others)))
 
 

@@ -57,9 +57,9 @@ class RunProgress:
 def loan_words(loans: Mapping[str, StepLoan]) -> str:
     """What a step had of the lent devices, and which are recalled.
 
-    >>> away = "4 requests/s, certified to 3"
+    >>> away = "4 requests/s, lent up to 3"
     >>> loan_words({"lent-0": StepLoan(2.0, 1.5, 7, ""), "lent-1": StepLoan(0.0, 0.0, 7, away)})
-    'had for 75 % of the time wanted; lent-1 is recalled (4 requests/s, certified to 3)'
+    'had for 75 % of the time wanted; lent-1 is recalled (4 requests/s, lent up to 3)'
     """
     if not loans:
         return ""

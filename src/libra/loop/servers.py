@@ -129,6 +129,7 @@ class TracedServers:
                 speed=server.speed,
                 shorter=server.shorter,
                 begins=number / len(self.slots),
+                first=1 + max((it.number for it in read_served(self._served(number))), default=-1),
                 served=str(self._served(number)),
             )
         )

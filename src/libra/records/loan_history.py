@@ -90,6 +90,21 @@ class LoanHistory:
     requests: Sequence[UserRequest] = ()  # in the order of their arrival
     blamed: frozenset[int] | None = None  # numbers of requests that met their SLO alone; None: nobody knows
 
+    @property
+    def seconds(self) -> float:
+        """From the first step that is known to the last."""
+        edges = [at for spans in (self.grants, self.serving) if spans for at in (spans[0].start, spans[-1].end)]
+        return max(edges) - min(edges) if edges else 0.0
+
+    @property
+    def late_words(self) -> str:
+        """Whether tokens came after they were due, at the steps of serving that are known."""
+        margins = [it.margin for it in self.serving if it.margin is not None]
+        if not margins:
+            return "no step of serving that owed a token is known"
+        late = sum(margin < 0 for margin in margins)
+        return f"at {late:,} of {len(margins):,} steps of serving a token came after it was due"
+
     def missed(self) -> list[MissedRequest]:
         """Whether lending is to blame is known where the same traffic was served alone, and where nothing was lent from
         when serving was last idle until the request was late: then the device was as if nobody borrowed it."""
@@ -141,15 +156,26 @@ def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> l
     for path in files:
         number = path.stem.removeprefix("lending-")
         name, served = f"lent-{number}", directory / f"served-{number}.jsonl"
-        found.append(_history(name, path, served, clock, _recalls(name, events)))
+        found.append(_history(name, path, read_served(served), clock, _recalls(name, events)))
     return [it for it in found if it is not None]
 
 
-def _history(name: str, lending: Path, served: Path, clock: Clock, recalls: Sequence[RecallSpan]) -> LoanHistory | None:
+def recorded_loan(path: Path) -> LoanHistory | None:
+    """By the record of a borrower alone, as an agent keeps it: seconds since it first asked. None where it never did.
+    Raises `RecordFormatError`."""
+    began = next((line.at for line in read_lending(path) if not isinstance(line, LendingTerms)), 0.0)
+    return _history(path.stem, path, (), lambda at: at - began, None)
+
+
+def _history(
+    name: str, lending: Path, served: Iterable[ServedRequest], clock: Clock, recalls: Sequence[RecallSpan] | None
+) -> LoanHistory | None:
+    """Without `recalls` those that the answers tell of."""
     terms: LendingTerms | None = None
     grants, serving = list[GrantSpan](), list[ServingSpan]()
     load, quotas = list[tuple[float, float]](), list[tuple[float, int]]()
-    refusals, granted = Counter[str](), 0.0
+    refusals, granted, told = Counter[str](), 0.0, list[RecallSpan]()
+    away: tuple[float, str] | None = None  # since when nothing is lent, and why
     for line in read_lending(lending):
         if isinstance(line, LendingTerms):
             terms, window = line, RateWindow(line.envelope.window)
@@ -165,6 +191,11 @@ def _history(name: str, lending: Path, served: Path, clock: Clock, recalls: Sequ
                     refusals[line.refused] += 1
                 asked = Load(window.rate(line.at, line.came), line.queued, line.live, line.context)
                 load.append((at, terms.envelope.used(asked)))
+                if line.refused != "load" and away is not None:
+                    told.append(RecallSpan(away[0], at, away[1]))
+                    away = None
+                elif line.refused == "load" and away is None:
+                    away = at, line.breach or terms.envelope.breach(asked) or "its load was outside the envelope"
             case LentStep():
                 grants.append(GrantSpan(at, at + line.seconds, granted, line.tokens, line.overstayed))
             case ServedStep():
@@ -173,7 +204,9 @@ def _history(name: str, lending: Path, served: Path, clock: Clock, recalls: Sequ
                 quotas.append((at, line.held))
     if terms is None:
         return None
-    requests = sorted(_requests(read_served(served), clock), key=lambda it: it.came)
+    if away is not None:
+        told.append(RecallSpan(away[0], load[-1][0], away[1]))
+    requests = sorted(_requests(served, clock), key=lambda it: it.came)
     return LoanHistory(
         name,
         terms.sharing,
@@ -184,7 +217,7 @@ def _history(name: str, lending: Path, served: Path, clock: Clock, recalls: Sequ
         serving,
         load,
         refusals,
-        recalls,
+        told if recalls is None else recalls,
         quotas,
         requests,
     )

@@ -7,11 +7,13 @@ slice first, and of the margins of consecutive steps the smallest is kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 from typing import TypeVar
 
 from libra.records.loan_history import GrantSpan, LoanHistory, ServingSpan
-from libra.records.trace import TraceFile
+from libra.records.trace import MAX_EVENTS, TraceFile
 
 Span = TypeVar("Span", GrantSpan, ServingSpan)
 
@@ -29,6 +31,12 @@ def draw_loans(trace: TraceFile, group: int, histories: Sequence[LoanHistory]) -
     most = max(1, trace.room // 2 // (_KINDS * len(histories)))
     for number, history in enumerate(histories):
         _draw(trace, group, number * len(_LANES) + 1, history, most)
+
+
+def write_loan_trace(history: LoanHistory, path: Path, max_events: int = MAX_EVENTS) -> None:
+    """A trace of one loan alone."""
+    with closing(TraceFile(path, max_events)) as trace:
+        draw_loans(trace, 1, [history])
 
 
 def _draw(trace: TraceFile, group: int, first: int, history: LoanHistory, most: int) -> None:

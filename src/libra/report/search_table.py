@@ -9,7 +9,8 @@ from rich.table import Column, Table
 
 from libra.report.tables import number, whole
 from libra.report.words import fine_duration, percent, plural
-from libra.sizing.answer import Point, Rejection, SizingAnswer
+from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
+from libra.sizing.mix import ServingMix
 from libra.sizing.objective import Objective
 from libra.sizing.trial import statistic
 
@@ -87,3 +88,20 @@ def search_tables(answer: SizingAnswer) -> list[Table]:
     for kind, its in rejections(answer):
         out.add_row(kind, f"{len(its):,}", f"{its[0].candidate}: {its[0].reason}")
     return [*([table] if answer.points else []), *([out] if answer.rejected else [])]
+
+
+def mix_lines(mix: ServingMix) -> list[str]:
+    """A plan: what it takes, its pools, and what its simulation showed."""
+    question, rate = mix.question, mix.trial.rate
+    cost = f", {mix.plan.cost:,.4g} an hour" if question.prices else ""
+    limits = {it.name: it.limit for it in question.objectives}
+    reached = ", ".join(
+        f"{name} {fine_duration(value)} (limit {fine_duration(limits[name])})"
+        for name, value in mix.trial.latency.items()
+    )
+    return [
+        f"{rate:g} requests/s on {plural(mix.candidate.devices, 'GPU')}{cost}: {mix.claim()}.",
+        *(f"  {pool}" for pool in mix.candidate.pools),
+        f"Simulated: {reached}.",
+        f"Bottleneck: {bottleneck(question, mix.candidate, mix.trial)}.",
+    ]

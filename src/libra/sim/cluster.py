@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 
 from libra.route.policy import Policy
@@ -229,7 +230,11 @@ class SimCluster:
                 engine = engines[index]
                 if engine.plan(now) is not None:
                     events.end(engine)
-                if engine.interrupted:
+                if engine.interrupted and engine.borrowed:
+                    # Others may have decided at this tick, or may be at a boundary that nobody had to visit.
+                    stopped, engine.interrupted = engine.interrupted, []
+                    events.act(now + 1, partial(self._continue, engine, stopped))
+                elif engine.interrupted:
                     self._go_on(engine)
                 if engine.pulls or engine.failed:
                     self._of_pulls(engine, now)
@@ -368,12 +373,15 @@ class SimCluster:
     def _go_on(self, engine: SimEngine) -> None:
         """What was stopped on an engine arrives anew, now."""
         stopped, engine.interrupted = engine.interrupted, []
+        self._continue(engine, stopped, self.now)
+
+    def _continue(self, engine: SimEngine, stopped: Sequence[Request], now: int) -> None:
         for request in stopped:
             if isinstance(request.owner, Prefill):
                 assert self.pairs is not None
                 self._arrive_again(self.pairs.stopped(request))
                 continue
-            following = self._rest(request, self.now)
+            following = self._rest(request, now)
             self._placer_of(engine).goes_on(request, following)
             self.submit(following)
 

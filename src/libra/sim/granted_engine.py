@@ -47,17 +47,32 @@ class LenderDevice:
         self.at = 0  # tick from which the device is free
         self.lent = 0  # ticks that rollout computed
         self.recalls = 0  # of engines that borrowed it
+        self.put_out = 0  # turns that had to go as memory did
         self.share = share
         self._rule, self._exact = rule, exact
         self._watched = rule if isinstance(rule, WatchedRule) else None
         self.watch = LoanWatch(rule) if watched else None
         self._since = 0  # serving steps since the last grant
+        self._looked = -1, -1  # steps and requests of serving at the last look at its memory
         self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and what had been lent by then
 
     @property
     def recalled(self) -> str | None:
         """Why nothing is lent; None: it is."""
         return None if self._watched is None else self._watched.recall.recalled
+
+    def memory(self, now: int) -> int | None:
+        """Blocks of KV that the rollout engine has from now on, where serving has done something since the last look;
+        None: as many as before."""
+        tenant = self.tenant
+        if tenant.kv is None:
+            return None
+        tenant.arrive(now)
+        seen = tenant.made, len(tenant.came)
+        if seen == self._looked:
+            return None
+        self._looked = seen
+        return tenant.kv.look(now)
 
     def ask(self, now: int) -> Grant | Refusal:
         """Who has the device next, which is free now."""
@@ -164,6 +179,8 @@ class GrantedEngine(SimEngine):
                 " and leave async_scheduling out"
             )
         self._budgets = StepBudgets(self.config)
+        if self.device.tenant.kv is not None:
+            self.pool.resize(self.device.tenant.kv.own)
 
     def token_seconds(self, now: int) -> float:
         """As granted."""
@@ -172,6 +189,10 @@ class GrantedEngine(SimEngine):
     def recall_rate(self, now: int) -> float:
         """As often as it was so far."""
         return self.device.recalls / seconds(now) if now else 0.0
+
+    @property
+    def borrowed(self) -> bool:
+        return True
 
     def commit(self) -> list[Request]:
         if self._waits:
@@ -193,11 +214,15 @@ class GrantedEngine(SimEngine):
         device = self.device
         device.serve_alone(now)
         if device.at == now:
+            lent = self._fit_memory(now)
             answer = device.ask(now)
-            if device.recalled is not None:
+            if device.recalled is not None or not lent:
                 self.busy = False
                 self.device.recalls += 1
                 self.recalled(now)
+                return None
+            if not (self.running or self.waiting):
+                self.busy = False
                 return None
             if isinstance(answer, Grant) and self._use(now, int(answer.length)):
                 return self.end
@@ -205,6 +230,21 @@ class GrantedEngine(SimEngine):
         self.start, self.steps, self.end = now, 0, device.at
         self.busy = self._waits = True
         return self.end
+
+    def _fit_memory(self, now: int) -> bool:
+        """Have the blocks that there are: where they are fewer, the turns last admitted go. Returns whether they hold
+        the longest turn."""
+        blocks = self.device.memory(now)
+        if blocks is not None and blocks != self.pool.blocks:
+            while self.pool.held > blocks:
+                self.interrupt(max(self.running, key=lambda it: it.admission), now)
+                self.release_leaving(now)
+                self.device.put_out += 1
+            self.count_held(now)
+            self.pool.resize(blocks)
+            self.blocked = False
+        kv = self.device.tenant.kv
+        return kv is None or kv.useful
 
     def _use(self, now: int, grant: int) -> bool:
         """Plan what the grant is used for. False: no step fits it."""

@@ -81,7 +81,7 @@ class Handovers:
         if not isinstance(owner, Caller) or owner.engine is None or owner.engine == engine.index:
             return None
         source, specs = self._engines[owner.engine], self._specs
-        if source.closing:
+        if source.closing and not source.borrowed:
             return None
         moved = self._moves.quicker(source, specs[source.index], engine, specs[engine.index], request, now)
         if moved is None:

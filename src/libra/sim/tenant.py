@@ -20,6 +20,7 @@ from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.jump import cut_stretch, end_of
 from libra.sim.engine.request import Request
+from libra.sim.kv_loan import KVLoan
 
 _CONTEXT_PAGE = 4096  # tokens
 
@@ -72,6 +73,7 @@ class ServingTenant:
         self.computed = 0  # ticks
         self.made = 0  # steps
         self.margin = math.inf  # ticks by which the closest of all later tokens came before it was due
+        self.kv: KVLoan | None = None  # of its memory; None: nothing of it is lent
         self.closest = math.inf  # likewise, of the steps that were made last
         self.served = 0  # requests that had a token of them
         self.uncovered: set[int] = set()  # requests that were there while the load was outside its envelope
@@ -132,6 +134,10 @@ class ServingTenant:
         due = self._earliest()
         self.closest = self._closest(due, end) if due < math.inf else math.inf
         self.margin = min(self.margin, self.closest)
+        if self.kv is not None:
+            engine = self.engine
+            coming = engine.flight.generation.demand(engine.steps) - engine.taken if engine.steps else 0
+            self.kv.served(engine.pool.free - coming)
         self.served = len(self.engine.running)
         self._served(self.engine.commit(), steps, end)
         return end

@@ -180,8 +180,9 @@ def could_matter(bound: RateBound, rate: float, cost: float, kept: Sequence[Poin
 def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
     """The objective that is nearest to its limit, and how full the pool is that it waits for."""
     near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
-    place = 0 if near.metric == "ttft" else -1
-    pool, use = candidate.pools[place], trial.pools[place]
+    other = "decode" if near.metric == "ttft" else "prefill"
+    its = [both for both in zip(candidate.pools, trial.pools, strict=True) if both[0].role != other]
+    pool, use = max(its, key=lambda both: both[1].busy)
     text = (
         f"{near.name} at {trial.latency[near.name] / near.limit:.0%} of its limit; {pool.role} engines {use.busy:.0%}"
     )

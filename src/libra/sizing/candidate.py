@@ -58,13 +58,14 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True)
 class ServingCandidate:
-    """A colocated pool, or one that computes prompts and one that generates."""
+    """A colocated pool, or one that computes prompts and one that generates; a plan may mix several of each."""
 
     pools: tuple[EnginePool, ...]
 
     @property
-    def architecture(self) -> Architecture:
-        return "colocated" if len(self.pools) == 1 else "prefill-decode"
+    def architecture(self) -> Architecture | Literal["mixed"]:
+        roles = {pool.role for pool in self.pools}
+        return "colocated" if roles == {"colocated"} else "mixed" if "colocated" in roles else "prefill-decode"
 
     @property
     def devices(self) -> int:

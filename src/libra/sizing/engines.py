@@ -102,7 +102,8 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
     """How KV goes from pool to pool, each GPU with its share of its node's network: as fast as the slower side's."""
     if candidate.architecture == "colocated":
         return None
-    fabrics = [fabric(question.cluster.node_class(pool.shape.nodes)) for pool in candidate.pools]
+    apart = [pool for pool in candidate.pools if pool.role != "colocated"]
+    fabrics = [fabric(question.cluster.node_class(pool.shape.nodes)) for pool in apart]
     return KVNetwork(
         bandwidth=min(it.network / it.gpus for it in fabrics), latency=max(it.network_latency for it in fabrics)
     )

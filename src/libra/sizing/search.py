@@ -126,7 +126,7 @@ def answer(
     bounds = Bounds(question)
     bounded = {it: bounds.of(it) for it in candidates}
     _refuse_impossible(question, bounds, candidates)
-    with _simulator(question, jobs) as simulate:
+    with simulator(question, jobs) as simulate:
         found = _Found(question, bounded, progress)
         for wave in found.waves():
             found.take(simulate(wave))
@@ -285,7 +285,7 @@ _Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
 
 
 @contextmanager
-def _simulator(
+def simulator(
     question: SizingQuestion, jobs: int
 ) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
     if jobs <= 1:

@@ -14,6 +14,7 @@ import numpy as np
 
 from libra.cost.grid import Array
 from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
 from libra.sim.clock import TICKS, seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
@@ -67,21 +68,24 @@ def trial(
     rate: float,
     *,
     requests: tuple[RecordedRequest, ...] | None = None,
+    routes: tuple[Policy, Policy] | None = None,
     to_the_end: bool = False,
 ) -> Trial:
-    """Raises `NoRoomError` where an engine cannot run. `requests` take the place of the question's; `to_the_end`: also
-    where an objective is missed before that."""
+    """Raises `NoRoomError` where an engine cannot run. `requests` take the place of the question's, and come at the
+    same rate; `routes`, of requests and of prompts that were computed, that of the least load; `to_the_end`: also where
+    an objective is missed before that."""
     specs, net = engines(question, candidate), network(question, candidate)
     records = question.requests if requests is None else requests
     workload = recorded_requests(records, rate_scale=rate / question.natural_rate)
     watched = _Watched(workload, question.objectives, records, to_the_end)
+    first, then = (policy_named(ROUTE, seed=0), policy_named(ROUTE, seed=0)) if routes is None else routes
     prompts = sum(spec.role.takes == "prompt" for spec in specs)
     cluster = SimCluster(
         specs,
         watched,
-        policy_named(ROUTE, seed=0) if prompts > 1 else None,
+        first if prompts > 1 else None,
         kv_transfer=net,
-        decode_route=None if net is None else policy_named(ROUTE, seed=0),
+        decode_route=None if net is None else then,
     )
     try:
         cluster.run()
@@ -171,5 +175,6 @@ def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]
 def _network_share(cluster: SimCluster, candidate: ServingCandidate) -> float:
     if cluster.pairs is None:
         return 0.0
-    narrowest = min(pool.devices for pool in candidate.pools) * cluster.pairs.settings.bandwidth
+    sides = [sum(it.devices for it in candidate.pools if it.role == role) for role in ("prefill", "decode")]
+    narrowest = min(sides) * cluster.pairs.settings.bandwidth
     return cluster.pairs.transferred_bytes / (narrowest * max(1e-12, seconds(cluster.now)))

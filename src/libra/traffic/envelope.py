@@ -47,7 +47,7 @@ class Envelope:
         ):
             value, most = getattr(load, name), getattr(self, name)
             if value > most:
-                return f"{value:.4g} {shown}, certified to {most:.4g}"
+                return f"{value:.4g} {shown}, lent up to {most:.4g}"
         return None
 
 

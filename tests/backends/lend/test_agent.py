@@ -105,8 +105,9 @@ class Loan:
         engine = await self.launcher.engines.get()
         assert await engine.receive() == self.order.start
         engine.send(Ready(0.5))
-        while self.borrower.lease < time.monotonic():
+        while sum("the borrower is ready" in line for line in self.told) < self.launcher.started:
             await asyncio.sleep(0)
+        assert self.borrower.lease > time.monotonic()
         return engine
 
     async def controller(self, wanted: Borrow = ASKED) -> ControllerChannel:

@@ -339,7 +339,7 @@ def test_who_has_nothing_to_compute_still_hears_that_a_loan_came_back(shared: Sh
     crowd = ServingView(live=7, waiting=0, due=math.inf)  # one more than the envelope has
     shared.serving.publish(crowd, KVView(), TERMS.pace)
     assert shared.borrower.step(shared.engine) is None
-    assert shared.borrower.tally.why == "7 requests, certified to 6"
+    assert shared.borrower.tally.why == "7 requests, lent up to 6"
     shared.serving.publish(IDLE, KVView(), TERMS.pace)
     shared.borrower.watch()
     assert shared.borrower.tally.why  # it was calm for less than the quiet time
@@ -389,3 +389,37 @@ def test_a_fixed_split_gives_each_side_half_of_every_second() -> None:
         granted += length
         now += length or 0.001
     assert granted == pytest.approx(0.5)
+
+
+def test_work_that_is_no_step_has_the_device_a_grant_at_a_time(shared: Shared) -> None:
+    shared.learn()
+    ends = []
+    for _ in shared.borrower.in_turns(iter(range(5)), patience=1.0):
+        ends.append(shared.serving.expires)
+        assert ends[-1] > shared.clock.now
+        shared.clock.now += 0.01
+    assert ends[0] == ends[1] == ends[2] < ends[3] == ends[4] <= ends[0] + 2 * TERMS.longest
+    assert shared.serving.acquire()  # nobody has it
+    shared.serving.release()
+
+
+def test_serving_goes_ahead_of_work_that_overstays_and_lending_goes_on(shared: Shared) -> None:
+    shared.learn()
+    for _ in shared.borrower.in_turns(iter([0]), patience=1.0):
+        shared.clock.now += 1.0
+        assert shared.serving.acquire() and shared.serving.fenced == 1
+        shared.serving.publish(IDLE, KVView(), TERMS.pace)
+        shared.serving.release()
+    assert shared.borrower.step(shared.engine) is not None
+
+
+def test_work_that_no_grant_comes_for_is_done_beside_serving(shared: Shared) -> None:
+    shared.learn()
+    shared.serving.publish(ServingView(1, 1, math.inf, queued=10), KVView(), TERMS.pace)  # somebody waits
+    began, done = shared.clock.now, 0
+    for _ in shared.borrower.in_turns(iter(range(3)), patience=0.5):
+        done += 1
+        assert shared.serving.acquire()  # it is not held up
+        shared.serving.release()
+    assert done == 3
+    assert 0.5 <= shared.clock.now - began < 0.51

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,3 +241,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "zeros").write_bytes(b"x" * 4096)
     with pytest.raises(LendingError, match="not a device's page"):
         ServingToken(tmp_path / "zeros")
+
+
+FULL = """
+import sys
+from pathlib import Path
+from libra.backends.lend.device_page import LendingError
+from libra.backends.lend.serving_token import ServingToken
+try:
+    ServingToken(Path(sys.argv[1])).acquire()
+except LendingError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_told_before_anything_is_shared(tmp_path: Path) -> None:
+    """Not by a page that cannot be written to when it is first touched."""
+    unshare = [shutil.which("unshare") or "false", "--map-root-user", "--mount"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not let its users mount a small disk")
+    fill = 'mount -t tmpfs -o size=4k full "$0" && head -c 4096 /dev/zero > "$0/all" && exec "$@"'
+    command = [sys.executable, "-c", FULL, str(tmp_path / "device")]
+    made = subprocess.run([*unshare, "sh", "-c", fill, str(tmp_path), *command], capture_output=True, text=True)
+    said = f"{tmp_path / 'device'}: No space left on device; give a file on a disk with 4096 bytes free\n"
+    assert (made.returncode, made.stdout, made.stderr) == (0, said, "")

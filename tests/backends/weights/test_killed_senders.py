@@ -20,7 +20,7 @@ from libra.backends.weights.grid import Grid
 from libra.backends.weights.node import Address, LinkPatience
 from libra.backends.weights.publisher import PublishWeights
 
-GRID = Grid(4_000_000, "bfloat16", 65536)  # large enough to be killed in the middle of it
+GRID = Grid(1_000_000, "bfloat16", 65536)
 PATIENCE = LinkPatience(attempts=6, pause=0.01)
 TOKEN = "word"
 

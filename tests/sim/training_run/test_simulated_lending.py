@@ -11,7 +11,7 @@ from posttrain_cases import ONE_NODE, Timetable, agents, layout_of, recipe_of, r
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import ServingPool
 from libra.lend.certificate import Certificate, Harvest
-from libra.lend.gate import Gate, Slo
+from libra.lend.gate import Gate, SharingRule, Slo
 from libra.lend.lender import Lender
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.plan.allocation import Allocation, Bucket
@@ -24,6 +24,8 @@ from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.granted_engine import GrantedEngine
+from libra.sim.kv_loan import KVTerms
 from libra.sim.planned_engines import lent_engines, planned_engines
 from libra.sim.tenant import misses
 from libra.sim.training_run.system import System
@@ -67,13 +69,18 @@ def traffic(number: int) -> tuple[RecordedRequest, ...]:
     return tuple(sorted([*steady, *burst], key=lambda it: it.arrival))
 
 
-def served(plan: Plan, weights: float = 0.0) -> Tenancy:
+def served(plan: Plan, weights: float = 0.0, kv: KVTerms | None = None) -> Tenancy:
+    """With the gate inside its envelope; where memory changes hands that alone ends a loan."""
+    serving = SERVING if kv is None else replace(SERVING, config=replace(SERVING.config, kv_blocks=1300))
+    recall = RecallPolicy(0.5, 4.0)
+
+    def rule() -> SharingRule:
+        gate = Gate(ticks(GRANT), 1)
+        return gate if kv is not None else WatchedRule(gate, ENVELOPE, Recall(recall), float(TICKS))
+
     def device(number: int) -> ServingDevice:
-        case = LendingCase(SERVING, "m", "1 x A800", SLO, "traffic", traffic(number), GRANT)
-        recall = RecallPolicy(0.5, 4.0)
-        return ServingDevice(
-            case, USE, lambda: WatchedRule(Gate(ticks(GRANT), 1), ENVELOPE, Recall(recall), float(TICKS)), 0.7
-        )
+        case = LendingCase(serving, "m", "1 x A800", SLO, "traffic", traffic(number), GRANT)
+        return ServingDevice(case, USE, rule, 0.7, kv)
 
     names = sorted(lent_engines(plan))
     return Tenancy({name: device(number) for number, name in enumerate(names)}, weights=weights)
@@ -97,6 +104,26 @@ def test_advanced_together_is_step_by_step_and_nothing_is_lost() -> None:
     assert max(it.worst_staleness for it in made.steps) <= RECIPE.staleness
 
 
+def test_memory_that_serving_needs_comes_back_after_a_step() -> None:
+    plan = plan_with(4)
+    small = KVTerms(serving=1000, rollout=2100, quiet=0.5)  # for one context of the longest kind
+    made, exact = (run(system(plan, served(plan, kv=small)), EPISODES, 6, exact=exact) for exact in (False, True))
+    assert made == exact
+    assert sum(it.trajectories for it in made.steps) == 6 * RECIPE.batch
+    assert sum(it.put_out for it in made.lenders) and made.interrupted
+    assert all(it.recalls and it.lent > 0 and 0 < it.away < made.seconds for it in made.lenders)
+    back = {step.ended for step in made.steps if step.ended > 4.0}
+    assert back and made.seconds > min(back) + small.quiet
+
+
+def test_what_a_recalled_engine_has_of_a_context_moves_where_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_with(4)
+    moved = run(system(plan, served(plan)), EPISODES, 6)
+    monkeypatch.setattr(GrantedEngine, "borrowed", False)
+    again = run(system(plan, served(plan)), EPISODES, 6)
+    assert moved.moved_tokens > again.moved_tokens and moved.interrupted
+
+
 def test_who_watches_sees_what_the_outcome_says() -> None:
     plan = plan_with(4)
     serving = served(plan)
@@ -107,7 +134,7 @@ def test_who_watches_sees_what_the_outcome_says() -> None:
         assert history is not None and (history.name, history.rule, history.slo) == (it.name, "gate", SLO)
         assert sum(span.end - span.start for span in history.grants) == pytest.approx(it.lent)
         assert sum(span.end - span.start for span in history.recalls) == pytest.approx(it.away)
-        assert len(history.recalls) == it.recalls and all("certified to" in span.why for span in history.recalls)
+        assert len(history.recalls) == it.recalls and all("lent up to" in span.why for span in history.recalls)
         assert min(span.margin for span in history.serving if span.margin is not None) == pytest.approx(it.margin)
         assert {miss.request.number for miss in history.missed()} == it.missed.any
         assert max(used for _, used in history.load) > 1  # a burst left the envelope

@@ -73,8 +73,8 @@ class LenderLauncher:
 
     async def look(self) -> None:
         """See who is there, and look again from now on. Raises `LenderRefusedError`."""
-        for slot in self._agents:
-            answer = await self._ask(slot)
+        answers = await asyncio.gather(*map(self._ask, self._agents))
+        for slot, answer in zip(self._agents, answers, strict=True):
             if isinstance(answer, Failure):
                 raise LenderRefusedError(f"{self._agents[slot]}: {answer.error}")
             self._note(slot, answer)
@@ -177,8 +177,9 @@ class LenderLauncher:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for slot in self._agents.keys() - self._there:
-                self._note(slot, await self._ask(slot))
+            away = sorted(self._agents.keys() - self._there)
+            for slot, answer in zip(away, await asyncio.gather(*map(self._ask, away)), strict=True):
+                self._note(slot, answer)
 
     async def _ask(self, slot: int) -> Message:
         """Whether the engine is to be had, which is left again at once."""

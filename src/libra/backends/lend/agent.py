@@ -167,8 +167,10 @@ class LendingAgent:
             await asyncio.sleep(self._lender.lease / _WORDS)
 
     def _word(self) -> None:
-        self.why = self._server.objection() or (None if self._engine.ready else "the borrower starts")
-        self._token.extend(0.0 if self.why else time.monotonic() + self._lender.lease)
+        objection = self._server.objection()
+        self.why = objection or (None if self._engine.ready else "the borrower starts")
+        given = objection is None and self._engine.there  # it makes its first steps in grants, too
+        self._token.extend(time.monotonic() + self._lender.lease if given else 0.0)
 
     async def _life(self) -> str:
         """Of one engine: from its start to its end, which is told."""

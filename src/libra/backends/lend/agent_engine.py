@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,13 +36,15 @@ from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.weights.grid import Grid
 from libra.exec.background import background
 
-_SILENT = 10.0  # seconds without a report of an engine that has turns: it hangs, or was stopped
-_LOADING = 300.0  # likewise of one that takes weights
+# Looks, a second apart, at an engine that has turns and says nothing, before it is taken for lost: it hangs, or was
+# stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
+_SILENT = 10
+_LOADING = 300  # likewise at one that takes weights
 _INTRODUCTION = 10.0  # seconds in which whoever connects has to say what it wants
 
 
 class AgentEngine:
-    """`changed` is told when it becomes ready, or is gone."""
+    """`changed` is told when it is started, becomes ready, or is gone."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class AgentEngine:
         self.ready = False
         self.turns: set[str] = set()  # of the run, that the engine has, by its names
         self._link: WorkerLink | None = None
-        self._heard = 0.0  # when the engine reported last
+        self._silent = 0  # looks since the engine said something
         self._loan = self._loan_before = LoanState("", 0.0, 0.0, 0, 0)  # now, and when the controller came
         self._controller: AgentChannel | None = None
         self._visits = 0  # of controllers: two may give their turns the same names
@@ -70,6 +71,11 @@ class AgentEngine:
         self._loaded: asyncio.Future[Loaded | Failure | None] | None = None  # what it says to weights; None: it is gone
 
     @property
+    def there(self) -> bool:
+        """Whether it has been started, and has not ended."""
+        return self._link is not None
+
+    @property
     def pid(self) -> int | None:
         """The process of the engine, once it is ready."""
         return self._link.pid if self._link is not None and self.ready else None
@@ -80,13 +86,15 @@ class AgentEngine:
             link = await self._launcher.spawn("borrower", 0)
         except ForkError as error:
             return str(error)
-        self._link, self._heard = link, time.monotonic()
+        self._link, self._silent = link, 0
+        self._changed()
         listening = asyncio.create_task(self._hear(link))
         try:
             link.channel.send(self._order.start)
             while not listening.done():
                 await asyncio.wait([listening], timeout=1.0)
-                if not listening.done() and (why := self._silent()):
+                self._silent += 1
+                if not listening.done() and (why := self._hangs()):
                     return why
             return listening.result()
         finally:
@@ -128,13 +136,12 @@ class AgentEngine:
 
     # The engine
 
-    def _silent(self) -> str | None:
+    def _hangs(self) -> str | None:
         """Why the engine is taken for lost."""
-        silent = time.monotonic() - self._heard
         if self._loaded is not None:
-            return f"it took no weights in {_LOADING:.0f} s" if silent > _LOADING else None
-        if self.turns and silent > _SILENT:
-            return f"it has {len(self.turns)} turns to make and said nothing for {_SILENT:.0f} s"
+            return f"it took no weights in {_LOADING} s" if self._silent > _LOADING else None
+        if self.turns and self._silent > _SILENT:
+            return f"it has {len(self.turns)} turns to make and said nothing for {_SILENT} s"
         return None
 
     async def _hear(self, link: WorkerLink) -> str:
@@ -142,7 +149,7 @@ class AgentEngine:
         try:
             while True:
                 message = await link.channel.receive()
-                self._heard = time.monotonic()
+                self._silent = 0
                 match message:
                     case Ready():
                         self.ready = True
@@ -183,7 +190,7 @@ class AgentEngine:
         if order == self._held:
             return
         self._loaded = asyncio.get_running_loop().create_future()
-        self._own, self._heard, source = False, time.monotonic(), self._sources
+        self._own, self._silent, source = False, 0, self._sources
         link.channel.send(order)
         try:
             said = await self._loaded

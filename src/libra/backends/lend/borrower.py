@@ -8,6 +8,7 @@ and the loan rests for a quiet time.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 from libra.backends.lend.borrower_token import BorrowerToken, FencedError
@@ -88,44 +89,21 @@ class GatedBorrower:
         if not queue.turns:
             self.rest()
             return None
-        if token.lease <= clock():
-            self._wait(_NO_WORD)
+        asked = self._asked()
+        if asked is None:
             return None
-        self._learn()
-        try:
-            notice = token.look()
-        except LendingError as error:
-            self._wait(str(error))
-            return None
-        if notice.wants:  # it waits for the last grant to be over, and no other follows before it has looked around
-            self._device.sleep(POLL)
-            return None
-        if notice.at == self._refused_at and clock() < self._ask_again:
-            self._wait(self.tally.why)
-            return None
-        grant = self._ask(notice)
-        if grant is None:
-            self._wait(self.tally.why)
-            return None
+        notice, grant = asked
         tokens = self._budget.within(grant.length, queue)
         if not tokens:
             token.wish(0.0)
             self._nothing_fits()
             return None
         self._stuck_since = math.inf
-        if not token.try_take(grant.expires):
-            self._device.sleep(POLL)
+        expires = self._take(notice, grant)
+        if expires is None:
             return None
-        made, overstayed, expires = None, False, grant.expires
+        made, overstayed = None, False
         try:
-            again = token.look()
-            if again.at != notice.at:  # somebody has come
-                changed = self._ask(again)
-                if changed is None:
-                    return None
-                # Never later than serving was told: it may be waiting for that moment already.
-                expires = min(expires, changed.expires)
-                token.shorten(expires)
             began = clock()
             tokens = min(tokens, self._budget.within(expires - began, queue))
             if not tokens or token.lease <= began:
@@ -135,13 +113,41 @@ class GatedBorrower:
             self._device.end()
             spent = clock() - began
         finally:
-            try:
-                token.release()
-            except FencedError:
-                overstayed = True
+            overstayed = self._let_go()
+            if overstayed:
                 self._breach = "a grant was overstayed"
         self._account(LentStep(began, spent, self._budget.bound(tokens, queue), tokens, overstayed), engine.shape)
         return made
+
+    def in_turns(self, pieces: Iterator[Made], patience: float) -> Iterator[Made]:
+        """Each piece of work that is no step, with the device for as long as a grant lasts and then with the next, as
+        serving leaves it. Where it leaves nothing for `patience` seconds in all, the rest is done beside it. How long
+        a piece takes cannot be chosen: to overstay is no breach, and serving waits for none longer than a grant."""
+        clock, expires = self._device.clock, -math.inf
+        held = False
+        try:
+            for piece in pieces:
+                if held and clock() >= expires:
+                    held = self._end_turn()
+                while not held and patience > 0:
+                    began = clock()
+                    asked = self._asked()
+                    taken = None if asked is None else self._take(*asked)
+                    patience -= clock() - began
+                    if taken is not None:
+                        held, expires = True, taken
+                        self._device.begin()
+                yield piece
+        finally:
+            if held:
+                self._end_turn()
+            self._token.wish(0.0)
+
+    def _end_turn(self) -> bool:
+        """False: the device is not held any more."""
+        self._device.end()
+        self._let_go()
+        return False
 
     def watch(self) -> None:
         """Ask without anything to compute: only who asks hears that a loan has come back."""
@@ -168,6 +174,59 @@ class GatedBorrower:
             if self._record is not None:
                 margin = None if seen.margin == math.inf else seen.margin
                 self._record.append(ServedStep(seen.ended - seen.seconds, seen.seconds, seen.sequences, margin))
+
+    def _asked(self) -> tuple[ServingNotice, Grant] | None:
+        """A grant, and what serving said before it. None, after a moment: there is none."""
+        if self._token.lease <= self._device.clock():
+            self._wait(_NO_WORD)
+            return None
+        self._learn()
+        try:
+            notice = self._token.look()
+        except LendingError as error:
+            self._wait(str(error))
+            return None
+        if notice.wants:  # it waits for the last grant to be over, and no other follows before it has looked around
+            self._device.sleep(POLL)
+            return None
+        if notice.at == self._refused_at and self._device.clock() < self._ask_again:
+            self._wait(self.tally.why)
+            return None
+        grant = self._ask(notice)
+        if grant is None:
+            self._wait(self.tally.why)
+            return None
+        return notice, grant
+
+    def _take(self, notice: ServingNotice, grant: Grant) -> float | None:
+        """Have the device, until then. None: it is not to be had any more."""
+        token = self._token
+        if not token.try_take(grant.expires):
+            self._device.sleep(POLL)
+            return None
+        try:
+            again = token.look()
+            if again.at == notice.at:
+                return grant.expires
+            changed = self._ask(again)  # somebody has come
+        except LendingError:
+            self._let_go()
+            raise
+        if changed is None:
+            self._let_go()
+            return None
+        # Never later than serving was told: it may be waiting for that moment already.
+        expires = min(grant.expires, changed.expires)
+        token.shorten(expires)
+        return expires
+
+    def _let_go(self) -> bool:
+        """Whether serving went ahead meanwhile."""
+        try:
+            self._token.release()
+        except FencedError:
+            return True
+        return False
 
     def _ask(self, notice: ServingNotice) -> Grant | None:
         now, (breach, self._breach) = self._device.clock(), (self._breach, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,18 @@ class BorrowingEngine:
         rule = terms.rule()
         self._recall = rule.recall if isinstance(rule, WatchedRule) else None
         self._engine, self._device = engine, device_here(self._loan.share)
+        self._borrower = GatedBorrower(
+            self._token,
+            rule,
+            self._device,
+            shortest=terms.shortest,
+            most_tokens=engine.most_tokens,
+            recall=self._recall,
+            record=self._record,
+        )
+        engine.in_turns = partial(self._borrower.in_turns, patience=_PATIENCE)
         engine.add(Generate("warm-up", [4 + index % 16 for index in range(16)], 4, 1.0, -1, 0, salt="warm-up"))
-        while engine.busy:
+        for _ in self._borrower.in_turns(iter(lambda: engine.busy, False), _PATIENCE):
             engine.step()
         beside = self._loan.kv_beside
         if beside is not None:
@@ -63,15 +74,6 @@ class BorrowingEngine:
                 quiet=terms.recall.quiet,
                 beside=beside,
             )
-        self._borrower = GatedBorrower(
-            self._token,
-            rule,
-            self._device,
-            shortest=terms.shortest,
-            most_tokens=engine.most_tokens,
-            recall=self._recall,
-            record=self._record,
-        )
 
     def settle(self) -> list[str]:
         """Between two steps: give memory back, or take what there is. Turns that had to be put out for it."""

@@ -81,7 +81,8 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
     lender, served = LenderToken(Path(start.device)), LineFile(Path(start.served))
     arrivals = _arrivals(start)
     channel.send(Ready(time.monotonic() - began))
-    origin, coming, live = time.monotonic(), next(arrivals), dict[str, _Live]()
+    coming, live = next(arrivals), dict[str, _Live]()
+    origin = time.monotonic() - (coming.at if start.first else 0.0)
     while True:
         now = time.monotonic()
         lender.extend(now + LEASE)
@@ -111,7 +112,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
 
 
 def _arrivals(start: StartServer) -> Iterator[_Arrival]:
-    """Without end: the record begins again a second behind its last request."""
+    """From the first that is wanted, without end: the record begins again a second behind its last request."""
     requests, longest, numbers = read_requests(start.traffic), start.max_model_len, count()
     first = int(start.begins * len(requests))
     skipped, whole = seconds(requests[first].arrival), seconds(requests[-1].arrival) + 1.0
@@ -120,7 +121,8 @@ def _arrivals(start: StartServer) -> Iterator[_Arrival]:
             at = (seconds(it.arrival) - skipped + round_ * whole) / start.speed
             prompt = min(longest - 2, max(1, round(it.prompt_tokens / start.shorter)))
             output = min(longest - prompt - 1, max(2, round(it.output_tokens / start.shorter)))
-            yield _Arrival(next(numbers), at, prompt, output)
+            if (number := next(numbers)) >= start.first:
+                yield _Arrival(number, at, prompt, output)
 
 
 def _ask(engine: LLMEngine, it: _Arrival) -> None:

@@ -97,6 +97,7 @@ class StartServer(Message, frozen=True):
     speed: float  # times as fast as they were recorded
     shorter: float  # prompts and outputs are divided by it
     begins: float  # share of the record that is left out at first: several servers are not asked the same at once
+    first: int  # number of the request that comes first: those before it came to an earlier server
     served: str  # file that a line is written to for each request, as it ends
 
 

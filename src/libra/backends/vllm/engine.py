@@ -7,8 +7,9 @@ which tokens are of which version only with the end of a turn that it ended itse
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm import EngineArgs, SamplingParams
@@ -16,6 +17,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -28,6 +30,11 @@ from libra.backends.vllm.report import Sampled
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.lend.step_cost import RolloutQueue, StepShape
 
+if TYPE_CHECKING:
+    import torch
+
+    Weight = tuple[str, torch.Tensor]
+
 _BACKEND = "libra_shm"
 
 
@@ -36,6 +43,8 @@ class VllmEngine:
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
         self._refresh_kv = start.refresh_kv
+        # How the device is had while weights are taken, one after the other.
+        self.in_turns: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=start.model_directory,
@@ -55,6 +64,10 @@ class VllmEngine:
                 weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
                 scheduler_cls=BorrowingScheduler if start.loan is not None else None,
+                # Memory that changes hands: on a GPU only this allocator unmaps a part of what it has.
+                enable_cumem_allocator=start.loan is not None
+                and start.loan.kv_beside is not None
+                and current_platform.is_cuda_alike(),
             )
         )
         self._scheduler = self._engine.engine_core.engine_core.scheduler
@@ -174,7 +187,9 @@ class VllmEngine:
     def expect(self, buffer: WeightBuffer, layout: tuple[Tensor, ...]) -> None:
         """New versions come there, laid out like this, from now on."""
         self._buffer = buffer
-        self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": layout},))
+        self._engine.collective_rpc(
+            "init_weight_transfer_engine", args=({"buffer": buffer, "layout": layout, "engine": self},)
+        )
 
     def load(self, order: LoadWeights) -> None:
         """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before
@@ -199,6 +214,7 @@ class VllmEngine:
 class BufferInfo(WeightTransferInitInfo):
     buffer: WeightBuffer
     layout: tuple[Tensor, ...]
+    engine: VllmEngine
 
 
 @dataclass
@@ -214,7 +230,7 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
     update_info_cls = VersionInfo
 
     def init_transfer_engine(self, init_info: BufferInfo) -> None:
-        self._buffer, self._layout = init_info.buffer, init_info.layout
+        self._buffer, self._layout, self._engine = init_info.buffer, init_info.layout, init_info.engine
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -224,7 +240,8 @@ class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        self.model.load_weights(self._buffer.read(update_info.buffer, self._layout, update_info.checksum))
+        weights = self._buffer.read(update_info.buffer, self._layout, update_info.checksum)
+        self.model.load_weights(self._engine.in_turns(weights))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

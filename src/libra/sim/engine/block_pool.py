@@ -293,6 +293,14 @@ class BlockPool:
         else:
             self._free[Run(None, 0, full, 0)] = None
 
+    def resize(self, blocks: int) -> None:
+        """Have so many blocks from now on. What is free goes, in its order; there must be as much."""
+        if blocks < self.blocks:
+            self.take(self.blocks - blocks)
+        else:
+            self.blank += blocks - self.blocks
+        self.blocks = blocks
+
     def clear(self) -> None:
         """Forget all tokens. Nobody may hold a block."""
         if self.free != self.blocks:

@@ -218,6 +218,11 @@ class SimEngine(EngineState):
         """How often a second its device is wanted back."""
         return 0.0
 
+    @property
+    def borrowed(self) -> bool:
+        """Whether it gives way to whoever lends its device: at once, but KV can be fetched from it still."""
+        return False
+
     # What happens next
 
     def plan(self, now: int) -> int | None:

@@ -20,6 +20,7 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
+from libra.sim.kv_loan import KVLoan
 from libra.sim.tenant import ServingTenant, latencies, misses
 from libra.sim.training_run.outcome import LenderOutcome
 from libra.sim.training_run.tenancy import ServingDevice, Tenancy
@@ -52,6 +53,7 @@ class Lending:
         self._lenders: dict[str, _Lender] = {}  # of the devices that serve
         self._version = self._newest = 0  # of the weights that lent engines have, and that there are
         self._sending = False
+        self._starved: list[str] = []  # devices without memory to lend, which there is not before the next version
 
     def outcome(self, now: int) -> tuple[LenderOutcome, ...]:
         """Of each lender, once the run is over at tick `now`."""
@@ -88,19 +90,28 @@ class Lending:
             self._cluster.add(spec)
             return
         if name not in self._lenders:
-            self._lenders[name] = _Lender(serving, _device(serving, self._exact, self._tenancy.watched))
+            device = _device(serving, spec, self._exact, self._tenancy.watched)
+            self._lenders[name] = _Lender(serving, device)
         make = partial(GrantedEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
         self._cluster.add(spec, make)
 
     def _recall(self, name: str, now: int) -> None:
-        self._cluster.at(now, partial(self._close, name))
+        self._cluster.at(now + 1, partial(self._close, name))  # others may have decided at this tick
 
     def _close(self, name: str, now: int) -> None:
         if name not in self._here():
             return
         it = self._lenders[name]
-        it.recalls, it.recalled_at, it.recalled = it.recalls + 1, now, it.device.recalled or ""
+        it.recalls, it.recalled_at, it.recalled = (
+            it.recalls + 1,
+            now,
+            it.device.recalled or "no KV memory for a context",
+        )
         self._cluster.close(name)
+        kv = it.device.tenant.kv
+        if kv is not None and not kv.useful and it.device.recalled is None:
+            self._starved.append(name)
+            return
         # Nobody else has a say in what serving does until it lends again, so all of that can be made at once.
         self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
 
@@ -121,6 +132,15 @@ class Lending:
     def made(self, version: int, now: int) -> None:
         """A version is made, and sent as soon as the one before it is there; what came in between is skipped."""
         self._newest = version
+        for it in self._lenders.values():
+            if it.device.tenant.kv is not None:
+                it.device.tenant.kv.quota.trained()
+        starved, self._starved = self._starved, []
+        for name in starved:
+            kv = self._lenders[name].device.tenant.kv
+            assert kv is not None
+            back = max(now + ticks(kv.quota.limits.quiet), self._lenders[name].device.at)
+            self._cluster.at(back, partial(self._return, name))
         self._see()
         if not self._sending:
             self._send(now)
@@ -145,10 +165,13 @@ class Lending:
         self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
-def _device(serving: ServingDevice, exact: bool, watched: bool) -> LenderDevice:
+def _device(serving: ServingDevice, spec: EngineSpec, exact: bool, watched: bool) -> LenderDevice:
+    """`spec` is of the engine that borrows it."""
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
+    if serving.kv is not None:
+        tenant.kv = KVLoan(serving.kv, tenant.engine, spec.config)
     return LenderDevice(tenant, serving.rule(), serving.share, exact=exact, watched=watched)
 
 
@@ -168,6 +191,7 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
         seconds(it.device.lent),
         seconds(away),
         it.recalls,
+        it.device.put_out,
         frozenset(it.device.tenant.uncovered),
         ttft,
         tpot,

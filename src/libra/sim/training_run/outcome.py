@@ -53,6 +53,7 @@ class LenderOutcome:
     lent: float  # seconds that rollout did
     away: float  # seconds in which nothing was lent, for the load was too high
     recalls: int
+    put_out: int  # turns that had to go as serving needed memory
     uncovered: frozenset[int]  # requests that were there while the load was outside its envelope
     ttft: float  # seconds, at the 99th percentile
     tpot: float  # likewise

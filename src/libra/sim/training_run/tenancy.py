@@ -19,6 +19,7 @@ from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
+from libra.sim.kv_loan import KVTerms
 from libra.sim.planned_engines import beside_lent
 from libra.sim.workload.requests import RecordedRequest, around
 
@@ -31,6 +32,7 @@ class ServingDevice:
     use: float  # share of its tpot that serving may be slowed down to
     rule: Callable[[], SharingRule]  # a new one for each run; times are ticks
     share: float  # of the device's time that is expected to be lent
+    kv: KVTerms | None = None  # None: a lent engine has all of its KV memory, always
     begins: float | None = None  # at this share of the traffic, which then goes round and round; None: once through
 
     def arrivals(self) -> Iterator[Request]:
@@ -89,7 +91,7 @@ def tenancy_of(plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPo
         slo, grant = certificate.slo, certificate.longest_grant
         case = LendingCase(here.spec, here.model, here.hardware, slo, here.traffic, here.requests, grant)
         rule = partial(_watched, certificate, recall)
-        devices[name] = ServingDevice(case, certificate.use, rule, engine.share, number / len(lent))
+        devices[name] = ServingDevice(case, certificate.use, rule, engine.share, begins=number / len(lent))
         weights = max(weights, version / request.lending_nodes(engine.lender).inter_bandwidth)
     return Tenancy(devices, weights=weights)
 

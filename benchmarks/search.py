@@ -1,0 +1,231 @@
+"""How long `libra search` takes, how much of the menu its bound rules out, and whether the answer is brute force's.
+
+Invariant: rows say what was asked and what was measured; times are CPU times of all processes that took part.
+
+    python -m benchmarks.search [--jobs N] [--json FILE] [--quick]
+    python -m benchmarks.search --peer
+
+"menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "brute force" simulates
+every one of 200 candidates to its goodput without a bound, and compares the Pareto sets. "plan" mixes 1,024 GPUs of
+three types. "published" asks what Frontier (arXiv 2605.21312) told of prefill and decode apart, and of mixed GPUs,
+with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from benchmarks.rows import Row, report
+from libra.config.recipe import Recipe
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
+from libra.plan.problem import InfeasiblePlanError
+from libra.plan.serving import ServingOption, ServingProblem, solve_serving
+from libra.sim.clock import ticks
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.answer import Point, bottleneck
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.engines import NoRoomError, configuration
+from libra.sizing.menu import MenuFile, ServingMenu
+from libra.sizing.mix import plan_mix, single_engines
+from libra.sizing.objective import parse_objectives
+from libra.sizing.question import SizingQuestion
+from libra.sizing.search import answer, simulator
+
+MODEL = "Qwen/Qwen3-14B"
+THREE = "ttft_p99=2,tpot_p99=0.05,latency_p99=40"
+MENU_SECONDS, OUT, PLAN_SECONDS = 240.0, 0.6, 2.0  # goals
+
+T = TypeVar("T")
+
+
+def cluster(h100: int, a100: int, l40s: int = 0) -> Cluster:
+    """Of so many nodes with eight GPUs each."""
+    kinds = [it for it in (("H100", h100), ("A100", a100), ("L40S", l40s)) if it[1]]
+    return Cluster(tuple(NodeClass(gpu.lower(), count, 8, GPUS[gpu], GPUS[gpu].link, 50e9) for gpu, count in kinds))
+
+
+def requests(count: int, seed: int = 0) -> tuple[RecordedRequest, ...]:
+    """Poisson arrivals; prompts of 1,100 and answers of 250 tokens in the mean, both with long tails."""
+    generator = np.random.default_rng(seed)
+    arrivals = np.cumsum(generator.exponential(1.0, count)).tolist()
+    prompts = np.clip(generator.lognormal(6.5, 1.0, count), 16, 8000).astype(int).tolist()
+    outputs = np.clip(generator.lognormal(5.3, 0.7, count), 2, 1500).astype(int).tolist()
+    return tuple(RecordedRequest(ticks(at), p, o) for at, p, o in zip(arrivals, prompts, outputs, strict=True))
+
+
+def question(there: Cluster, count: int, objectives: str, **settings: float) -> SizingQuestion:
+    model = load_model(MODEL)
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=model.max_context)
+    profiles = engine_profiles(there, model, recipe, host="default")
+    return SizingQuestion(there, model, profiles, requests(count), parse_objectives(objectives), **settings)  # type: ignore[arg-type]
+
+
+def measured(work: Callable[[], T]) -> tuple[T, float, float]:
+    """What it gives, and seconds: of the processors, and of the clock."""
+
+    def cpu() -> float:
+        used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(it.ru_utime + it.ru_stime for it in used)
+
+    before, began = cpu(), time.monotonic()
+    done = work()
+    return done, cpu() - before, time.monotonic() - began
+
+
+class Listed(ServingMenu):
+    """A menu of given candidates."""
+
+    _listed: tuple[ServingCandidate, ...]
+
+    def __init__(self, listed: list[ServingCandidate]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_listed", tuple(listed))  # a menu is frozen
+
+    def candidates(self, question: SizingQuestion) -> Iterator[ServingCandidate]:
+        yield from self._listed
+
+
+def spread(candidates: list[ServingCandidate], count: int) -> list[ServingCandidate]:
+    """So many of them, evenly."""
+    return [candidates[index * len(candidates) // count] for index in range(min(count, len(candidates)))]
+
+
+def menu_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    asked = question(cluster(8, 8, 8), 200 if quick else 2000, THREE, gpus=8, rate=40.0)
+    listed = spread(list(ServingMenu().candidates(asked)), 100 if quick else 1000)
+    found, cpu, clock = measured(lambda: answer(asked, Listed(listed), jobs=jobs))
+    case = f"menu of {found.candidates:,}, {len(asked.requests):,} requests, 40 requests/s"
+    yield Row(case, "CPU time", cpu, "s", f"<= {MENU_SECONDS:g} x 2 cores", cpu <= 2 * MENU_SECONDS)
+    yield Row(case, f"clock, {jobs} processes", clock, "s", f"<= {MENU_SECONDS:g}", clock <= MENU_SECONDS)
+    share = found.out_by_bound / found.candidates
+    yield Row(case, "out by bound", share, "share", f">= {OUT:g}", share >= OUT)
+    yield Row(case, "simulations", found.runs, "")
+    yield Row(case, "Pareto set", len(found.points), "points")
+
+
+def brute_force_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    asked = question(cluster(8, 8, 8), 100 if quick else 200, THREE, gpus=8)
+    listed = spread(list(ServingMenu().candidates(asked)), 20 if quick else 200)
+    found, cpu, _ = measured(lambda: answer(asked, Listed(listed), jobs=jobs))
+    every, all_cpu, _ = measured(lambda: simulate_everything(asked, listed, jobs))
+    same = {it.candidate for it in found.points} == every
+    case = f"brute force, {found.candidates:,} candidates, {len(asked.requests):,} requests, any rate"
+    yield Row(case, "the same Pareto set", float(same), "", "yes", same)
+    yield Row(case, "CPU time", cpu, "s")
+    yield Row(case, "CPU time of brute force", all_cpu, "s")
+
+
+def simulate_everything(asked: SizingQuestion, listed: list[ServingCandidate], jobs: int) -> set[ServingCandidate]:
+    """The Pareto set without a bound."""
+    fitting = []
+    for candidate in listed:
+        try:
+            for pool in candidate.pools:
+                configuration(asked, pool.shape)
+        except NoRoomError:
+            continue
+        fitting.append((candidate, inf))
+    with simulator(asked, jobs) as simulate:
+        points = [
+            Point(candidate, asked.cost(candidate), inf, served, bottleneck(asked, candidate, served))
+            for candidate, served, _, _ in simulate(fitting)
+            if served is not None
+        ]
+    return {it.candidate for it in points if not any(other.dominates(it) for other in points)}
+
+
+def plan_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    there = cluster(48, 48, 32)
+    rate = 300.0 if quick else 4500.0
+    asked = replace(
+        question(there, 200 if quick else 1000, "ttft_p99=2,tpot_p99=0.05", rate=rate),
+        prices={"h100": 2.5, "a100": 1.3, "l40s": 0.8},
+    )
+    menu = ServingMenu(MenuFile(max_num_seqs=(256,), max_num_batched_tokens=(8192,)))
+    found, cpu, _ = measured(lambda: plan_mix(asked, menu, jobs=jobs))
+    case = f"plan, {there.devices:,} GPUs of 3 types, {rate:g} requests/s"
+    seconds = found.solver_seconds
+    yield Row(case, "CP-SAT, all plans", seconds, "s", f"<= {PLAN_SECONDS:g}", seconds <= PLAN_SECONDS)
+    yield Row(case, "proven on the menu", float(found.plan.proven), "", "yes", found.plan.proven)
+    yield Row(case, "passes its own simulation", float(found.trial.passed), "", "yes", found.trial.passed)
+    yield Row(case, "plans that missed before", len(found.missed), "")
+    yield Row(case, "GPUs", found.candidate.devices, "")
+    yield Row(case, "cost", found.plan.cost, "an hour")
+    yield Row(case, "CPU time with simulations", cpu, "s")
+
+
+def published_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    """Output tokens/s, from what single engines serve in each role."""
+    menu = ServingMenu(MenuFile(max_num_seqs=(256,)))
+    count = 100 if quick else 500
+    for ttft, told in ((3.0, 137.4 / 27.7), (0.5, None)):
+        asked = question(cluster(64, 64), count, f"ttft_p99={ttft:g},tpot_p99=0.02")
+        options, _ = single_engines(asked, menu, jobs)
+        output = sum(it.output_tokens for it in asked.requests) / len(asked.requests)
+        case = f"TTFT {ttft:g} s, 50 tokens/s a user, {MODEL}"
+        for gpu in ("h100", "a100"):
+            colocated, apart = (
+                output * most_requests([it for it in options if it.nodes == gpu and (it.role == "colocated") == alone])
+                for alone in (True, False)
+            )
+            yield Row(case, f"512 {gpu}, colocated", colocated, "tokens/s")
+            yield Row(case, f"512 {gpu}, prefill and decode apart", apart, "tokens/s")
+            if colocated:
+                yield Row(case, f"{gpu}: apart over colocated", apart / colocated, "")
+        if told is not None:
+            yield Row(case, "published: apart over colocated", told, "")
+        of = {gpu: [it for it in options if it.nodes == gpu] for gpu in ("h100", "a100")}
+        separate = sum(most_requests(its) for its in of.values())
+        mixed = most_requests([it for its in of.values() for it in its])
+        yield Row(case, "512 h100 + 512 a100: roles mixed over each type by itself", mixed / separate, "")
+        if told is not None:
+            yield Row(case, "published: 1,024 mixed GPUs", 1.33, "")
+
+
+def most_requests(options: list[ServingOption]) -> float:
+    """Requests/s that 512 GPUs of each class serve at most, to a thousandth."""
+    there = {it.nodes: 512 for it in options}
+    low, high = 0.0, 1e5
+    while high - low > 1e-3 * high and high > 1e-3:
+        rate = (low + high) / 2
+        try:
+            solve_serving(ServingProblem(rate, tuple(options), there))
+        except InfeasiblePlanError:
+            high = rate
+        else:
+            low = rate
+    return low
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path, help="write one JSON line per row to this file")
+    parser.add_argument("--quick", action="store_true", help="a tenth of everything: whether it runs")
+    parser.add_argument("--peer", action="store_true", help="the sweep of aiconfigurator-core instead")
+    parser.add_argument("--only", choices=("menu", "brute force", "plan", "published"))
+    given = parser.parse_args()
+    parts = {"menu": menu_rows, "brute force": brute_force_rows, "plan": plan_rows, "published": published_rows}
+    if given.peer:
+        from benchmarks.search_peer import peer_rows
+
+        report(list(peer_rows()), given.json)
+        return
+    kept = [make for name, make in parts.items() if given.only in (None, name)]
+    report([row for make in kept for row in make(given.jobs, given.quick)], given.json)
+
+
+if __name__ == "__main__":
+    main()

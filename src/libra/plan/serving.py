@@ -1,0 +1,144 @@
+"""How many engines of which shape serve a rate of requests for the least cost: a CP-SAT model.
+
+Sets        o in O      options: an engine of a shape, in a role (colocated, prefill, decode), on a class of nodes
+            c in C      classes of nodes
+            k in K      plans that were found not to do
+Data        R           requests/s to be served
+            rate[o]     requests/s that one engine serves in its role
+            link[o]     requests/s whose KV its network sends (prefill) or receives (decode)
+            gpus[o], cost[o], class[o];   GPUS[c], GPUS, COST: what there is
+            m[k, o]     engines of plan k
+Variables   n[o]        engines, a whole number
+            d           requests/s whose prompts are computed on one engine and that go on on another
+            more[k, o]  whether there are more engines of o than plan k has
+Minimise    sum of cost[o] n[o];   of plans that cost the same, the one with fewest engines
+
+served      sum over colocated o of rate[o] n[o]  +  d  >=  R
+prefill     sum over prefill o of rate[o] n[o]   >=  d
+decode      sum over decode o of rate[o] n[o]    >=  d
+sent        sum over prefill o of link[o] n[o]   >=  d
+received    sum over decode o of link[o] n[o]    >=  d
+class[c]    sum over o of c of gpus[o] n[o]      <=  GPUS[c]
+gpus        sum over o of gpus[o] n[o]           <=  GPUS
+cost        sum over o of cost[o] n[o]           <=  COST
+cut[k]      at least one more[k, o];   more[k, o]  =>  n[o] >= m[k, o] + 1
+
+A cut asks for more of some role, or for another shape: it takes it that what a plan cannot serve, the same plan with
+fewer engines cannot either. Rates count in thousandths of a request a second, those of engines rounded down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import Literal
+
+from ortools.sat.python import cp_model
+
+from libra.plan.problem import InfeasiblePlanError
+
+_PARTS = 1000  # of a request a second, and of a unit of cost
+_SECONDS = 60.0  # most that the solver takes
+
+ServingRole = Literal["colocated", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOption:
+    """One engine of a shape in a role. Rates are requests/s."""
+
+    name: str
+    role: ServingRole
+    nodes: str  # class of nodes
+    gpus: int
+    cost: float
+    rate: float
+    link: float = 0.0  # of roles that send or receive KV
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.cost <= 0 or self.rate < 0 or self.link < 0:
+            raise ValueError(
+                f"{self.name}: gpus {self.gpus}, cost {self.cost}, rate {self.rate}, link {self.link}: give"
+                " 1 GPU or more, a cost above 0, and rates of 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ServingProblem:
+    rate: float
+    options: tuple[ServingOption, ...]
+    there_are: Mapping[str, int]  # GPUs of each class of nodes
+    gpus: int | None = None
+    budget: float | None = None
+    cuts: tuple[tuple[int, ...], ...] = ()  # engines of each option, of plans that do not do
+
+    def without(self, counts: tuple[int, ...]) -> ServingProblem:
+        """The same after a plan was found not to do."""
+        return replace(self, cuts=(*self.cuts, counts))
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    counts: tuple[int, ...]  # engines of each option
+    cost: float
+    bound: float  # of the cost: nothing on the menu that keeps the constraints is below it
+
+    @property
+    def proven(self) -> bool:
+        return self.cost <= self.bound * (1 + 1e-6) + 1 / _PARTS
+
+
+def solve_serving(problem: ServingProblem) -> ServingPlan:
+    """The cheapest plan. Raises `InfeasiblePlanError` where there is none."""
+    model = cp_model.CpModel()
+    options, wanted = problem.options, ceil(problem.rate * _PARTS)
+    # Variables
+    most = [problem.there_are[it.nodes] // it.gpus for it in options]
+    n = [model.new_int_var(0, most[o], f"n_{it.name}") for o, it in enumerate(options)]
+    d = model.new_int_var(0, wanted, "d")
+    of = {role: [o for o, it in enumerate(options) if it.role == role] for role in ("colocated", "prefill", "decode")}
+    rate = [floor(it.rate * _PARTS) for it in options]
+    link = [floor(it.link * _PARTS) for it in options]
+    price = [ceil(it.cost * _PARTS) for it in options]
+
+    # Constraints
+    model.add(sum(rate[o] * n[o] for o in of["colocated"]) + d >= wanted).with_name("served")
+    for role in ("prefill", "decode"):
+        model.add(sum(rate[o] * n[o] for o in of[role]) >= d).with_name(role)
+    for role, name in (("prefill", "sent"), ("decode", "received")):
+        model.add(sum(link[o] * n[o] for o in of[role]) >= d).with_name(name)
+    for nodes, there in problem.there_are.items():
+        here = [o for o, it in enumerate(options) if it.nodes == nodes]
+        model.add(sum(options[o].gpus * n[o] for o in here) <= there).with_name(f"class_{nodes}")
+    total = sum(price[o] * n[o] for o in range(len(options)))
+    if problem.gpus is not None:
+        model.add(sum(it.gpus * n[o] for o, it in enumerate(options)) <= problem.gpus).with_name("gpus")
+    if problem.budget is not None:
+        model.add(total <= floor(problem.budget * _PARTS)).with_name("cost")
+    for k, plan in enumerate(problem.cuts):
+        more = [model.new_bool_var(f"more_{k}_{o}") for o in range(len(options))]
+        for o, had in enumerate(plan):
+            model.add(n[o] >= had + 1).only_enforce_if(more[o])
+        model.add_bool_or(more).with_name(f"cut_{k}")
+
+    # Objective
+    engines = sum(most) + 1
+    model.minimize(total * engines + sum(n))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_time_in_seconds = _SECONDS
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise InfeasiblePlanError(_conflict(problem))
+    counts = tuple(solver.value(it) for it in n)
+    cost = sum(options[o].cost * count for o, count in enumerate(counts))
+    return ServingPlan(counts, cost, solver.best_objective_bound // engines / _PARTS)
+
+
+def _conflict(problem: ServingProblem) -> str:
+    there = ", ".join(f"{count:,} of {name}" for name, count in problem.there_are.items())
+    limits = [f"gpus {problem.gpus:,}"] if problem.gpus is not None else []
+    limits += [f"budget {problem.budget:g}"] if problem.budget is not None else []
+    tried = f", after {len(problem.cuts)} plans that missed an objective" if problem.cuts else ""
+    return f"{problem.rate:g} requests/s need more than there is ({'; '.join([there, *limits])}){tried}: lower the rate"

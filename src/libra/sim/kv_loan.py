@@ -1,0 +1,99 @@
+"""KV memory of one device that serves, as it changes hands between the serving engine and the one that borrows.
+
+Invariant: serving decides as if there were no loan. What it takes for a step it has, and rollout lets go of that memory
+when it looks next: at the end of its step, which is a grant at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra.lend.quota import KVLimits, KVQuota, KVView, ceded
+from libra.sim.clock import TICKS
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import SimEngine
+
+
+@dataclass(frozen=True, slots=True)
+class KVTerms:
+    """Sizes of both engines' KV, and the memory that nobody else has. Bytes."""
+
+    serving: int  # of a block of the serving engine
+    rollout: int
+    beside: int = 0  # memory of the device that neither the serving engine nor the rollout engine's weights take
+    quiet: float = 5.0  # seconds, as in `KVLimits`
+
+
+class KVLoan:
+    """Both ends: what `CededKV` and `BorrowedKV` of the executor are to two vLLM engines. `serving` is the engine that
+    serves, `rollout` describes the one that borrows: its blocks are the addresses that it has, and its `max_model_len`
+    the longest turn. Raises ValueError as `KVLimits` does."""
+
+    def __init__(self, terms: KVTerms, serving: SimEngine, rollout: EngineConfig) -> None:
+        config = serving.config
+        self._terms, self._serving = terms, serving
+        self._reserve = config.blocks(config.max_model_len) + config.max_num_seqs  # as the executor's
+        self._context = rollout.blocks(rollout.max_model_len)
+        self.quota = KVQuota(
+            KVLimits(
+                config.kv_blocks * terms.serving,
+                self._reserve * terms.serving,
+                self._context * terms.rollout,
+                rollout.kv_blocks * terms.rollout,
+                terms.quiet,
+                terms.beside,
+            )
+        )
+        self.ceded = 0  # blocks that serving leaves to rollout
+        self.own = 0  # blocks that rollout has
+        self.both = 0  # blocks of serving, at most, that rollout still had as serving took them back
+
+    @property
+    def useful(self) -> bool:
+        """Whether rollout has memory for its longest turn."""
+        return self.own >= self._context
+
+    def served(self, free: int) -> None:
+        """Serving makes a step, and has so many blocks free in it, ceded or not: it has taken back what it used."""
+        if free < self.ceded:
+            self.ceded = free
+            self.both = max(self.both, self._held - free)
+
+    def look(self, now: int) -> int:
+        """Between two steps of serving: blocks that rollout has from now on."""
+        self._cede()
+        target = self.quota.observe(self._view(), now / TICKS)
+        if self._asked > self.ceded:  # serving cedes at its next step what it was asked for
+            self._cede()
+            target = self.quota.observe(self._view(), now / TICKS)
+        self.own = target // self._terms.rollout
+        return self.own
+
+    @property
+    def _asked(self) -> int:
+        return -(-self.quota.asked // self._terms.serving)
+
+    @property
+    def _held(self) -> int:
+        """Blocks of serving that rollout has."""
+        return -(-max(0, self.own * self._terms.rollout - self._terms.beside) // self._terms.serving)
+
+    def _cede(self) -> None:
+        free = self._serving.pool.free - self.ceded
+        wanted, reserve = self._wanted(), self._reserve
+        self.ceded = ceded(self.ceded, asked=self._asked, held=self._held, free=free, wanted=wanted, reserve=reserve)
+
+    def _view(self) -> KVView:
+        size, pool = self._terms.serving, self._serving.pool
+        need = min(pool.held + self._wanted(), pool.blocks)
+        return KVView(pool.blocks * size, self._reserve * size, need * size, self.ceded * size)
+
+    def _wanted(self) -> int:
+        """Blocks that requests may take for the tokens that they have, in one step or more."""
+        engine = self._serving
+        blocks, partial = engine.config.blocks, engine.partial
+        wanted = engine.flight.generation.demand()
+        wanted += sum(blocks(it.prompt_tokens + it.generated) for it in engine.waiting)
+        if partial is not None:
+            wanted += blocks(partial.target) - blocks(partial.computed)
+        return wanted

@@ -1,0 +1,193 @@
+"""Engines of many shapes and GPU types for a rate of requests: planned, simulated, planned again where that misses.
+
+Invariant: a mix that is returned served the requests within every objective in its own simulation; its cost is the
+least for what single engines serve, proven by the solver. Many engines together serve more than each for itself, so a
+cheaper mix may exist that no sum of single engines shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import process_time
+from typing import Any
+
+from libra.cost.transfer import fabric
+from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve_serving
+from libra.route.baselines import LeastLoaded
+from libra.route.policy import Instance
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.answer import bottleneck
+from libra.sizing.bound import Bounds
+from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.engines import NUMBER_BYTES
+from libra.sizing.menu import ServingMenu
+from libra.sizing.objective import Objective
+from libra.sizing.question import SizingQuestion
+from libra.sizing.search import simulator
+from libra.sizing.trial import Trial, trial
+
+_AMPLE = 16  # engines of the other role, where one role is asked what it serves
+_ARRIVALS = 20_000  # requests that a plan is simulated with, unless there are more
+_PLANS = 40  # that are simulated before it is given up
+
+
+class NoMixError(ValueError):
+    """No plan passed its simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMix:
+    question: SizingQuestion
+    candidate: ServingCandidate
+    options: tuple[ServingOption, ...]  # with what single engines serve
+    plan: ServingPlan
+    trial: Trial
+    missed: tuple[str, ...]  # plans before it, and the objective that each missed
+    solver_seconds: float  # CPU time of all plans
+
+    def claim(self) -> str:
+        kind = "the least" if self.plan.proven else f"the least is {self.plan.bound:g} or more"
+        tried = f"; {len(self.missed)} cheaper plans missed an objective in simulation" if self.missed else ""
+        return f"{kind} for what single engines serve (proven by CP-SAT){tried}"
+
+    def document(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "candidate": asdict(self.candidate),
+            "gpus": self.candidate.devices,
+            "cost": self.plan.cost,
+            "cost_bound": self.plan.bound,
+            "claim": self.claim(),
+            "rate": self.trial.rate,
+            "latency": self.trial.latency,
+            "bottleneck": bottleneck(self.question, self.candidate, self.trial),
+            "options": [asdict(it) for it in self.options],
+            "missed": list(self.missed),
+        }
+
+
+class Weighted(LeastLoaded):
+    """The instance that has least to do for its speed."""
+
+    NAME = "least-loaded-by-rate"
+    REASON = "least loaded for its rate"
+
+    def __init__(self, rates: Mapping[str, float]) -> None:
+        super().__init__(sticky=False)
+        self._rates = rates
+
+    def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
+        rates = self._rates
+        fitting = (place for place, it in enumerate(instances) if needed <= it.capacity_tokens)
+        return min(
+            fitting, key=lambda it: ((instances[it].load_tokens + needed) / rates[instances[it].id], it), default=None
+        )
+
+
+def plan_mix(
+    question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, note: Callable[[str], None] = lambda _: None
+) -> ServingMix:
+    """The cheapest mix that serves the question's rate. Raises `InfeasiblePlanError` where there are too few GPUs,
+    `NoMixError` where plans keep missing an objective, and ValueError where the question names no rate."""
+    rate = question.rate
+    if rate is None:
+        raise ValueError("rate is missing: a plan is for a rate of requests; give it")
+    options, shapes = single_engines(question, menu, jobs)
+    problem = ServingProblem(
+        rate, options, {it.name: it.devices for it in question.cluster.nodes}, question.gpus, question.budget
+    )
+    records = repeated(question.requests, _ARRIVALS)
+    missed: list[str] = []
+    seconds = 0.0
+    while len(missed) < _PLANS:
+        before = process_time()
+        plan = solve_serving(problem)
+        seconds += process_time() - before
+        candidate = ServingCandidate(
+            tuple(
+                EnginePool(it.role, shape, count)
+                for it, shape, count in zip(options, shapes, plan.counts, strict=True)
+                if count
+            )
+        )
+        tried = trial(question, candidate, rate, requests=records, routes=_routes(candidate, options, shapes))
+        if tried.passed:
+            return ServingMix(question, candidate, options, plan, tried, tuple(missed), seconds)
+        missed.append(f"{candidate}: {tried.missed}")
+        note(f"plan {len(missed)} misses {tried.missed}: {candidate}")
+        problem = problem.without(plan.counts)
+    raise NoMixError(
+        f"{_PLANS} plans missed an objective, the last one {tried.missed}: lower the rate, or raise a limit"
+    )
+
+
+def single_engines(
+    question: SizingQuestion, menu: ServingMenu, jobs: int = 1
+) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
+    """What one engine of each shape serves in each role, found by simulation with more than enough engines of the other
+    role; those that serve nothing are left out. A role that takes the KV of others, or gives it, is priced at the
+    slowest network of the menu."""
+    alone = replace(question, rate=None, gpus=None, budget=None)
+    bounds = Bounds(alone)
+    shapes = list(dict.fromkeys(menu.shapes(question)))
+    apart = [replace(it, async_scheduling=False) for it in shapes if it.pipeline_parallel_size == 1]
+    apart = list(dict.fromkeys(apart))
+    asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
+    if "colocated" in menu.file.architectures:
+        asked |= {ServingCandidate((EnginePool("colocated", it, 1),)): ("colocated", it) for it in shapes}
+    if "prefill-decode" in menu.file.architectures and apart:
+        paces = {
+            it: bounds.least(ServingCandidate((EnginePool("colocated", it, 1),)), Objective("latency", "mean", 1.0))
+            for it in apart
+        }
+        fastest = min(apart, key=lambda it: paces[it])
+        for it in apart:
+            one, many = EnginePool("prefill", it, 1), EnginePool("decode", fastest, _AMPLE)
+            asked[ServingCandidate((one, many))] = ("prefill", it)
+            one, many = EnginePool("decode", it, 1), EnginePool("prefill", fastest, _AMPLE)
+            asked[ServingCandidate((many, one))] = ("decode", it)
+    possible = {it: bounds.of(it).rate for it in asked}
+    slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
+    tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
+    kv = tokens * question.model.kv_bytes_per_token(NUMBER_BYTES)
+    options, kept = [], []
+    with simulator(alone, jobs) as simulate:
+        for candidate, served, _, _ in simulate([(it, rate) for it, rate in possible.items() if rate]):
+            if served is None:
+                continue
+            role, shape = asked[candidate]
+            pool = next(it for it in candidate.pools if it.shape == shape and it.role == role)
+            options.append(
+                ServingOption(
+                    f"{role} {shape}",
+                    pool.role,
+                    shape.nodes,
+                    shape.devices,
+                    question.cost(ServingCandidate((replace(pool, count=1),))),
+                    served.rate,
+                    0.0 if role == "colocated" else slowest * shape.devices / kv,
+                )
+            )
+            kept.append(shape)
+    return tuple(options), tuple(kept)
+
+
+def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
+    """The record again and again, at its own rate, until it has so many requests."""
+    span = requests[-1].arrival - requests[0].arrival
+    period = span + span // (len(requests) - 1)
+    times = max(1, -(-least // len(requests)))
+    return tuple(replace(it, arrival=it.arrival + turn * period) for turn in range(times) for it in requests)
+
+
+def _routes(
+    candidate: ServingCandidate, options: Sequence[ServingOption], shapes: Sequence[EngineSetup]
+) -> tuple[Weighted, Weighted]:
+    rate = {(option.role, shape): option.rate for option, shape in zip(options, shapes, strict=True)}
+    rates = {
+        f"{pool.role}-{place}.{number}": rate[pool.role, pool.shape]
+        for place, pool in enumerate(candidate.pools)
+        for number in range(pool.count)
+    }
+    return Weighted(rates), Weighted(rates)

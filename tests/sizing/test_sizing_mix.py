@@ -1,0 +1,67 @@
+"""Plans of many engines: what single ones serve, the simulation of the whole, and what follows when that misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from libra.plan.serving import ServingPlan, ServingProblem, solve_serving
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing import mix
+from libra.sizing.menu import MenuFile, ServingMenu
+from libra.sizing.mix import plan_mix, repeated
+from libra.sizing.objective import parse_objectives
+from libra.sizing.question import SizingQuestion
+from tests.sizing.small_questions import question, requests
+
+MENU = ServingMenu(
+    MenuFile(max_num_seqs=(64,), max_num_batched_tokens=(512,), tensor_parallel_size=(1,), nodes=("h100", "l40s"))
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> SizingQuestion:
+    monkeypatch.setattr(mix, "_ARRIVALS", 200)
+    recorded = requests(np.random.default_rng(3), 60)
+    return question(recorded, *parse_objectives("ttft_p99=1,tpot_p99=0.06"), rate=60.0)
+
+
+def test_a_plan_serves_the_rate_within_the_objectives(asked: SizingQuestion) -> None:
+    found = plan_mix(asked, MENU)
+    assert found.trial.rate == 60
+    assert all(found.trial.latency[it.name] <= it.limit for it in asked.objectives)
+    assert found.plan.proven
+    assert found.candidate.devices == sum(
+        option.gpus * count for option, count in zip(found.options, found.plan.counts, strict=True)
+    )
+
+
+def test_a_plan_that_misses_is_cut(asked: SizingQuestion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single engines that promise too much: plans grow until one does."""
+    honest = mix.single_engines
+
+    def boasting(*arguments: object) -> object:
+        options, shapes = honest(*arguments)  # type: ignore[arg-type]
+        return tuple(replace(it, rate=4 * it.rate) for it in options), shapes
+
+    tried: list[ServingPlan] = []
+
+    def remembered(problem: ServingProblem) -> ServingPlan:
+        assert len(problem.cuts) == len(tried)
+        tried.append(solve_serving(problem))
+        return tried[-1]
+
+    monkeypatch.setattr(mix, "single_engines", boasting)
+    monkeypatch.setattr(mix, "solve_serving", remembered)
+    found = plan_mix(asked, MENU)
+    assert len(found.missed) == len(tried) - 1 > 0
+    assert [it.cost for it in tried] == sorted(it.cost for it in tried)
+    assert f"{len(found.missed)} cheaper plans missed" in found.claim()
+
+
+def test_a_record_is_repeated_at_its_own_rate() -> None:
+    record = [RecordedRequest(1, 5, 5), RecordedRequest(3, 6, 6), RecordedRequest(5, 7, 7)]
+    assert [it.arrival for it in repeated(record, 5)] == [1, 3, 5, 7, 9, 11]
+    assert repeated(record, 2) == tuple(record)
