@@ -35,9 +35,9 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("benchmarks.lending", ("token",), ("--kills", "1", "--stops", "5")),
+    Benchmark("benchmarks.lending", ("token",)),
     Benchmark("benchmarks.lending", ("memory",), ()),
-    Benchmark("benchmarks.lending", ("pair",), ("--requests", "20"), traffic=True),
+    Benchmark("benchmarks.lending", ("pair",), traffic=True),
     Benchmark("benchmarks.lending", ("rules",), traffic=True),
     Benchmark("benchmarks.lending", ("hour",), (), traffic=True),
     Benchmark("benchmarks.lending", ("plan",), ()),
