@@ -139,5 +139,7 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         question([replace(it, arrival=0) for it in recorded], limit)
     with pytest.raises(ValueError, match="request 1 has cancel_at"):
         question([recorded[0], replace(recorded[1], cancel_at=2 * 10**12)], limit)
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 of the menu"):
+        answer(question(recorded, limit), ServingMenu(MenuFile(tensor_parallel_size=(3,))))
     with pytest.raises(ValueError, match="raise gpus or budget"):
         answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))
