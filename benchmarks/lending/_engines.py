@@ -90,8 +90,9 @@ def rollout_engine(start: StartEngine) -> VllmEngine:
 
 
 def prompt(tokens: int, salt: int) -> list[int]:
-    """Arbitrary tokens, which no other salt shares."""
-    return [4 + (salt * 31 + 7 * index + index * index) % 90 for index in range(tokens)]
+    """Arbitrary tokens. No two salts below 90 ** 5 share the first block of a prefix cache."""
+    first = [salt // 90**place % 90 for place in range(5)]
+    return [4 + digit for digit in (first + [(7 * index + index * index) % 90 for index in range(5, tokens)])[:tokens]]
 
 
 def ask(engine: LLMEngine, name: str, prompt_tokens: int, output_tokens: int, salt: int) -> None:

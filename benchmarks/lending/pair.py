@@ -167,7 +167,7 @@ class Pair:
                 if number == LEARN:
                     since = clock(), serving, borrower.tally.lent if borrower else 0.0, rolled, made_steps
                 name = f"{self._runs}-{number}"
-                ask(self.serving, name, request.prompt, request.output, 7919 + number)
+                ask(self.serving, name, request.prompt, request.output, 10**6 * self._runs + number)
                 live[name] = request
             if borrower is not None:
                 while len(self._turns) < TURNS:

@@ -73,7 +73,7 @@ class Lenders:
     def owned(self, name: str) -> psutil.Process | None:
         """A process of an owner: of server-0, agent-0, borrower-0 or follower-0."""
         kind, _, number = name.rpartition("-")
-        return self.owners[int(number)].processes().get(kind)
+        return self.owners[int(number)].process(kind)
 
     def borrower(self, session: Session, name: str) -> psutil.Process | None:
         """The process of an engine that the run calls so."""
@@ -131,7 +131,7 @@ class Lenders:
         ]
 
     def back(self, server: str, time: float) -> float:
-        """When this server came back that was killed at that time; inf: not in this session."""
+        """When this server was started again that was killed at that time; inf: not in this session."""
         starts = self.owners[int(server.removeprefix("server-"))].starts if self.owners else []
         return next((start for start in starts if start > time), math.inf)
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from libra.lend.certificate import Certificate, Harvest, certificate_json
 from libra.lend.gate import Slo
 from libra.traffic.envelope import Envelope
 
-_PAUSE = 1.0  # seconds between the end of a process and its next start
+_PAUSE = 4.0  # seconds between the end of a process and its next start: its word has lapsed by then
 _ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_tokens": 1024}  # that borrows
 _CERTIFICATE = Certificate(
     model="chat",
@@ -54,7 +54,7 @@ class Owner:
         self._server: subprocess.Popen[bytes] | None = None
         self._agent: subprocess.Popen[bytes] | None = None
         self._next = 0.0  # when something may be started
-        self.starts: list[float] = []  # of servers, that were ready then
+        self.starts: list[float] = []  # of servers
         self._ready = False
         loan = {
             "device": str(directory / f"device-{number}"),
@@ -84,35 +84,39 @@ class Owner:
     def tend(self) -> None:
         """Start what is not there: the server first, the agent once it serves."""
         now = time.monotonic()
-        if self._server is None or self._server.poll() is not None:
+        for process in (self._server, self._agent):
+            if process is not None and process.poll() is not None:
+                self._next = now + _PAUSE
+        self._server, self._agent = (
+            process if process is not None and process.poll() is None else None
+            for process in (self._server, self._agent)
+        )
+        if self._server is None:
             self._ready = False
             if now >= self._next:
                 arguments = ["benchmarks.soak.owned_server", str(self._directory), str(self._number)]
-                self._server, self._next = self._start("server", *arguments), now + _PAUSE
+                self._server = self._start("server", *arguments)
+                self.starts.append(now)
         elif not self._ready:
             self._ready = b"ready\n" in self._log("server").read_bytes()
-            if self._ready:
-                self.starts.append(now)
-        elif (self._agent is None or self._agent.poll() is not None) and now >= self._next:
+        elif self._agent is None and now >= self._next:
             arguments = ["libra.cli.app", "lend", "serve", str(self._loan), "--json", "--period", "1"]
             arguments += ["--logs", str(self._directory / f"logs-{self._number}")]
-            self._agent, self._next = self._start("agent", *arguments), now + _PAUSE
+            self._agent = self._start("agent", *arguments)
 
-    def processes(self) -> Mapping[str, psutil.Process]:
-        """Those that are there, by what they are: server, agent, borrower, follower."""
-        found = {}
-        for name, started in (("server", self._server), ("agent", self._agent)):
-            if started is not None and started.poll() is None:
-                found[name] = psutil.Process(started.pid)
+    def process(self, what: str) -> psutil.Process | None:
+        """The server, agent, borrower or follower, if it is there."""
+        if what in ("server", "agent"):
+            started = self._server if what == "server" else self._agent
+            return psutil.Process(started.pid) if started is not None and started.poll() is None else None
+        agent = self.process("agent")
         try:
-            for child in found["agent"].children(recursive=True) if "agent" in found else []:
-                if child.name() == "borrower":
-                    found["borrower"] = child
-                elif "libra.backends.weights.follower" in child.cmdline():
-                    found["follower"] = child
+            for child in [] if agent is None else agent.children(recursive=True):
+                if child.name() == what or f"libra.backends.weights.{what}" in child.cmdline():
+                    return child
         except psutil.NoSuchProcess:
             pass
-        return found
+        return None
 
     def end(self) -> None:
         for process in (self._agent, self._server):

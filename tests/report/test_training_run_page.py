@@ -29,11 +29,18 @@ def outcome(tmp_path: Path) -> SimulatedRun:
     none = frozenset[int]()
     lenders = tuple(
         LenderOutcome(
-            it.name,
-            len(it.requests),
-            Misses(frozenset(late), none),
-            frozenset(late[:1]),
-            *(5.0, 1.0, 1, none, 0.2, 0.05, 0.01),
+            name=it.name,
+            requests=len(it.requests),
+            missed=Misses(frozenset(late), none),
+            attributable=frozenset(late[:1]),
+            lent=5.0,
+            away=1.0,
+            recalls=1,
+            put_out=0,
+            uncovered=none,
+            ttft=0.2,
+            tpot=0.05,
+            margin=0.01,
             history=replace(it, blamed=frozenset(late[:1])),
         )
         for it, late in zip(histories, ((1, 2), ()), strict=True)

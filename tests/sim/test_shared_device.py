@@ -14,7 +14,7 @@ from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst
 from libra.sim.clock import TICKS, seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.iteration_cost import AffineCost, DecodeBatch
 from libra.sim.engine.request import Request
 from libra.sim.shared_device import RolloutBorrower, SharedDevice, SpendsAll
 from libra.sim.tenant import EngineServingCost, ServingTenant, misses
@@ -172,6 +172,23 @@ def test_rollout_stays_within_its_grants_and_counts_its_tokens(rule) -> None:
     running = {it.number for it in lent.unfinished}
     made = [lent.generated_by(it, found.end) if it.number in running else it.generated for it in turns]
     assert borrower.generated == sum(made)
+
+
+def test_in_a_short_grant_those_decode_that_can() -> None:
+    rollout = EngineSpec("rollout", EngineConfig(1024, 512, max_num_seqs=8, max_num_batched_tokens=64), COST)
+    borrower, now = RolloutBorrower(rollout, 8, lambda number, now: Request(number, now, 30, 500)), 0
+    while borrower.engine.flight.generation.count < 8:
+        now += borrower.spend(now, 50 * MS)
+    before = [borrower.engine.generated_by(it, now) for it in borrower.engine.running]
+    context, made = borrower.engine.flight.generation.context, borrower.generated
+    for fits in (8, 3, 0):
+        grant = COST.line(DecodeBatch(fits), 0)[0] + COST.per_context_token * context
+        spent = borrower.spend(now, grant if fits else grant - 1)
+        assert (0 < spent <= grant) if fits else spent == 0
+        after = [borrower.engine.generated_by(it, now + spent) for it in borrower.engine.running]
+        assert [new - old for new, old in zip(after, before, strict=True)] == [1] * fits + [0] * (8 - fits)
+        assert borrower.generated - made == fits
+        before, made, now, context = after, borrower.generated, now + spent, context + 8
 
 
 def test_what_is_missed() -> None:

@@ -158,7 +158,7 @@ def report(
         words = f"In {duration(loan.seconds)} rollout had the device {had} of the time ({given}); {loan.late_words}."
         typer.echo(words)
         if html is not None:
-            from libra.report.lending_figures import lending_section
+            from libra.report.lending_section import lending_section
             from libra.report.page import render
 
             section = lending_section([loan], "the first question")

@@ -48,7 +48,8 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_model_directory(config.model.directory)
     servers = 0 if config.lending is None else config.lending.servers
     if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
-        _check_memory(config.cluster, config.training, config.model, servers + config.lent_devices)
+        borrowers = min(servers, config.lent_devices)  # an agent's engine is where its server is
+        _check_memory(config.cluster, config.training, config.model, servers + borrowers)
         _check_cores(config.cluster, servers)
         _check_port(config.cluster.port)
     _check_engines(config.all_engines, config.start)
@@ -107,6 +108,8 @@ def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
             f"lending: servers and agents are beside the controller, and cluster.launcher is {cluster.launcher}; set it"
             " to local"
         )
+    if lending.agents and lending.weights.port != 0:
+        _try_port("lending.weights.port", lending.weights.host, lending.weights.port, "give a free port, or 0 for any")
     if lending.server is None:
         return
     try:

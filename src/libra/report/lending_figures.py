@@ -1,4 +1,4 @@
-"""What lending does, in figures and tables: devices of a run or of a simulation, by their histories.
+"""What lending does, in figures: devices of a run or of a simulation, by their histories.
 
 A bin of a figure is an equal part of the time from the first step that is recorded to the last.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,6 @@ from libra.report.words import count, duration, fine_duration, percent, plural
 
 BINS = 120  # of a figure that has the page for itself: eight pixels each; half as many beside another one
 MOST_LANES = 16  # devices that are shown one by one
-MOST_ROWS = 40  # of a table
-MOST_MISSED = 12  # requests of one
 _SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
 _RECALLED = ROLES[Role.DRAINING]
 _LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
@@ -33,80 +30,33 @@ _MARGINS = (  # quantile, name, colour
     (0.0, "the closest of all", "var(--deep)"),
     (0.1, "p10: one in ten is closer", "#56b4e9"),
 )
-_REASONS = {
-    "first token": "a first token is owed",
-    "due": "a token is due",
-    "load": "recalled",
-    "owner": "owner",
-}
-_RULES = {
-    "gate": "the gate",
-    "serve-first": "serving first",
-    "naive": "a step each",
-    "published": "ROSE's published rule",
-    "fixed": "a fixed split of the time",
-}
-
 Spans = Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class LendingSection:
-    """What a page says of lending; empty is what nobody knows."""
-
-    figures: tuple[Figure, ...]
-    note: str = ""
-    devices: tuple[tuple[str, ...], ...] = ()
-    answers: tuple[tuple[str, ...], ...] = ()  # of the gate, the first row being its columns
-    missed: tuple[tuple[str, ...], ...] = ()
-    missed_note: str = ""
-    recalls: tuple[tuple[str, ...], ...] = ()
-    recalls_note: str = ""
-
-
-def lending_section(
-    histories: Sequence[LoanHistory],
-    since: str,
-    markers: Sequence[tuple[float, str, str]] = (),
-    more: Sequence[Figure] = (),
-    seen: str = "",
-) -> LendingSection | None:
-    """`since` says what the seconds count from; `markers` are (moment, label, title); `more` figures follow those
-    of here, and `seen` says what of serving is recorded. None where nothing was lent."""
+def extent(histories: Sequence[LoanHistory]) -> tuple[float, float] | None:
+    """From the first step that is recorded of any device to the last; None where there is none."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
-    if not times:
-        return None
-    low, high = min(times), max(times)
+    return (min(times), max(times)) if times else None
+
+
+def lending_figures(
+    histories: Sequence[LoanHistory], since: str, markers: Sequence[tuple[float, str, str]] = (), seen: str = ""
+) -> tuple[Figure, ...]:
+    """`since` says what the seconds count from, `seen` what of serving is recorded; `markers` are (moment, label,
+    title). None where nothing was lent."""
+    found = extent(histories)
+    if found is None:
+        return ()
+    low, high = found
     edges = np.linspace(low, high if high > low else low + 1.0, BINS + 1)
     scale, unit = time_unit(edges[-1] - edges[0])
     x = Axis(f"time since {since} ({unit})", (edges[0] / scale, edges[-1] / scale))
-    drawn = [Marker(at / scale, label, title) for at, label, title in markers]
-    missed = [(it, miss) for it in histories for miss in it.missed()]
-    missed.sort(key=lambda pair: (pair[1].blamed is False, pair[1].request.came))
-    recalls = sorted(((it.name, span) for it in histories for span in it.recalls), key=lambda pair: pair[1].start)
-    reasons = [reason for reason in _REASONS if any(it.refusals.get(reason) for it in histories)]
-    return LendingSection(
-        note=_note(histories),
-        figures=(
-            _devices(histories, edges, scale, x, drawn),
-            _shares(histories, edges[::2], scale, x, seen),
-            _load(histories, edges[::2], scale, x),
-            _margins(histories, edges[::2], scale, x),
-            _requests(histories, edges[::2], scale, x),
-            *more,
-        ),
-        devices=tuple(_device(it, edges[-1] - edges[0]) for it in histories[:MOST_ROWS]),
-        answers=(
-            ("Device", "Granted and used", "Overstayed", *(f"Refused: {_REASONS[reason]}" for reason in reasons)),
-            *(_answers(it, reasons) for it in histories[:MOST_ROWS]),
-        ),
-        missed=tuple(_missed(it, miss) for it, miss in missed[:MOST_MISSED]),
-        missed_note=_missed_note(histories, missed),
-        recalls=tuple(
-            (duration(span.start), name, duration(span.end - span.start), span.why)
-            for name, span in recalls[:MOST_ROWS]
-        ),
-        recalls_note=plural(len(recalls), "recall") + (f", the first {MOST_ROWS}" if len(recalls) > MOST_ROWS else ""),
+    return (
+        _devices(histories, edges, scale, x, [Marker(at / scale, label, title) for at, label, title in markers]),
+        _shares(histories, edges[::2], scale, x, seen),
+        _load(histories, edges[::2], scale, x),
+        _margins(histories, edges[::2], scale, x),
+        _requests(histories, edges[::2], scale, x),
     )
 
 
@@ -297,35 +247,6 @@ def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scal
     return line_figure(title, note, series, x, Axis("% of the SLO"))
 
 
-def _device(it: LoanHistory, seconds: float) -> tuple[str, ...]:
-    lent, serving = (sum(end - start for start, end in spans) for spans in _spans(it))
-    away = sum(span.end - span.start for span in it.recalls)
-    recalled = f"{plural(len(it.recalls), 'time')}, {duration(away)}" if it.recalls else "never"
-    missed = count(len(it.missed())) if it.slo is not None and it.requests else "not known"
-    requests = count(len(it.requests)) if it.requests else "not recorded"
-    return it.name, percent(lent / seconds), percent(serving / seconds), recalled, requests, missed
-
-
-def _answers(it: LoanHistory, reasons: Sequence[str]) -> tuple[str, ...]:
-    overstayed = sum(span.overstayed for span in it.grants)
-    refused = (count(it.refusals.get(reason, 0)) for reason in reasons)
-    return it.name, count(len(it.grants)), count(overstayed), *refused
-
-
-def _missed(it: LoanHistory, miss: MissedRequest) -> tuple[str, ...]:
-    request = miss.request
-    ttft, tpot = fine_duration(request.ttft), fine_duration(request.tpot)
-    blame = "not known" if miss.blamed is None else "yes: it met it alone" if miss.blamed else "no"
-    return (
-        duration(request.came),
-        it.name,
-        f"{request.number:,}: {request.prompt_tokens:,} + {request.output_tokens:,} tokens",
-        f"{ttft} (missed)" if miss.ttft else ttft,
-        f"{tpot} (missed)" if miss.tpot else tpot,
-        blame,
-    )
-
-
 def _miss_words(miss: MissedRequest) -> str:
     what = " and ".join(name for name, was in (("first token", miss.ttft), ("pace", miss.tpot)) if was)
     return f"request {miss.request.number:,} missed its SLO: {what}"
@@ -333,36 +254,3 @@ def _miss_words(miss: MissedRequest) -> str:
 
 def _recall_words(it: LoanHistory, span: RecallSpan) -> str:
     return f"{it.name} is recalled from {duration(span.start)} to {duration(span.end)}: {span.why}"
-
-
-def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHistory, MissedRequest]]) -> str:
-    requests = sum(len(it.requests) for it in histories)
-    if not requests:
-        return "No request of a user is recorded."
-    if not missed:
-        return f"None of {plural(requests, 'request')} missed its SLO."
-    blamed = [miss.blamed for _, miss in missed]
-    parts = [f"{plural(len(missed), 'request')} of {count(requests)} missed their SLO"]
-    if True in blamed:
-        parts.append(f"{count(blamed.count(True))} of them by lending: served alone they met it")
-    if False in blamed:
-        alone = (
-            "served alone they missed it, too"
-            if all(it.blamed is not None for it, _ in missed)
-            else ("nothing was lent from when serving was last idle")
-        )
-        parts.append(f"{count(blamed.count(False))} not by lending: {alone}")
-    if None in blamed:
-        parts.append(f"{count(blamed.count(None))} perhaps by lending: nobody served the same traffic alone")
-    shown = f" The first {MOST_MISSED} are shown." if len(missed) > MOST_MISSED else ""
-    return f"{'; '.join(parts)}.{shown}"
-
-
-def _note(histories: Sequence[LoanHistory]) -> str:
-    rules = ", ".join(dict.fromkeys(_RULES.get(it.rule, it.rule) for it in histories))
-    slos = dict.fromkeys(it.slo for it in histories if it.slo is not None)
-    owed = "; ".join(f"{fine_duration(slo.ttft)} to the first token, {fine_duration(slo.tpot)} a token" for slo in slos)
-    pace = ", ".join(dict.fromkeys(fine_duration(it.pace) for it in histories))
-    said = f"{plural(len(histories), 'device')} lent by {rules}, at a pace of {pace} a token"
-    said += f" (SLO: {owed})" if owed else ""
-    return f"{said}; grants of up to {fine_duration(max(it.longest for it in histories))}."

@@ -10,7 +10,8 @@ from libra.records.loan_history import RunClock, run_loans
 from libra.records.run_log import RunLog
 from libra.records.schema import StepRecord
 from libra.report.charts import Figure, Series, line_figure
-from libra.report.lending_figures import LendingSection, lending_section, versions_behind
+from libra.report.lending_figures import versions_behind
+from libra.report.lending_section import LendingSection, lending_section
 from libra.report.vega import Axis
 from libra.report.words import plural
 

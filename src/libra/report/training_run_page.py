@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, column_figure, line_figure
-from libra.report.lending_figures import lending_section
+from libra.report.lending_section import lending_section
 from libra.report.page import ROLES, Tile, render
 from libra.report.vega import Axis
 from libra.report.words import count, duration, percent, plural, signed_percent

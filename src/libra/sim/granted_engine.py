@@ -72,7 +72,10 @@ class LenderDevice:
         if seen == self._looked:
             return None
         self._looked = seen
-        return tenant.kv.look(now)
+        blocks = tenant.kv.look(now)
+        if self.watch is not None:
+            self.watch.has_memory(now, tenant.kv.held)
+        return blocks
 
     def ask(self, now: int) -> Grant | Refusal:
         """Who has the device next, which is free now."""

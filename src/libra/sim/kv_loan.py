@@ -53,6 +53,11 @@ class KVLoan:
         """Whether rollout has memory for its longest turn."""
         return self.own >= self._context
 
+    @property
+    def held(self) -> int:
+        """Bytes that rollout has."""
+        return self.own * self._terms.rollout
+
     def served(self, free: int) -> None:
         """Serving makes a step, and has so many blocks free in it, ceded or not: it has taken back what it used."""
         if free < self.ceded:

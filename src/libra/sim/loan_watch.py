@@ -29,7 +29,7 @@ class LoanWatch:
         self._window = None if self._envelope is None else RateWindow(self._envelope.window)
         self._grants, self._serving = list[GrantSpan](), list[ServingSpan]()
         self._load, self._refusals = list[tuple[float, float]](), Counter[str]()
-        self._recalls = list[RecallSpan]()
+        self._recalls, self._quotas = list[RecallSpan](), list[tuple[float, int]]()
         self._granted = 0.0
 
     def asked(self, view: ServingView, now: int, answer: Grant | Refusal) -> None:
@@ -56,6 +56,11 @@ class LoanWatch:
     def recalled(self, start: int, end: int, why: str) -> None:
         self._recalls.append(RecallSpan(seconds(start), seconds(end), why))
 
+    def has_memory(self, now: int, held: int) -> None:
+        """So many bytes of KV memory from now on."""
+        if not self._quotas or self._quotas[-1][1] != held:
+            self._quotas.append((seconds(now), held))
+
     def history(
         self,
         name: str,
@@ -77,6 +82,7 @@ class LoanWatch:
             self._load,
             self._refusals,
             self._recalls,
+            self._quotas,
             requests=[_user_request(it) for it in requests if it.first_token is not None and it.finish is not None],
             blamed=blamed,
         )

@@ -54,13 +54,14 @@ class RolloutBorrower:
         config = self._budgets.fitting(engine, grant)
         if config is None:
             return 0
-        engine.config = config
+        engine.config, decoding = config, engine.flight.generation.count
         end = engine.plan(now)
         if end is None:
             return 0
-        before = len(engine.running)
+        computing = len(engine.running)
         engine.commit()
-        self.generated += before - (engine.partial is not None)
+        some = config.max_num_batched_tokens
+        self.generated += some if some < decoding else computing - (engine.partial is not None)
         return end - now
 
 

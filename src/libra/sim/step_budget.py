@@ -1,7 +1,11 @@
-"""How many tokens a rollout step may compute, so that it fits a grant."""
+"""How many tokens a rollout step may compute, so that it fits a grant.
+
+Where not all can decode in time, those that were admitted first do, as vLLM schedules them.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 
 from libra.sim.engine.config import EngineConfig
@@ -12,20 +16,14 @@ _LEAST = 16  # tokens
 
 
 class StepBudgets:
-    """Configurations of an engine that differ in `max_num_batched_tokens`: each half of the one before."""
+    """Configurations of an engine that differ in `max_num_batched_tokens`: each half of the one before, and where that
+    is too much as many as can decode."""
 
     def __init__(self, config: EngineConfig) -> None:
         most = config.max_num_batched_tokens
         budgets = sorted({max(min(_LEAST, most), most >> shift) for shift in range(most.bit_length())}, reverse=True)
-        self._configs = [
-            replace(
-                config,
-                max_num_batched_tokens=budget,
-                max_num_seqs=min(budget, config.max_num_seqs),
-                capture_sizes=tuple(size for size in config.capture_sizes if size <= budget),
-            )
-            for budget in budgets
-        ]
+        self._configs = [_with_budget(config, budget) for budget in budgets]
+        self._cut: dict[int, EngineConfig] = {}  # by how many decode
 
     def fitting(self, engine: EngineState, grant: int) -> EngineConfig | None:
         """The largest with which the next step takes at most `grant` ticks; None: it takes more with every one."""
@@ -33,7 +31,7 @@ class StepBudgets:
         decoding, context = generation.count, generation.context
         if decoding and _decodes_only(engine, widest.max_num_seqs):
             base, slope, _ = engine.cost.line(DecodeBatch(decoding), context)
-            return widest if base + slope * context <= grant else None
+            return widest if base + slope * context <= grant else self._some(engine, grant)
         prompts, partial = [it.prompt_tokens + it.generated for it in engine.waiting], engine.partial
         longest, left = max(prompts, default=0), sum(prompts)
         if partial is not None:
@@ -45,7 +43,29 @@ class StepBudgets:
             # It is taken to be the end of the longest prompt.
             if engine.cost.mixed(DecodeBatch(decoding), context, [(chunk, max(0, longest - chunk))]) <= grant:
                 return config
-        return None
+        return self._some(engine, grant)
+
+    def _some(self, engine: EngineState, grant: int) -> EngineConfig | None:
+        """As many as can decode in time, and nothing else. Their contexts are taken to be those of all."""
+        context = engine.flight.generation.context
+
+        def ticks(decoding: int) -> int:
+            base, slope, _ = engine.cost.line(DecodeBatch(decoding), context)
+            return base + slope * context
+
+        some = bisect_right(range(1, engine.flight.generation.count), grant, key=ticks)
+        if some and some not in self._cut:
+            self._cut[some] = _with_budget(self._configs[0], some)
+        return self._cut[some] if some else None
+
+
+def _with_budget(config: EngineConfig, budget: int) -> EngineConfig:
+    return replace(
+        config,
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(budget, config.max_num_seqs),
+        capture_sizes=tuple(size for size in config.capture_sizes if size <= budget),
+    )
 
 
 def _decodes_only(engine: EngineState, max_num_seqs: int) -> bool:

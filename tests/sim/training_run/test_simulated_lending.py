@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from oracles.small_cluster import CLASSES, QWEN_06B
@@ -122,6 +123,16 @@ def test_what_a_recalled_engine_has_of_a_context_moves_where_that_is_quicker(mon
     monkeypatch.setattr(GrantedEngine, "borrowed", False)
     again = run(system(plan, served(plan)), EPISODES, 6)
     assert moved.moved_tokens > again.moved_tokens and moved.interrupted
+
+
+def test_who_watches_sees_memory_come_and_go() -> None:
+    plan = plan_with(4)
+    serving = replace(served(plan, kv=KVTerms(serving=1000, rollout=2100, quiet=0.5)), watched=True)
+    for it in run(system(plan, serving), EPISODES, 6).lenders:
+        assert it.history is not None
+        held = [after for _, after in it.history.quotas]
+        assert all(before != after and after % 2100 == 0 for before, after in pairwise([-1, *held]))
+        assert bool(it.put_out) <= any(after < before for before, after in pairwise(held))
 
 
 def test_who_watches_sees_what_the_outcome_says() -> None:
