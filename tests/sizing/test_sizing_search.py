@@ -85,6 +85,18 @@ def test_simulation_alone_proves_nothing() -> None:
     assert as_good.claim() == f"{said} is as good on the mean of 5 draws of arrivals"
 
 
+def test_the_next_best_at_a_rate_is_the_one_nearest_to_its_objectives() -> None:
+    even = [RecordedRequest(number * 10**12, 900, 40) for number in range(100)]  # however drawn, gaps are the same
+    objectives = parse_objectives("ttft_p99=0.05,tpot_p99=0.05")
+    asked = question(even, *objectives, gpus=4, rate=100.0)
+    found = answer(asked, MENU)
+    assert found.possible == 2 and found.near_miss is not None
+    cheaper = [it for it in MENU.candidates(asked) if asked.cost(it) < found.points[0].cost]
+    ends = [trial(asked, it, 100.0, to_the_end=True) for it in cheaper]
+    nearest = min(max(end.latency[it.name] / it.limit for it in objectives) for end in ends)
+    assert found.near_miss.seconds / found.near_miss.limit == pytest.approx(nearest)
+
+
 def test_every_rejection_has_its_reason_and_all_is_json() -> None:
     some = found(gpus=4, rate=30.0)
     assert all(it.reason for it in some.rejected)
