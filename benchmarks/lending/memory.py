@@ -59,6 +59,7 @@ def measured(directory: Path) -> list[Row]:
     """Rows of everything, with files in `directory`."""
     from libra.backends.lend.borrower_token import BorrowerToken
     from libra.backends.lend.kv_loan import BorrowedKV
+    from libra.backends.lend.lender_token import LenderToken
     from libra.backends.lend.scheduler import DEVICE, LendingScheduler
 
     write_model(directory / "model", "tiny")
@@ -70,6 +71,7 @@ def measured(directory: Path) -> list[Row]:
     moved = _moved(serving, rollout)
     alone_steps, alone_tokens = _serve(serving, lambda: None)
     undisturbed = _undisturbed(rollout)
+    LenderToken(directory / "device").extend(float("inf"))
 
     borrowed = BorrowedKV(
         rollout.scheduler, BorrowerToken(directory / "device", 1.0), context=_LONGEST // 2, quiet=_QUIET

@@ -85,6 +85,18 @@ def test_simulation_alone_proves_nothing() -> None:
     assert as_good.claim() == f"{said} is as good on the mean of 5 draws of arrivals"
 
 
+def test_the_next_best_at_a_rate_is_the_one_nearest_to_its_objectives() -> None:
+    even = [RecordedRequest(number * 10**12, 900, 40) for number in range(100)]  # however drawn, gaps are the same
+    objectives = parse_objectives("ttft_p99=0.05,tpot_p99=0.05")
+    asked = question(even, *objectives, gpus=4, rate=100.0)
+    found = answer(asked, MENU)
+    assert found.possible == 2 and found.near_miss is not None
+    cheaper = [it for it in MENU.candidates(asked) if asked.cost(it) < found.points[0].cost]
+    ends = [trial(asked, it, 100.0, to_the_end=True) for it in cheaper]
+    nearest = min(max(end.latency[it.name] / it.limit for it in objectives) for end in ends)
+    assert found.near_miss.seconds / found.near_miss.limit == pytest.approx(nearest)
+
+
 def test_every_rejection_has_its_reason_and_all_is_json() -> None:
     some = found(gpus=4, rate=30.0)
     assert all(it.reason for it in some.rejected)
@@ -139,5 +151,7 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         question([replace(it, arrival=0) for it in recorded], limit)
     with pytest.raises(ValueError, match="request 1 has cancel_at"):
         question([recorded[0], replace(recorded[1], cancel_at=2 * 10**12)], limit)
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 of the menu"):
+        answer(question(recorded, limit), ServingMenu(MenuFile(tensor_parallel_size=(3,))))
     with pytest.raises(ValueError, match="raise gpus or budget"):
         answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))

@@ -73,6 +73,13 @@ class ServingMenu:
     def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster
         names = [nodes.name for nodes in cluster.nodes] if file.nodes is None else file.nodes
+        there_are = {grid.tp for profile in question.profiles for grid in profile.engines}
+        for tp in file.tensor_parallel_size or ():
+            if tp not in there_are:
+                raise ValueError(
+                    f"tensor_parallel_size {tp} of the menu: {question.model.name} has engine times for"
+                    f" {', '.join(map(str, sorted(there_are)))} on this cluster; leave it out"
+                )
         for name in names:
             nodes = cluster.node_class(name)
             known = tuple(grid.tp for grid in question.profiles[cluster.nodes.index(nodes)].engines)

@@ -208,14 +208,8 @@ class _Found:
             best = front[0]
             possible = [it for it in candidates if it != best.candidate and self._promised(it) > best.value]
             possible = [it for it in possible if self.bounded[it].rate >= (self.question.rate or 0)]
-        return SizingAnswer(
-            self.question,
-            tuple(front),
-            rejected,
-            self.runs,
-            len(possible),
-            self._near_miss(front[0], possible, rates) if possible else None,
-        )
+        near = self._near_miss(front[0], possible, rates) if possible else None
+        return SizingAnswer(self.question, tuple(front), rejected, self.runs, len(possible), near)
 
     def _promised(self, candidate: ServingCandidate) -> float:
         """Requests/s per cost that a bound allows."""
@@ -228,32 +222,36 @@ class _Found:
     def _near_miss(
         self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
     ) -> NearMiss:
-        """By how much the next best misses an objective where it would be better than the best."""
+        """By how much the next best misses an objective where it would be better than the best.
+
+        Of deployments that were asked for their goodput it is the one with the most; of those that failed at one rate,
+        the one that is nearest to its objectives, of the few that the bound promises most of.
+        """
         question = self.question
 
         def promise(candidate: ServingCandidate) -> tuple[float, float]:
             return rates.get(candidate, 0.0) / question.cost(candidate), self.bounded[candidate].rate
 
-        nearest: tuple[float, ServingCandidate, Objective, list[float]] | None = None
-        for candidate in sorted(possible, key=promise, reverse=True)[:_NEXT]:
-            rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
-            trials = [
-                trial(question, candidate, rate, requests=_drawn(question.requests, draw), to_the_end=True)
-                for draw in range(_DRAWS)
-            ]
-            self.runs += _DRAWS
-            for objective in question.objectives:
-                seconds = [it.latency[objective.name] for it in trials]
-                worse = statistics.fmean(seconds) / objective.limit
-                if nearest is None or worse > nearest[0]:
-                    nearest = worse, candidate, objective, seconds
-            if rates:
-                break
-        assert nearest is not None
-        _, candidate, objective, seconds = nearest
-        return NearMiss(
-            candidate, objective.name, objective.limit, statistics.fmean(seconds), statistics.stdev(seconds), _DRAWS
-        )
+        most = 1 if question.rate is None else _NEXT
+        next_best = sorted(possible, key=promise, reverse=True)[:most]
+        misses = [self._worst_miss(best, candidate) for candidate in next_best]
+        return min(misses, key=lambda it: it.seconds / it.limit)
+
+    def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss:
+        """Of the objective that it is farthest from."""
+        question = self.question
+        rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
+        trials = [
+            trial(question, candidate, rate, requests=_drawn(question.requests, draw), to_the_end=True)
+            for draw in range(_DRAWS)
+        ]
+        self.runs += _DRAWS
+        misses = []
+        for objective in question.objectives:
+            seconds = [it.latency[objective.name] for it in trials]
+            mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds)
+            misses.append(NearMiss(candidate, objective.name, objective.limit, mean, deviation, _DRAWS))
+        return max(misses, key=lambda it: it.seconds / it.limit)
 
 
 def highest_rate(
