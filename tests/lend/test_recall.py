@@ -54,12 +54,21 @@ def test_a_load_outside_its_envelope_says_how(load: Load, breach: str | None) ->
     gaps=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 3.0, 10.0, 30.0]), st.integers(0, 3)), min_size=1, max_size=40)
 )
 def test_the_rate_is_of_the_last_window(gaps: list[tuple[float, int]]) -> None:
-    window, now, arrivals = RateWindow(10.0), 0.0, []
+    window, now, came = RateWindow(10.0), 0.0, 0
+    arrivals: list[tuple[float, float]] = []  # when, and how many of them: after a gap of 30 s a third of those in it
     assert window.rate(now, 0) == 0.0
     for gap, new in gaps:
-        now += gap
-        arrivals += [now] * new
-        assert window.rate(now, len(arrivals)) == sum(at > now - 10.0 for at in arrivals) / 10.0
+        now, came = now + gap, came + new
+        arrivals.append((now, new * min(1.0, 10.0 / gap) if gap else new))
+        expected = sum(count for at, count in arrivals if at > now - 10.0) / 10.0
+        assert window.rate(now, came) == pytest.approx(expected)
+
+
+def test_a_pause_in_which_nobody_looked_is_no_burst() -> None:
+    window = RateWindow(10.0)
+    window.rate(0.0, 0)
+    assert window.rate(1.0, 2) == 0.2
+    assert window.rate(101.0, 202) == 2.0
 
 
 def test_a_count_that_others_began_or_that_begins_again_says_nothing_of_the_rate() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, fields
 
@@ -54,6 +55,7 @@ class Envelope:
 class RateWindow:
     """Requests a second over the last `window` seconds, from how many ever came. Those that had come before the first
     look do not count. Times never fall; the count does where the engine was started again, which begins a new window.
+    Where nobody looked for longer than a window, those who came meanwhile are taken to have come evenly.
     """
 
     def __init__(self, window: float) -> None:
@@ -61,7 +63,8 @@ class RateWindow:
             raise ValueError(f"window is {window:g} s; it must be above 0")
         self.window = window
         self._seen: deque[tuple[float, int]] = deque()  # when so many had come
-        self._before: int | None = None  # that had come before the window; None: nobody looked yet
+        self._before: float | None = None  # that had come before the window; None: nobody looked yet
+        self._looked = -math.inf  # when last
 
     def rate(self, now: float, came: int) -> float:
         seen = self._seen
@@ -70,6 +73,10 @@ class RateWindow:
         if seen and came < seen[-1][1]:
             seen.clear()
             self._before = 0
+        if seen and now - self._looked > self.window:
+            self._before = came - (came - seen[-1][1]) * self.window / (now - self._looked)
+            seen.clear()
+        self._looked = now
         if not seen or seen[-1][1] != came:
             seen.append((now, came))
         while seen[0][0] <= now - self.window and seen[0][1] != came:
