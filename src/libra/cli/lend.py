@@ -132,7 +132,9 @@ def serve(
 
 @app.command()
 def report(
-    record: Annotated[Path, typer.Argument(help="What a borrower wrote: `record` of a file of a loan.")],
+    record: Annotated[
+        Path, typer.Argument(metavar="RECORD", help="What a borrower wrote: `record` of a file of a loan.")
+    ],
     html: Annotated[Path | None, typer.Option("--html", help="Write it as an HTML page to this file.")] = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
