@@ -9,11 +9,10 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
-from libra.backends.launch.lenders import LenderLauncher, LenderRefusedError
+from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.launch.lenders import LenderRefusedError
 from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
-from libra.backends.transport.engine_messages import Borrow
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import LENT, ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
@@ -22,6 +21,7 @@ from libra.environments.protocol import Environment, Prompt
 from libra.exec.journal import Journal, RunEnded
 from libra.exec.pool import WorkerPool, make_pool
 from libra.exec.recovery import Recovery
+from libra.loop.borrowing import Borrowing
 from libra.loop.calibration import known_profile, measured_profile, profile_key
 from libra.loop.checkpoint import Interrupted, Recorded, allocation_in_force, missing_trajectories
 from libra.loop.episode_file import EpisodeFile, History
@@ -34,7 +34,6 @@ from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout, evaluate, logprob_gap
-from libra.loop.servers import TracedServers
 from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.slots import longest_context
@@ -91,8 +90,7 @@ class _Workers:
     allocation: Allocation  # with which they begin
     key: str  # of their costs
     profile: DeviceProfile | None  # None: nobody has measured them yet
-    servers: TracedServers | None  # of users, on devices that are lent
-    lenders: LenderLauncher | None  # devices of other servers
+    borrowing: Borrowing
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,7 @@ class Session:
         try:
             return await self._run(records, workers)
         finally:
-            if workers.lenders is not None:
-                await workers.lenders.close()
+            await workers.borrowing.close()
 
     async def _run(self, records: _Records, workers: _Workers) -> RunSummary:
         config, training = self.config, self.config.training
@@ -151,9 +148,9 @@ class Session:
         await executor.processes.save_final(config.run_directory / "model")
         started_trajectories = loop.groups.started * training.samples_per_prompt
         summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
-        if workers.servers is not None:
+        if (servers := workers.borrowing.servers) is not None:
             loans = [entry.handle.loan for entry in executor.processes.fleet.instances()]
-            lending = await workers.servers.end(loans, recorder.recalls)
+            lending = await servers.end(loans, recorder.recalls)
             summary = replace(summary, lending=lending)
             if lending is not None:
                 self.progress.line(lending.words)
@@ -199,63 +196,29 @@ class Session:
         model = json.loads((self.model / "config.json").read_text())
         key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
         profile = known_profile(config.planner.calibration, key, self.progress.line)
-        servers, lenders = self._make_servers(), self._make_lenders(recorder)
-        executor = self._executor(pool, allocation, profile, records.journal, observer, servers, lenders)
-        recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
-        observer.planners.append(recovery.worker_lost)
-        return _Workers(executor, recovery, observer, allocation, key, profile, servers, lenders)
-
-    def _make_servers(self) -> TracedServers | None:
-        """On the slots behind those of the run; none is started yet."""
-        config, cluster = self.config, self.config.cluster
-        if config.lending is None or not config.lending.servers:
-            return None
-        slots = tuple(range(cluster.slots, cluster.slots + config.lending.servers))
-        dtype = served_dtype(self.arithmetic.precision)
-        return TracedServers(
+        borrowing = Borrowing.of(
+            config,
             self.launcher,
-            config.lending,
-            config.run_directory,
-            slots,
-            cluster.share,
-            dtype,
-            config.seed,
+            self.model,
+            served_dtype(self.arithmetic.precision),
             self.progress.line,
-        )
-
-    def _make_lenders(self, recorder: Recorder) -> LenderLauncher | None:
-        """On the slots behind those of the run's own servers; nobody was asked yet."""
-        config, lending = self.config, self.config.lending
-        if lending is None or not lending.agents or not config.lent_devices:
-            return None
-        assert isinstance(self.launcher, LocalLauncher), "agents are beside the controller"
-        first, size = config.cluster.slots + lending.servers, lending.engine
-
-        return LenderLauncher(
-            self.launcher,
-            dict(enumerate(lending.agents, first)),
-            Borrow(
-                size.max_model_len,
-                size.max_num_seqs,
-                size.kv_tokens,
-                (self.model / "config.json").read_text(),
-                refresh_kv=config.training.kv_on_update == "refresh",
-            ),
-            (lending.weights.host, lending.weights.port),
-            config.run_directory / "logs" / "publisher.log",
             lambda text: recorder.event("lender", None, text),
         )
+        executor = self._executor(pool, allocation, profile, records.journal, observer, borrowing)
+        recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
+        observer.planners.append(recovery.worker_lost)
+        return _Workers(executor, recovery, observer, allocation, key, profile, borrowing)
 
     async def _start_workers(self, workers: _Workers) -> DeviceProfile:
         """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
         config, executor, recovery, profile = self.config, workers.executor, workers.recovery, workers.profile
-        if workers.servers is not None:
+        if (servers := workers.borrowing.servers) is not None:
             self.progress.phase("starting servers")
-            await workers.servers.start()
+            await servers.start()
         self.progress.phase("starting engines and trainers")
         try:
-            if workers.lenders is not None:
-                await workers.lenders.look()
+            if (agents := workers.borrowing.agents) is not None:
+                await agents.look()
                 executor.slots_changed()
             await recovery.start()
         except LenderRefusedError as error:
@@ -352,8 +315,7 @@ class Session:
         profile: DeviceProfile | None,
         journal: Journal,
         observer: RunObserver,
-        servers: TracedServers | None,
-        lenders: LenderLauncher | None,
+        borrowing: Borrowing,
     ) -> RunExecutor:
         """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
@@ -365,7 +327,6 @@ class Session:
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
         lent = [worker.id for worker in pool.all() if worker.lent is not None]
-        own = lent[: 0 if config.lending is None else config.lending.servers]
         if profile is not None:
             handover.price_by(profile)
         settings = WorkerSettings(
@@ -379,11 +340,11 @@ class Session:
             kv_bytes,
             before.history.step if before is not None else 0,
             before.checkpoint if before is not None else None,
-            {} if servers is None else {name: servers.loan(slot, config.name) for slot, name in enumerate(own)},
+            borrowing.loans(lent, config.name),
         )
         fleet = ServingFleet(policy, allocation, handover)
-        launcher = self.launcher if lenders is None else lenders
-        return begin_session(SlotProcesses(launcher, pool, fleet, settings, journal, observer, lenders))
+        agents = borrowing.agents
+        return begin_session(SlotProcesses(agents or self.launcher, pool, fleet, settings, journal, observer, agents))
 
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float

@@ -1,0 +1,74 @@
+"""Whose devices a run borrows: those of servers of its own, and those that agents of others lend.
+
+Invariant: slots are numbered as the pool has its lent workers: the run's own, then those of its servers, then those of
+agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
+from libra.backends.launch.lenders import LenderLauncher
+from libra.backends.transport.engine_messages import Borrow, DeviceLoan
+from libra.backends.transport.messages import Dtype
+from libra.config.run import RunConfig
+from libra.loop.servers import TracedServers
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowing:
+    """Where nothing is borrowed, it has neither."""
+
+    servers: TracedServers | None
+    agents: LenderLauncher | None  # a launcher whose last slots are theirs
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        launcher: WorkerLauncher,
+        model: Path,
+        dtype: Dtype,
+        line: Callable[[str], None],
+        told: Callable[[str], None],
+    ) -> Borrowing:
+        """No server is started yet, and no agent asked. `told` is what becomes of agents."""
+        lending = config.lending
+        if lending is None:
+            return cls(None, None)
+        first, servers, agents = config.cluster.slots, None, None
+        if lending.servers:
+            slots = tuple(range(first, first + lending.servers))
+            share, seed = config.cluster.share, config.seed
+            servers = TracedServers(launcher, lending, config.run_directory, slots, share, dtype, seed, line)
+        if lending.agents and config.lent_devices:
+            assert isinstance(launcher, LocalLauncher), "agents are beside the controller"
+            size = lending.engine
+            agents = LenderLauncher(
+                launcher,
+                dict(enumerate(lending.agents, first + lending.servers)),
+                Borrow(
+                    size.max_model_len,
+                    size.max_num_seqs,
+                    size.kv_tokens,
+                    (model / "config.json").read_text(),
+                    refresh_kv=config.training.kv_on_update == "refresh",
+                ),
+                (lending.weights.host, lending.weights.port),
+                config.run_directory / "logs" / "publisher.log",
+                told,
+            )
+        return cls(servers, agents)
+
+    def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
+        """Of the workers on devices of the run's own servers, which are the first of those that are lent."""
+        if self.servers is None:
+            return {}
+        return {name: self.servers.loan(slot, run) for slot, name in enumerate(lent[: len(self.servers.slots)])}
+
+    async def close(self) -> None:
+        if self.agents is not None:
+            await self.agents.close()
