@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from arithmetic import LOGPROB_GAP
 from fakes.small_run import PROFILE
+from small_loan import write_loan
 from small_runs import SmallRuns
 
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig
 from libra.cost.sources.files import save_profile
-from libra.lend.certificate import Certificate, Harvest, certificate_json
-from libra.lend.gate import Slo
-from libra.traffic.envelope import Envelope
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration
@@ -63,37 +60,6 @@ while not ended.wait(0.5):
     served += 2
 print(served, flush=True)
 """
-
-
-def write_loan(directory: Path, rollout: Path) -> None:
-    certificate = Certificate(
-        model="chat",
-        hardware="1 x core",
-        slo=Slo(10.0, 20.0),
-        use=0.5,
-        longest_grant=0.05,
-        longest_step=1.0,
-        envelope=Envelope(rate=1000.0, queued=10_000, live=64, context=10_000, window=10.0),
-        harvest=(Harvest(1.0, 0.5),),
-        traffic="none",
-        requests=1,
-        missed_alone=0,
-    )
-    (directory / "certificate.json").write_text(certificate_json(certificate))
-    loan = {
-        "device": str(directory / "device"),
-        "certificate": "certificate.json",
-        "serving": {"model": str(directory / "chat"), "hardware": "1 x core", "ttft": 10, "tpot": 20},
-        "rollout": {
-            "model": str(rollout),
-            "max_model_len": 64,
-            "max_num_seqs": 16,
-            "dtype": "float32",
-            "kv_cache": "2 MiB",
-        },
-        "quiet": 0.2,
-    }
-    (directory / "loan.yaml").write_text(yaml.safe_dump(loan))
 
 
 class Agent:
@@ -185,7 +151,8 @@ def test_a_run_borrows_from_an_agent_that_comes_late_is_killed_and_comes_back(
         while (line := server.stdout.readline()) != "ready\n":  # vLLM may print before
             assert line
         [warmed] = (path.parent for path in cache.glob("**/warm/*/model.safetensors") if path.stat().st_mtime > began)
-        write_loan(tmp_path, warmed)
+        engine = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache": "2 MiB"}
+        write_loan(tmp_path, "chat", {"model": str(warmed), **engine})
         assert said("lends nothing yet, and is asked again: no agent answers") == 1
         first = agent(1)
         first.process.kill()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
+from small_loan import write_loan
 
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.launch.launcher import WorkerLink
@@ -22,10 +22,7 @@ from libra.backends.transport.engine_messages import Borrow, Generate, Lent
 from libra.backends.transport.messages import Message
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.exec.protocols import WorkerLostError
-from libra.lend.certificate import Certificate, Harvest, certificate_json
-from libra.lend.gate import Slo
 from libra.records.lending import LendingAnswer, LentStep, read_lending, replay
-from libra.traffic.envelope import Envelope
 
 pytestmark = pytest.mark.integration
 
@@ -104,41 +101,6 @@ def same_as_alone(process: subprocess.Popen[str]) -> list[bool]:
     return json.loads(process.stdout.readline())
 
 
-def write_loan(directory: Path) -> Path:
-    """The file of the loan, and its certificate."""
-    certificate = Certificate(
-        model="model",
-        hardware="1 x core",
-        slo=Slo(10.0, 20.0),
-        use=0.5,
-        longest_grant=0.05,
-        longest_step=1.0,
-        envelope=Envelope(rate=1000.0, queued=10_000, live=64, context=10_000, window=10.0),
-        harvest=(Harvest(1.0, 0.5),),
-        traffic="none",
-        requests=1,
-        missed_alone=0,
-    )
-    (directory / "certificate.json").write_text(certificate_json(certificate))
-    loan = {
-        "device": str(directory / "device"),
-        "certificate": "certificate.json",
-        "serving": {"model": str(directory / "model"), "hardware": "1 x core", "ttft": 10, "tpot": 20},
-        "rollout": {
-            "model": "model",
-            "max_model_len": 256,
-            "max_num_seqs": 8,
-            "dtype": "float32",
-            "kv_cache": "1 MiB",
-            "borrowed_kv": "4 MiB",
-        },
-        "quiet": 0.2,
-        "record": "lending.jsonl",
-    }
-    (directory / "loan.yaml").write_text(yaml.safe_dump(loan))
-    return directory / "loan.yaml"
-
-
 async def engine_at(socket: Path) -> EngineHandle:
     """The engine that borrows, once it is ready."""
     while True:
@@ -182,10 +144,12 @@ def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> 
         check=True,
         timeout=120,
     )
+    engine = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache": "1 MiB", "borrowed_kv": "4 MiB"}
+    loan = write_loan(tmp_path, "model", {"model": "model", **engine}, record="lending.jsonl")
     with serving(tmp_path / "model", tmp_path / "device") as lent:
         agent = subprocess.Popen(
             [
-                *(sys.executable, "-m", "libra.cli.app", "lend", "serve", str(write_loan(tmp_path))),
+                *(sys.executable, "-m", "libra.cli.app", "lend", "serve", str(loan)),
                 *("--json", "--period", "1", "--logs", str(tmp_path / "logs")),  # read at the end: a pipe holds 200
             ],
             stdout=subprocess.PIPE,
