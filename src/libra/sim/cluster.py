@@ -16,7 +16,7 @@ from libra.route.policy import Policy
 from libra.sim.deployment import WeightUpdate, check_engines, check_groups, check_roles
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
-from libra.sim.engine.group import Group, Rank
+from libra.sim.engine.group import Rank, RankGroup
 from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
@@ -78,7 +78,7 @@ class SimCluster:
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
         self.engines: list[SimEngine] = []  # all that there ever were
-        self.groups: list[Group] = []
+        self.groups: list[RankGroup] = []
         self.specs: list[EngineSpec] = []
         self.requests: list[Request] = []  # all that came, in the order in which they did
         self.now = 0
@@ -165,7 +165,7 @@ class SimCluster:
         placer = self.pairs.decoders if of_pair and self.pairs is not None else self.placer
         first = placer.remove(name)
         group = first.clock
-        engines: Sequence[SimEngine] = group.ranks if isinstance(group, Group) else (first,)
+        engines: Sequence[SimEngine] = group.ranks if isinstance(group, RankGroup) else (first,)
         for engine in engines:
             if engine is not first:
                 placer.remove(self.specs[engine.index].name)
@@ -198,7 +198,9 @@ class SimCluster:
         for spec, engine in zip(specs, engines, strict=True):
             if isinstance(engine, Rank) and spec.group is not None:
                 ranks.setdefault(spec.group.name, (spec.group, []))[1].append(engine)
-        self.groups += [Group(group, of_it, exact=self._exact, trace=self._trace) for group, of_it in ranks.values()]
+        self.groups += [
+            RankGroup(group, of_it, exact=self._exact, trace=self._trace) for group, of_it in ranks.values()
+        ]
 
     def _look_again(self) -> None:
         for request in self._unplaced:
@@ -237,7 +239,7 @@ class SimCluster:
                 self.now, kind, _, what = event
                 if isinstance(what, SimEngine):
                     self._commit(what, self.now)
-                elif isinstance(what, Group):
+                elif isinstance(what, RankGroup):
                     for rank in what.land():
                         self._commit(rank, self.now)
                     what.landed()

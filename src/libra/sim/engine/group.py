@@ -76,7 +76,7 @@ class Rank(SimEngine):
     fresh: bool = field(default=False, init=False)  # it has planned at this boundary
     dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
     dummies: int = field(default=0, init=False)  # dummy batches that it has run
-    group: Group = field(init=False)
+    group: RankGroup = field(init=False)
     work: _Work = field(init=False)
 
     def submit(self, request: Request, now: int) -> bool:
@@ -113,7 +113,7 @@ class Rank(SimEngine):
         SimEngine.stop(self, now)
 
 
-class Group:
+class RankGroup:
     """The clock of some ranks. `land` at its `end`, commit the ranks that it returns, call `landed`; plan ranks, and
     let it `depart`."""
 
