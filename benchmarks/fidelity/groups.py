@@ -177,7 +177,7 @@ def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
 def _goes_on(wave: Any, unfinished: bool) -> bool:
     """Whether the ranks begin another step, as each of them finds out."""
     with patch.object(ParallelConfig, "sync_dp_state", lambda *_, **__: (unfinished, False)):
-        running = DPEngineCoreProc._has_global_unfinished_reqs(cast(DPEngineCoreProc, wave), unfinished)
+        running = bool(DPEngineCoreProc._has_global_unfinished_reqs(cast(DPEngineCoreProc, wave), unfinished))
     if not running:
         wave.step_counter = 0
     return running
