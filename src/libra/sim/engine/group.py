@@ -76,19 +76,22 @@ class Rank(SimEngine):
     begin: int = field(default=0, init=False)  # iteration of the group with which begins what is planned
     fresh: bool = field(default=False, init=False)  # it has planned at this boundary
     dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
+    preempts: bool = field(default=False, init=False)  # it does nothing else in this iteration
     dummies: int = field(default=0, init=False)  # dummy batches that it has run
     group: RankGroup = field(init=False)
     work: _Work = field(init=False)
 
     def submit(self, request: Request, now: int) -> bool:
         sooner = SimEngine.submit(self, request, now)
-        self.group.unseen += request.status != "refused"
+        self.group.unseen.add(request)
         return sooner
 
     def plan(self, now: int) -> None:
         """Decide what to do from this boundary on: the group says until when."""
         self.group.planning = True
+        self.work.line(DecodeBatch(0), 0)
         SimEngine.plan(self, now)
+        self.preempts = self.busy and not self.paused and not self.work.tokens
         self.begin = self.group.iteration
         self.group.planned(self)
 
@@ -129,7 +132,7 @@ class RankGroup:
         self.due = False  # it has landed, or a rank has planned: `depart` is to be called
         self.start = self.end = 0  # ticks
         self.iteration = 0  # the next one, or the one under way
-        self.unseen = 0  # requests that came since the iteration under way began
+        self.unseen: set[Request] = set()  # that came since the iteration under way began
         self._counter = 0  # iterations since the group began to run
         self._running = self._pausing = False
         self.planning = False  # a rank does
@@ -250,16 +253,16 @@ class RankGroup:
         return ended
 
     def landed(self) -> None:
-        """Those ranks are committed: see whether anybody still has work. What came since the iterations began does not
-        count."""
+        """Those ranks are committed: see whether anybody still has work. What came or was given up since the iteration
+        began does not count."""
         if self._running and (self._counter == 1 or self._counter % self.spec.sync_interval == 0):
-            unfinished = sum(len(it.running) + len(it.waiting) + len(it.arriving) for it in self.ranks)
-            if unfinished == self.unseen:
+            unseen = self.unseen
+            if all(it in rank.leaving or it in unseen for rank in self.ranks for it in rank.unfinished):
                 self._running, self._counter = False, 0
                 for rank in self.ranks:
                     if rank.dummy:
                         rank.commit()
-        self.unseen = 0
+        self.unseen.clear()
 
     def depart(self, now: int) -> bool:
         """All ranks that had to have planned. True: they compute something until `end`."""
@@ -286,7 +289,7 @@ class RankGroup:
             fresh = list(self.ranks)
         for rank in fresh:
             self._take(rank)
-        self.unseen = 0
+        self.unseen.clear()
         self._mixed = [rank for rank in fresh if not rank.dummy and rank.work.chunks]
         self._horizon = int(self._until.min())
         if self._exact:
@@ -325,10 +328,10 @@ class RankGroup:
     def _take(self, rank: Rank) -> None:
         """Note what a rank has planned; if nothing, it runs dummy batches."""
         place, config, work = rank.place, rank.config, rank.work
-        if rank.busy:
+        if rank.busy and not rank.preempts:
             self._until[place] = self.iteration + max(1, rank.steps)
         else:
-            self._until[place] = UNLIMITED
+            self._until[place] = self.iteration + 1 if rank.busy else UNLIMITED
             rank.dummy = rank.busy = True
             rank.steps, rank.begin = 0, self.iteration
             work.line(self._dummy, 1)
