@@ -38,8 +38,9 @@ class Pair:
     transfer: KVNetwork
 
 
-def random_pair(seed: int) -> tuple[Pair, tuple[Request, ...]]:
-    """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not."""
+def random_pair(seed: int, *, ahead: bool = False) -> tuple[Pair, tuple[Request, ...]]:
+    """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
+    `ahead` they schedule asynchronously."""
     config, requests = random_case(seed)
     random = Random(seed)
     step, per_token = random.randint(1, 50), random.randint(0, 5)
@@ -47,7 +48,7 @@ def random_pair(seed: int) -> tuple[Pair, tuple[Request, ...]]:
         request.arrival *= step
         if request.cancel_at is not None:
             request.cancel_at *= step
-    prefill = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
+    prefill = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)), async_scheduling=ahead)
     block_ticks = random.choice((1, step, 5 * step))  # that the blocks of a token take
     return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks)), requests
 
@@ -60,6 +61,8 @@ class _Side:
     steps: list[Step] = field(default_factory=list)
     began: int = 0
     end: int | None = None  # of the step under way
+    after: list[int] = field(default_factory=list)  # ticks of those that are scheduled and have not begun
+    ahead: bool = False
     given_up: list[int] = field(default_factory=list)  # since the step began: seen when it has ended
     done: dict[str, None] = field(default_factory=dict)  # transfers that ended since it was heard last, in order
 
@@ -72,7 +75,12 @@ class _Side:
 
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of the prefill engine, and of the decode engine."""
-    sides = (_Side(VllmEngine(pair.prefill, pulls=True)), _Side(VllmEngine(pair.decode, pulls=True)))
+    # A producer's blocks are let go at once, as nothing is written to them; and so they are without steps ahead.
+    role = "kv_producer" if pair.prefill.async_scheduling else "kv_both"
+    sides = (
+        _Side(VllmEngine(pair.prefill, pulls=True, kv_role=role), ahead=pair.prefill.async_scheduling),
+        _Side(VllmEngine(pair.decode, pulls=True)),
+    )
     prefill, decode = sides
     whole = {request.number: request for request in requests}
     where: dict[int, _Side] = {}
@@ -182,7 +190,9 @@ def _transfers(side: _Side, prefill: _Side) -> KVConnectorOutput:
 
 def _begin(side: _Side, pair: Pair, now: int) -> None:
     """Schedule the next step, unless one is under way."""
-    while side.end is None and side.engine.unfinished:
+    if side.ahead:
+        _begin_ahead(side, pair, now)
+    while not side.ahead and side.end is None and side.engine.unfinished:
         side.engine.schedule()
         if side.engine.scheduled_something:
             side.began, side.end = now, now + pair.step + pair.per_token * side.engine.scheduled_tokens
@@ -191,3 +201,29 @@ def _begin(side: _Side, pair: Pair, now: int) -> None:
         if not step.preempted:
             return
         side.steps.append(step)
+
+
+def _begin_ahead(side: _Side, pair: Pair, now: int) -> None:
+    """Begin the step that is scheduled already, if none is under way, and schedule the next one."""
+    while True:
+        if side.end is None and side.after:
+            ticks = side.after.pop(0)
+            side.began = now
+            if ticks:
+                side.end = now + ticks
+            else:
+                step = side.engine.end_oldest(now)
+                if step.preempted:
+                    side.steps.append(replace(step, finished=()))
+                continue
+        if side.engine.under_way == 2 or not side.engine.unfinished:
+            return
+        side.engine.schedule()
+        tokens = side.engine.scheduled_tokens
+        side.after.append(pair.step + pair.per_token * tokens if tokens else 0)
+        if not tokens and side.end is None and len(side.after) == 1:
+            step = side.engine.end_oldest(now)
+            side.after.clear()
+            if not step.preempted:
+                return
+            side.steps.append(replace(step, finished=()))

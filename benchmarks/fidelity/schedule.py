@@ -28,7 +28,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "drafts", "both"]
+Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,10 @@ def _schedules(
         config, requests, transfers = random_pulls(seed, drafts=kind == "both")
         theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind == "pd":
-        pair, requests = random_pair(seed)
-        its = vllm_pair(*random_pair(seed))
+    if kind in ("pd", "pd-async"):
+        ahead = kind == "pd-async"
+        pair, requests = random_pair(seed, ahead=ahead)
+        its = vllm_pair(*random_pair(seed, ahead=ahead))
         return pair.decode, requests, simulated_pair(pair, requests), its
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))

@@ -125,9 +125,9 @@ def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
-    def __init__(self, config: EngineConfig, *, pulls: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, pulls: bool = False, kv_role: str = "kv_both") -> None:
         """`pulls`: beside a connector that pulls KV, or keeps it to be pulled."""
-        self._scheduler = _make_scheduler(config, pulls)
+        self._scheduler = _make_scheduler(config, kv_role if pulls else None)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -142,6 +142,11 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         return bool(self._under_way) or self.unfinished
+
+    @property
+    def under_way(self) -> int:
+        """Steps that are scheduled and have not ended."""
+        return len(self._under_way)
 
     @property
     def scheduled_something(self) -> bool:
@@ -322,7 +327,7 @@ def _cached(output: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(name), found[name]) for name in output.num_scheduled_tokens if name in found)
 
 
-def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
+def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     model = copy(_model_config())
     model.max_model_len = config.max_model_len
     cache_config = CacheConfig(
@@ -351,10 +356,10 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
         kv_transfer_config=KVTransferConfig(
             kv_connector=PullConnector.__name__,
             kv_connector_module_path=PullConnector.__module__,
-            kv_role="kv_both",
+            kv_role=kv_role,
             kv_load_failure_policy=config.kv_load_failure_policy,
         )
-        if pulls
+        if kv_role is not None
         else None,
         speculative_config=None
         if config.speculative is None

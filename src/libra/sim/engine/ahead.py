@@ -17,7 +17,6 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.running import (
     count_iteration,
     finish,
-    nothing_fits,
     schedule,
     start_generating,
     tell_asked,
@@ -26,12 +25,12 @@ from libra.sim.engine.running import (
 from libra.sim.engine.state import EngineState
 
 
-def plan_ahead(state: EngineState, now: int) -> None:
+def plan_ahead(state: EngineState, now: int) -> bool:
     """Decide the iteration after the one that begins now; from rest, that one first. There is a request, or one is
-    under way."""
+    under way. False: nothing fits."""
     if state.under_way is None:
         if not schedule(state, now, 0):
-            raise nothing_fits(state)
+            return False
         _depart(state, state.end - now)
     under_way = state.under_way
     assert under_way is not None
@@ -41,6 +40,7 @@ def plan_ahead(state: EngineState, now: int) -> None:
     if not state.steps:
         state.ticks = state.end - begin if decided else 0
         state.end = begin
+    return True
 
 
 def drain_ahead(state: EngineState, now: int) -> None:

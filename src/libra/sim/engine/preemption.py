@@ -66,7 +66,7 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     state.preemptions += 1
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
-    if _let_go(state, request, row) and under_way is not None:
+    if _let_go(state, request, row) and under_way is not None and not request.keeps:  # KV that others wait for is lost
         under_way.stale.append((admission, request))
     request.status = "waiting"
     state.waiting.requeue(request)
