@@ -50,6 +50,7 @@ def random_pair(seed: int, *, ahead: bool = False) -> tuple[Pair, tuple[Request,
             request.cancel_at *= step
     prefill = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)), async_scheduling=ahead)
     block_ticks = random.choice((1, step, 5 * step))  # that the blocks of a token take
+    config = replace(config, async_scheduling=ahead)
     return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks)), requests
 
 
@@ -75,11 +76,9 @@ class _Side:
 
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of the prefill engine, and of the decode engine."""
-    # A producer's blocks are let go at once, as nothing is written to them; and so they are without steps ahead.
-    role = "kv_producer" if pair.prefill.async_scheduling else "kv_both"
     sides = (
-        _Side(VllmEngine(pair.prefill, pulls=True, kv_role=role), ahead=pair.prefill.async_scheduling),
-        _Side(VllmEngine(pair.decode, pulls=True)),
+        _Side(VllmEngine(pair.prefill, pulls=True, kv_role="kv_producer"), ahead=pair.prefill.async_scheduling),
+        _Side(VllmEngine(pair.decode, pulls=True, kv_role="kv_consumer"), ahead=pair.decode.async_scheduling),
     )
     prefill, decode = sides
     whole = {request.number: request for request in requests}

@@ -14,7 +14,7 @@ from itertools import count
 
 from libra.route.policy import Policy
 from libra.sim.deployment import WeightUpdate, check_engines, check_roles
-from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.config import DECODE, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
@@ -167,6 +167,8 @@ class SimCluster:
             make(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
             for place, spec in enumerate(specs)
         ]
+        for spec, engine in zip(specs, engines, strict=True):
+            engine.defers = spec.role is DECODE and spec.config.async_scheduling
         for placer, takes in (
             (self.placer, "prompt"),
             (None if self.pairs is None else self.pairs.decoders, "context"),

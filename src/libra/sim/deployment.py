@@ -16,7 +16,7 @@ from libra.route.catalogue import policy_named
 from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
-from libra.sim.engine.config import DECODE, EngineSpec
+from libra.sim.engine.config import EngineSpec
 from libra.sim.kv_network import KVNetwork
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
@@ -108,15 +108,11 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
                 f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
             )
-        for option, refused in (
-            ("pipeline_parallel_size", engine.config.pipeline_parallel_size > 1),
-            ("async_scheduling", engine.config.async_scheduling and engine.role is DECODE),
-        ):
-            if refused:
-                raise ValueError(
-                    f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
-                    " not simulated: leave it out"
-                )
+        if engine.config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size of {engine.name} is {engine.config.pipeline_parallel_size}; with role"
+                f" {engine.role.name} it is not simulated: leave it out"
+            )
     for engine in decode:
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")

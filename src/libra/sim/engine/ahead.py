@@ -36,7 +36,7 @@ def plan_ahead(state: EngineState, now: int) -> bool:
     assert under_way is not None
     begin = now + under_way.ticks
     most = 1 if state.exact or under_way.eventful else UNLIMITED
-    decided = schedule(state, begin, most) if state.running or state.waiting else False
+    decided = schedule(state, begin, most) if state.running or state.waiting or state.ready else False
     if not state.steps:
         state.ticks = state.end - begin if decided else 0
         state.end = begin
@@ -55,11 +55,22 @@ def complete_ahead(state: EngineState) -> list[Request]:
     before, now = state.under_way, state.end
     assert before is not None
     if state.steps:
-        _land(state, count_stretch(state), before.stopping)
+        last = count_stretch(state)
+        _let_go_deferred(state, before)
+        _land(state, last, before.stopping)
     else:
         count_iteration(state)
+        _let_go_deferred(state, before)
         _depart(state, state.ticks, before.stopping)
     return _results(state, before, now)
+
+
+def _let_go_deferred(state: EngineState, before: UnderWay) -> None:
+    """Nothing writes any more to the blocks of those who left while an iteration had them."""
+    for request, path, tokens, known in before.deferred:
+        request.path = path
+        state.let_go_blocks(request, tokens, known)
+        request.path = ()
 
 
 def _depart(state: EngineState, ticks: int, stopped: Collection[Request] = ()) -> None:
@@ -68,7 +79,7 @@ def _depart(state: EngineState, ticks: int, stopped: Collection[Request] = ()) -
         state.under_way = None
         return
     generation = state.flight.generation
-    state.under_way = UnderWay(ticks, generation.stalled if isinstance(generation, Even) else ())
+    state.under_way = UnderWay(ticks, generation.stalled if isinstance(generation, Even) else (), state.chunk)
     _land(state, generation.advance(1), stopped)
 
 
@@ -138,5 +149,5 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
         else:
             tokens, _ = stop_generating(state, request)
             row = int(state.under_way is not None and request not in state.under_way.absent)
-            finish(state, request, tokens, tokens - row, now)
+            finish(state, request, tokens, tokens - row, now, row=row > 0)
     return [request for _, request in done]

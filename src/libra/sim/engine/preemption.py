@@ -35,6 +35,8 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], in
             needed = generation.needs(request, new)
         while needed > pool.free:
             victim = _victim(state)
+            if state.defers and state.is_under_way(victim):
+                return preempted, scheduled, chunk  # its blocks would not be free yet
             row = scheduled.pop(victim, 0)
             if row:
                 budget += row + config.input_slots
@@ -75,7 +77,7 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
 def _let_go(state: EngineState, request: Request, row: int = 0) -> int:
     """Stop running a request that is not finished. Returns how many of its iterations are under way."""
     lag, under_way = 0, state.under_way
-    request.reserves = False
+    request.reserves, in_iteration = False, state.is_under_way(request)
     if request is state.partial:
         state.partial = None
         tokens, known = state.slots(request), request.computed
@@ -103,7 +105,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0) -> int:
         known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)
-    state.release(request, tokens, known)
+    state.release(request, tokens, known, row=in_iteration)
     return lag
 
 
