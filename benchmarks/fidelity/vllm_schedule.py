@@ -125,9 +125,9 @@ def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
-    def __init__(self, config: EngineConfig, *, pulls: bool = False, kv_role: str = "kv_both") -> None:
-        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled."""
-        self._scheduler = _make_scheduler(config, kv_role if pulls else None)
+    def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
+        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled."""
+        self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -144,9 +144,9 @@ class VllmEngine:
         return bool(self._under_way) or self.unfinished
 
     @property
-    def under_way(self) -> int:
-        """Steps that are scheduled and have not ended."""
-        return len(self._under_way)
+    def full(self) -> bool:
+        """Whether the next step is scheduled only when the oldest under way has ended."""
+        return len(self._under_way) == self._most_under_way
 
     @property
     def scheduled_something(self) -> bool:
@@ -195,7 +195,7 @@ class VllmEngine:
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
         samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
-        return len(self._under_way) < self._most_under_way
+        return not self.full
 
     def started_pulls(self) -> list[int]:
         """Requests whose KV is to be pulled since the last schedule."""

@@ -31,7 +31,7 @@ def plan_ahead(state: EngineState, now: int) -> bool:
     if state.under_way is None:
         if not schedule(state, now, 0):
             return False
-        _depart(state, state.end - now)
+        _depart(state, state.end - now, set(state.running))
     under_way = state.under_way
     assert under_way is not None
     begin = now + under_way.ticks
@@ -61,7 +61,7 @@ def complete_ahead(state: EngineState) -> list[Request]:
     else:
         count_iteration(state)
         _let_go_deferred(state, before)
-        _depart(state, state.ticks, before.stopping)
+        _depart(state, state.ticks, before.absent, before.stopping)
     return _results(state, before, now)
 
 
@@ -73,13 +73,16 @@ def _let_go_deferred(state: EngineState, before: UnderWay) -> None:
         request.path = ()
 
 
-def _depart(state: EngineState, ticks: int, stopped: Collection[Request] = ()) -> None:
-    """The iteration that was decided begins, if any was."""
+def _depart(
+    state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()
+) -> None:
+    """The iteration that was decided begins, if any was. `late` were not in the one before."""
     if not ticks:
         state.under_way = None
         return
     generation = state.flight.generation
-    state.under_way = UnderWay(ticks, generation.stalled if isinstance(generation, Even) else (), state.chunk)
+    absent = generation.stalled if isinstance(generation, Even) else ()
+    state.under_way = UnderWay(ticks, absent, late, state.chunk)
     _land(state, generation.advance(1), stopped)
 
 
@@ -99,7 +102,7 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
         request.computed, _ = stop_generating(state, request)
         tokens = request.computed
         if state.pool.caching and (request.chain is not None or request.written):
-            state.write(request, tokens - 1)
+            state.write(request, tokens - (request not in under_way.late))
         ending.append(request)
     for request in flight.finishing:
         under_way.started.append(request)

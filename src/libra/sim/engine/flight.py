@@ -32,6 +32,7 @@ class UnderWay:
 
     ticks: int
     absent: Collection[Request] = ()  # that generate, but are not in it
+    late: Collection[Request] = ()  # that were not in the one before: what they compute in this one is known already
     chunk: Request | None = None  # whose prompt it computes a part of, and not the last
     # Requests that left, whose blocks it may still write: of so many tokens, and so many of these known
     deferred: list[tuple[Request, Path, int, int]] = field(default_factory=list)

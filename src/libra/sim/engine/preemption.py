@@ -68,8 +68,11 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     state.preemptions += 1
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
-    if _let_go(state, request, row) and under_way is not None and not request.keeps:  # KV that others wait for is lost
-        under_way.stale.append((admission, request))
+    if _let_go(state, request, row) and under_way is not None:
+        if request.keeps:  # the KV that another engine waits for is lost, so the token does not count
+            under_way.forget(request)
+        else:
+            under_way.stale.append((admission, request))
     request.status = "waiting"
     state.waiting.requeue(request)
 
@@ -101,7 +104,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0) -> int:
             # While its batch is under way its next token has a place already.
             tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
     # The token that is under way is not known yet, but what is computed of a prompt always is.
-    if lag:
+    if under_way is not None and lag and request not in under_way.late:
         known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)

@@ -36,7 +36,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()
     cut: Mapping[Request, int] = {}
-    if fits and demand + blocks <= pool.free:
+    if fits and demand + blocks <= pool.free and (partial is None or partial is next(reversed(state.running))):
         pool.take(demand + blocks)
     else:
         preempted, rows, chunk = make_room(state)
@@ -72,11 +72,13 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         ticks = base + slope * context
     state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + ticks
     if state.trace is not None and (ticks or preempted):
-        gone = {*preempted, *skipped, *state.ending, partial}
-        scheduled = [(request.number, generation.row(request)) for request in order if request not in gone]
-        new = [tokens for tokens, _ in chunks]
-        if partial is not None and chunk:
-            scheduled.append((partial.number, new.pop(0)))
+        gone = {*preempted, *skipped, *state.ending, *([] if chunk else [partial])}
+        scheduled = [
+            (request.number, chunk if request is partial else generation.row(request))
+            for request in order
+            if request not in gone
+        ]
+        new = [tokens for tokens, _ in chunks[1 if chunk else 0 :]]
         scheduled += zip((number for number, _ in cached), new, strict=True)
         numbers = tuple(request.number for request in preempted)
         state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))

@@ -147,12 +147,8 @@ class EngineState:
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
-    chunk: Request | None = field(
-        default=None, init=False
-    )  # of a prompt, in the iteration scheduled last; and more come
-    defers: bool = field(
-        default=False, init=False
-    )  # blocks that an iteration under way may write are kept until its end
+    chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
+    defers: bool = field(default=False, init=False)  # what an iteration under way may write is let go with its end
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
@@ -267,7 +263,8 @@ class EngineState:
         if request.computed == request.target:
             request.flight = self.flight.index
             self.flight.finishing.append(request)
-            self.partial = None
+            if request is self.partial:
+                self.partial = None
         else:
             self.partial = self.chunk = request
             request.reserves = True
