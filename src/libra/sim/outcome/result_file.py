@@ -15,7 +15,7 @@ from typing import Any
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.config import EngineConfig
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
-from libra.sim.outcome.metrics import endings, engine_metrics, metrics_of
+from libra.sim.outcome.metrics import bounded_shares, endings, engine_metrics, metrics_of
 from libra.sim.outcome.result import ENDS, RequestColumns, SimulationResult
 
 FORMAT = 1
@@ -37,11 +37,20 @@ def document(result: SimulationResult) -> dict[str, Any]:
         "engines": [
             {**asdict(metrics), "config": place} for metrics, place in zip(engine_metrics(result), places, strict=True)
         ],
+        **_groups(result),
         "definitions": {
             "all": COMPLETED,
             **{key: {"name": it.name, "unit": it.unit, "text": it.text} for key, it in DEFINITIONS.items()},
         },
     }
+
+
+def _groups(result: SimulationResult) -> dict[str, Any]:
+    """Groups of ranks, and the share of the time of their iterations that was bounded by each of what may."""
+    told = [
+        {"name": group.name, "ranks": group.ranks, "bounded_share": bounded_shares(group)} for group in result.groups
+    ]
+    return {"groups": told} if told else {}
 
 
 FIELDS = {
