@@ -98,10 +98,12 @@ def test_nothing_of_roles_without_them() -> None:
 
 def test_nothing_handed_over_or_finished_yet() -> None:
     for limit in (0.01, 0.2):
-        result = apart(time_limit=round(limit * TICKS))
-        assert simulation_page(simulation_view(result), "apart")
-    unwatched = replace(apart(**CASES["link"]), series=())
-    assert simulation_page(simulation_view(unwatched), "apart")
+        cut = simulation_view(apart(time_limit=round(limit * TICKS)))
+        section = roles_section(cut)
+        assert section is not None and cut.roles is not None and cut.roles.bottleneck == "unknown"
+        assert [table.title for table in section.tables] == ["What bounds it"]
+    unwatched = simulation_view(replace(seen("link").result, series=()))
+    assert unwatched.roles is not None and unwatched.roles.bottleneck == "link"
 
 
 def test_a_trace_shows_requests_where_they_are(tmp_path: Path) -> None:

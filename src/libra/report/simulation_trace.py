@@ -98,7 +98,8 @@ def _network(trace: TraceFile, result: SimulationResult, most: int) -> None:
 def _requests(trace: TraceFile, result: SimulationResult) -> None:
     came = np.flatnonzero(result.requests.arrival <= result.end)
     slices = len(_PHASES) if result.transfers is None else _MOST_SLICES
-    every = -(-slices * len(came) // trace.room) if trace.room else 0
+    most = trace.room // slices
+    every = -(-len(came) // most) if most else 0
     if len(came) and every != 1:
         drawn = f"1 in {every:,}" if every else "none"
         note = f"{drawn} of {len(came):,} requests is drawn: all are more than the file may hold"

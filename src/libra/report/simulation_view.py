@@ -6,7 +6,6 @@ Every claim compares metrics with a bound that is written here; none is a guess 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 
@@ -185,7 +184,8 @@ def _memory(view: SimulationView) -> list[str]:
 def _ends(view: SimulationView) -> list[str]:
     """What only shows where there are several engines, or towards the end."""
     busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
-    busy = fmean(engine.busy_share or 0.0 for engine in view.engines if engine.role == busiest.role)
+    of_role = None if view.roles is None else view.roles.busy.get(busiest.role)
+    busy = (view.metrics.busy_share or 0.0) if of_role is None else of_role
     said = []
     if busiest.busy_share is not None and busy and busiest.busy_share >= UNEVEN * busy:
         said.append(f"Load is uneven: {busiest.name} works {percent(busiest.busy_share, 0)} of the time.")
