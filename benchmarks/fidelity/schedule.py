@@ -14,6 +14,7 @@ from random import Random
 from typing import Literal
 
 from benchmarks.fidelity.drafts import with_drafts
+from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import random_case
@@ -28,7 +29,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "drafts", "both"]
+Kind = Literal["sync", "async", "pull", "pd", "drafts", "both", "dp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,9 @@ def _schedules(
         pair, requests = random_pair(seed)
         its = vllm_pair(*random_pair(seed))
         return pair.decode, requests, simulated_pair(pair, requests), its
+    if kind == "dp":
+        ranks, requests = random_ranks(seed)
+        return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*random_ranks(seed))
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

@@ -148,12 +148,10 @@ class Session:
         await executor.processes.save_final(config.run_directory / "model")
         started_trajectories = loop.groups.started * training.samples_per_prompt
         summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
-        if (servers := workers.borrowing.servers) is not None:
-            loans = [entry.handle.loan for entry in executor.processes.fleet.instances()]
-            lending = await servers.end(loans, recorder.recalls)
+        loans = [entry.handle.loan for entry in executor.processes.fleet.instances()]
+        if (lending := await workers.borrowing.end(loans, recorder.recalls)) is not None:
             summary = replace(summary, lending=lending)
-            if lending is not None:
-                self.progress.line(lending.words)
+            self.progress.line(lending.words)
         recorder.summary(summary)
         records.journal.commit(RunEnded(loop.step))
         await executor.stop()

@@ -81,7 +81,10 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))
     if generating or chunks:
         return True
-    # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way.
+    # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way, or
+    # others compute meanwhile.
+    if state.clock is not None:
+        return bool(preempted)
     return bool(preempted) and state.under_way is None and schedule(state, now, most)
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Literal
+from typing import Literal, Protocol
 
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
@@ -119,6 +119,31 @@ class Pause:
     refresh: bool  # contexts are computed again, with the new weights
 
 
+class Clock(Protocol):
+    """Says how long an engine's iterations take, where that is not the engine's own: `pieces` are right after `bring`
+    only, and as far as what the clock has under way."""
+
+    index: int  # among events
+    busy: bool  # until `end`
+    end: int
+
+    def bring(self, state: EngineState) -> None:
+        """Count the engine's iterations that had ended at the clock's latest boundary."""
+        ...
+
+    def forward(self, state: EngineState, steps: int) -> None:
+        """So many more of its iterations are counted; they have ended."""
+        ...
+
+    def cut(self, state: EngineState, now: int) -> bool:
+        """Let the engine decide at the first boundary at or after `now`. True: the clock's end is sooner."""
+        ...
+
+    def limit(self, state: EngineState, steps: int) -> bool:
+        """Let it decide after so many of its planned iterations, fewer than planned. True: as with `cut`."""
+        ...
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class EngineState:
     """State and its smallest changes; the rules are in `running`, `admission`, `preemption` and `jump`.
@@ -132,6 +157,7 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
+    clock: Clock | None = field(default=None, init=False)  # that it shares with others
     pool: BlockPool = field(init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
     arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
