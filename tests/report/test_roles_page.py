@@ -15,7 +15,7 @@ import pytest
 from made_simulation import apart, busy
 from pages import Page, figure, marks, needs_nothing
 
-from libra.report.roles_section import roles_section
+from libra.report.roles_chapter import roles_chapter
 from libra.report.simulation_page import simulation_page
 from libra.report.simulation_trace import write_simulation_trace
 from libra.report.simulation_view import SimulationView, headline, simulation_view
@@ -92,16 +92,16 @@ def test_failures_are_told_with_their_reason() -> None:
 
 
 def test_nothing_of_roles_without_them() -> None:
-    assert roles_section(simulation_view(busy())) is None
+    assert roles_chapter(simulation_view(busy())) is None
     assert simulation_view(busy()).roles is None
 
 
 def test_nothing_handed_over_or_finished_yet() -> None:
     for limit in (0.01, 0.2):
         cut = simulation_view(apart(time_limit=round(limit * TICKS)))
-        section = roles_section(cut)
-        assert section is not None and cut.roles is not None and cut.roles.bottleneck == "unknown"
-        assert [table.title for table in section.tables] == ["What bounds it"]
+        chapter = roles_chapter(cut)
+        assert chapter is not None and cut.roles is not None and cut.roles.bottleneck == "unknown"
+        assert [table.title for table in chapter.tables] == ["What bounds it"]
     unwatched = simulation_view(replace(seen("link").result, series=()))
     assert unwatched.roles is not None and unwatched.roles.bottleneck == "link"
 

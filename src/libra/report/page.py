@@ -79,7 +79,7 @@ class CardTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class Chapter:
     """A chapter of a page: figures, and tables below them."""
 
     title: str

@@ -52,7 +52,7 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class TimeAxis:
     """Stretches of equal length, from the first arrival to the last end, as an axis."""
 
     edges: NDArray[np.int64]  # ticks
@@ -84,7 +84,7 @@ class Timeline:
         return line_figure(title, note, series, self.axis, Axis(label), self.markers)
 
 
-def timeline(view: SimulationView) -> Timeline | None:
+def time_axis(view: SimulationView) -> TimeAxis | None:
     """None: everything happened at one instant."""
     result = view.result
     if not result.makespan:
@@ -94,12 +94,12 @@ def timeline(view: SimulationView) -> Timeline | None:
     )
     scale, unit = time_unit(seconds(result.makespan))
     axis = Axis(f"time since the first arrival ({unit})", (0.0, seconds(result.makespan) / scale))
-    return Timeline(edges, (edges - result.start) / (TICKS * scale), axis, _pauses(view, scale))
+    return TimeAxis(edges, (edges - result.start) / (TICKS * scale), axis, _pauses(view, scale))
 
 
 def time_figures(view: SimulationView) -> tuple[Figure, ...]:
     """What came and went, and, where it was recorded, what the engines ran and held."""
-    time = timeline(view)
+    time = time_axis(view)
     if time is None:
         return (Figure("Over time", "Everything happened at one instant."),)
     result = view.result
@@ -175,7 +175,7 @@ def fine_unit(longest: float) -> tuple[float, str]:
     return (1e-3, "ms") if longest < 1 else time_unit(longest)
 
 
-def _flow_figure(view: SimulationView, time: Timeline) -> Figure:
+def _flow_figure(view: SimulationView, time: TimeAxis) -> Figure:
     requests = view.result.requests
     series = []
     for name, colour, ticks in (

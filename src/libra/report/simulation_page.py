@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from libra.report.page import Bar, Tile, flatten, render
-from libra.report.roles_section import roles_section
+from libra.report.roles_chapter import roles_chapter
 from libra.report.simulation_figures import latency_figures, time_figures
 from libra.report.simulation_table import (
     ENGINE_NUMBERS,
@@ -43,7 +43,7 @@ def simulation_page(view: SimulationView, title: str) -> str:
             for name, spread in shown_spreads(view)
         ],
         phases=_phases(view),
-        sections=[section for section in (roles_section(view),) if section is not None],
+        chapters=[chapter for chapter in (roles_chapter(view),) if chapter is not None],
         over_time=time_figures(view),
         engine_columns=(
             "Engine",

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.report.charts import Figure, Series, column_figure, line_figure
-from libra.report.page import Bar, CardTable, Section
+from libra.report.page import Bar, CardTable, Chapter
 from libra.report.roles_view import NAMES, Bottleneck, RolesView
-from libra.report.simulation_figures import COLOURS, Rows, Timeline, fine_unit, timeline
+from libra.report.simulation_figures import COLOURS, Rows, TimeAxis, fine_unit, time_axis
 from libra.report.simulation_view import SimulationView
 from libra.report.vega import Axis
 from libra.report.words import MISSING, count, fine_duration, percent, plural, size
@@ -25,17 +25,17 @@ _STAGES = ("waiting for prefill", "prefill", "waiting to pull", "KV transfer", "
 _ARRIVALS = 60  # stretches of time whose requests have a column
 
 
-def roles_section(view: SimulationView) -> Section | None:
+def roles_chapter(view: SimulationView) -> Chapter | None:
     """None where engines have no roles."""
     roles, transfers = view.roles, view.result.transfers
     if roles is None or transfers is None:
         return None
     tables = (_bounds_table(roles), *([_parts_table(roles)] if roles.metrics.ttft else ()))
-    return Section("Prefill and decode apart", _figures(view, transfers), tables)
+    return Chapter("Prefill and decode apart", _figures(view, transfers), tables)
 
 
 def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
-    time = timeline(view)
+    time = time_axis(view)
     if time is None or not len(transfers):
         return (Figure("Over time", "No prompt was handed over."),)
     sends, receives = link_use(transfers, time.edges)
@@ -66,7 +66,7 @@ def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
     )
 
 
-def _stages_figure(result: SimulationResult, transfers: Transfers, time: Timeline) -> Figure:
+def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
     """All requests; those that stay where their prompts are computed have no transfer."""
     requests, rows = result.requests, transfers.row
     end = np.where(requests.finish < 0, result.end, requests.finish)
@@ -84,7 +84,7 @@ def _stages_figure(result: SimulationResult, transfers: Transfers, time: Timelin
 
 
 def _links_figure(
-    title: str, y_axis: Axis, view: SimulationView, time: Timeline, sends: Rows, receives: Rows
+    title: str, y_axis: Axis, view: SimulationView, time: TimeAxis, sends: Rows, receives: Rows
 ) -> Figure:
     """A line for each engine's network in the direction of its role; of many the largest and the mean."""
     engines = view.result.engines
@@ -106,7 +106,7 @@ def _links_figure(
     return line_figure(title, note, series, time.axis, y_axis, time.markers)
 
 
-def _ttft_figure(result: SimulationResult, transfers: Transfers, time: Timeline) -> Figure:
+def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
     """Means of the requests that arrive in the same stretch."""
     handed = finished_transfers(result.requests, transfers)
     title = "TTFT of requests by their arrival"
