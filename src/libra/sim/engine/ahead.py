@@ -132,7 +132,7 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
             state.blocked = False
             request.status, request.finish, request.path = "finished", now, ()
             if request not in state.leaving:
-                state.load_tokens -= request.prompt_tokens
+                state.carry(-request.prompt_tokens)
         elif request.flight < 0:
             finish(state, request, request.computed, request.computed, now)
         else:

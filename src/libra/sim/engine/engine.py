@@ -65,7 +65,7 @@ class SimEngine(EngineState):
             request.output_tokens = room
         if self.pool.caching:
             request.path = self.pool.path(request)
-        self.load_tokens += request.prompt_tokens
+        self.carry(request.prompt_tokens)
         if not self.waiting.push(request) and self.blocked:
             return False  # it waits behind one that does not fit
         self.blocked = False

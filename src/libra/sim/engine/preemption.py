@@ -126,7 +126,7 @@ def refresh(state: EngineState) -> None:
 def mark(state: EngineState, request: Request, status: Status) -> None:
     """Let a request leave at the next boundary, with this status."""
     if request not in state.leaving:
-        state.load_tokens -= request.prompt_tokens
+        state.carry(-request.prompt_tokens)
     state.leaving[request] = status
     request.ask_at = None
 

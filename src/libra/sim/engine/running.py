@@ -193,7 +193,7 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     request.status = "finished"
     request.finish = now
     if request not in state.leaving:
-        state.load_tokens -= request.prompt_tokens
+        state.carry(-request.prompt_tokens)
     if state.pool.caching and (request.chain is not None or request.written):
         state.write(request, known)
     if request.keeps:

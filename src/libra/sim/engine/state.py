@@ -192,6 +192,7 @@ class EngineState:
     taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
     # Counted
     load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
+    load_changed: Callable[[], object] | None = field(default=None, init=False)  # to be called when they have
     events: int = field(default=0, init=False)
     iterations: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
@@ -208,6 +209,12 @@ class EngineState:
         self.overlapping = stages > 1
         self.uneven = self.cost.uneven
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
+
+    def carry(self, tokens: int) -> None:
+        """Requests of so many prompt tokens more, or fewer, are accepted and not finished."""
+        self.load_tokens += tokens
+        if self.load_changed is not None:
+            self.load_changed()
 
     def count_held(self, now: int) -> None:
         """Count the blocks held from the last count until `now`."""
