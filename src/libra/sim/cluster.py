@@ -101,6 +101,7 @@ class SimCluster:
                 ended=self._ended,
                 unplaced=self._unplaced_or_refused,
                 idle=self._look_at,
+                keep=keep,
             )
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))

@@ -139,9 +139,9 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
             raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
         config = first.config
-        for option in ("pipeline_parallel_size", "async_scheduling", "speculative"):
+        for option, off in (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None)):
             value = getattr(config, option)
-            if value not in (1, False, None):
+            if value != off:
                 raise ValueError(
                     f"{option} of {first.name} is {value}; with data_parallel_size it is not simulated: leave one of"
                     " them out"
