@@ -73,9 +73,7 @@ def _let_go_deferred(state: EngineState, before: UnderWay) -> None:
         request.path = ()
 
 
-def _depart(
-    state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()
-) -> None:
+def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()) -> None:
     """The iteration that was decided begins, if any was. `late` were not in the one before."""
     if not ticks:
         state.under_way = None
