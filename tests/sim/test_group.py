@@ -58,7 +58,7 @@ def groups(draw: st.DrawFn, lattice: bool, *, closed: bool) -> Scenario:
         )
         sizes = draw(st.sampled_from([(), (1, 2, 4), (2, first.config.max_num_batched_tokens)]))
         config = replace(
-            first.config, capture_sizes=tuple(it for it in sizes if it <= first.config.max_num_batched_tokens)
+            first.config, capture_sizes=tuple(sorted({it for it in sizes if it <= first.config.max_num_batched_tokens}))
         )
         group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)))
         made += [

@@ -12,21 +12,22 @@ import numpy as np
 from libra.sim.engine.speculative import Ints
 
 
-def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, int]]:
-    """(iterations, ticks of the first, growth) of the pieces of the envelope over `steps` >= 1 iterations. Line `i`
-    takes `first[i] + k * growth[i]` ticks in iteration `k`."""
+def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, int, int]]:
+    """(iterations, ticks of the first, growth, line) of the pieces of the envelope over `steps` >= 1 iterations. Line
+    `i` takes `first[i] + k * growth[i]` ticks in iteration `k`; of several that are the largest, the one that grows
+    least is named."""
     at = 0
     while at < steps:
         values = first + growth * at
         top = values.max()
         of_top = values == top
-        steepest = growth[of_top].max()
-        steeper = growth > steepest
+        flattest = growth[of_top].min()
+        steeper = growth > flattest
         done = steps - at
         if done > 1 and steeper.any():
             # The first iteration in which it is above: the quotient is rounded down, and one more.
-            done = min(done, int(((top - values[steeper]) // (growth[steeper] - steepest)).min()) + 1)
-        yield done, int(top), int(steepest)
+            done = min(done, int(((top - values[steeper]) // (growth[steeper] - flattest)).min()) + 1)
+        yield done, int(top), int(flattest), int((of_top & (growth == flattest)).argmax())
         at += done
 
 

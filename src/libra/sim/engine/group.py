@@ -10,6 +10,7 @@ each `sync_interval`-th.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -139,6 +140,8 @@ class RankGroup:
         self._opened: list[Rank] = []  # to which something came at it
         self._horizon = 0  # iteration up to which the group is under way
         self._pieces: list[Piece] = []  # of the iterations up to there
+        self._bounds: list[str] = []  # what bounds each of these, where that has names
+        self._bounded: Counter[str] = Counter()  # ticks of iterations that have landed, by that
         self._exact, self._trace = exact, trace
         self._noted: list[Iteration] = []  # what ranks planned, until it is known how long it takes
         # Of each rank, as of `iteration`:
@@ -231,6 +234,8 @@ class RankGroup:
             self._pausing = False
             return list(self.ranks)
         steps = self._horizon - self.iteration
+        if self._bounds:
+            self._bounded += self._bounding(steps)
         if self._trace is not None:
             for rank in self.ranks:
                 rank.pieces = self._pieces
@@ -300,6 +305,21 @@ class RankGroup:
         self._noted.clear()
         return True
 
+    def bounded(self, now: int) -> Counter[str]:
+        """Ticks of the iterations that have ended by now, by what bounds them."""
+        if not self.busy or self._pausing:
+            return self._bounded
+        steps, end = cut([*self._pieces], self._horizon - self.iteration, now)
+        return self._bounded + self._bounding(steps if end <= now else steps - 1)
+
+    def _bounding(self, steps: int) -> Counter[str]:
+        """Of the first so many iterations under way."""
+        found: Counter[str] = Counter()
+        following = [before for before, *_ in self._pieces[1:]] + [steps]
+        for (before, _, first, more), after_it, name in zip(self._pieces, following, self._bounds, strict=False):
+            found[name] += ticks_of(max(0, min(after_it, steps) - before), first, more)
+        return found
+
     def ticks_with(self, batch: DecodeBatch, context: int) -> int:
         """Of an iteration like the latest one, if a rank with this batch were the slowest."""
         base, slope, _ = self.spec.cost.rank(self._graph).line(batch, context)
@@ -341,7 +361,7 @@ class RankGroup:
         if lines is None or lines.graph != graph:
             lines = self._lines[kind] = _Lines(graph, self.spec.cost.rank(graph), len(self.ranks))
         steps, at, done = self._horizon - self.iteration, self.start, 0
-        self._pieces = []
+        self._pieces, self._bounds = [], []
         while done < steps:
             contexts = self._contexts + self._growths * done
             mixed = [rank.place for rank in self._mixed]
@@ -349,8 +369,10 @@ class RankGroup:
             for rank in self._mixed:
                 work = rank.work
                 ticks[rank.place] = lines.cost.mixed(work.batch, work.context, work.chunks, work.admitted)
-            for count, first, more in corners(*scaled(ticks, growth, together.lines), min(holds, steps - done)):
+            for count, first, more, line in corners(*scaled(ticks, growth, together.lines), min(holds, steps - done)):
                 self._pieces.append((done, at, first, more))
+                if together.names:
+                    self._bounds.append(together.names[line // len(self.ranks)])
                 at += ticks_of(count, first, more)
                 done += count
         self.end = at
@@ -366,24 +388,26 @@ class RankGroup:
 class _Lines:
     """What the ranks' own parts take with one graph, as lines in the ranks' contexts."""
 
-    __slots__ = ("_base", "_limits", "_slope", "_versions", "cost", "graph")
+    __slots__ = ("_base", "_limits", "_slope", "_starts", "_versions", "cost", "graph")
 
     def __init__(self, graph: Graph, cost: IterationCost, count: int) -> None:
         self.graph, self.cost = graph, cost
         self._base, self._slope = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._limits = np.zeros(count, np.int64)
+        self._starts, self._limits = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._versions = np.full(count, -1)
 
     def at(
         self, contexts: Ints, growths: Ints, versions: Ints, batches: Sequence[DecodeBatch], without: Sequence[int]
     ) -> tuple[Ints, Ints, int]:
         """(ticks, growth) of each rank but some, and for how many iterations they hold."""
-        stale = (self._versions != versions) | (contexts >= self._limits)
+        # A stretch that was cut goes back to where a line did not hold yet.
+        stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
         if without:
             stale[without] = False
         for place in np.flatnonzero(stale).tolist():
             line = self.cost.line(batches[place], int(contexts[place]))
             self._base[place], self._slope[place], self._limits[place] = line
+            self._starts[place] = contexts[place]
             self._versions[place] = versions[place]
         holds = (self._limits - contexts + growths - 1) // np.maximum(growths, 1)
         holds[growths == 0] = UNLIMITED

@@ -23,10 +23,12 @@ class Graph(NamedTuple):
 
 class Together(NamedTuple):
     """An iteration takes the longest of `factor * slowest + ticks` for each (factor, ticks) of `lines`, where `slowest`
-    are the ticks of the slowest rank's own part. This holds for so many iterations."""
+    are the ticks of the slowest rank's own part. This holds for so many iterations. `names` say, for each line, what
+    bounds an iteration that follows it; there are none where that is no question."""
 
     lines: tuple[tuple[int, int], ...]
     holds: int = UNLIMITED
+    names: tuple[str, ...] = ()
 
 
 class GroupCost(Protocol):
