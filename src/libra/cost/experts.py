@@ -38,9 +38,13 @@ class Balancing:
         an interval were over."""
         return (iteration + self._ahead) // self.step_interval
 
+    def moved_at(self, moves: int) -> int:
+        """The iteration before which they are moved for the so-manieth time."""
+        return moves * self.step_interval - self._ahead
+
     def next_move(self, iteration: int) -> int:
         """The first iteration after this one before which experts are moved."""
-        return (self.moves(iteration) + 1) * self.step_interval - self._ahead
+        return self.moved_at(self.moves(iteration) + 1)
 
     @property
     def _ahead(self) -> int:
@@ -67,8 +71,8 @@ def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layer
     table = np.array(counts, dtype=float)
     if not (np.isfinite(table).all() and (table >= 0).all() and (np.count_nonzero(table, axis=1) >= active).all()):
         raise ValueError(f"frequencies: in each row {active} experts or more have a count, and none is negative")
-    shares = np.stack([_capped(row, active) for row in table])
-    return shares if len(shares) == layers else np.repeat(shares, layers, axis=0)
+    shares: Shares = np.stack([_capped(row, active) for row in table])
+    return shares if len(shares) == layers else np.tile(shares, (layers, 1))
 
 
 def initial_placement(experts: int, slots: int, layers: int) -> Placement:
