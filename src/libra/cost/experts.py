@@ -118,7 +118,8 @@ def arrivals(before: Placement, after: Placement, ranks: int) -> NDArray[np.int6
 
 def _capped(weights: Shares, active: int) -> Shares:
     """Shares in proportion to the weights, none above 1 / `active`."""
-    shares, most = weights / weights.sum(), 1 / active
+    most = 1 / active
+    shares: Shares = weights / weights.sum()
     while (over := shares > most * (1 + 1e-12)).any():
         full = over | (shares >= most)
         rest = ~full & (weights > 0)

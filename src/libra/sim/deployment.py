@@ -142,7 +142,7 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         config = first.config
         for option in ("pipeline_parallel_size", "async_scheduling", "speculative"):
             value = getattr(config, option)
-            if value not in (1, False, None):
+            if value is True or value not in (1, False, None):
                 raise ValueError(
                     f"{option} of {first.name} is {value}; with data_parallel_size it is not simulated: leave one of"
                     " them out"

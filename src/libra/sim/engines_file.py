@@ -26,7 +26,9 @@ from libra.hardware.model_file import load_model
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec, FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.speculative import Speculative
+from libra.sim.expert_ranks import RanksSection, check_ranks, expert_bytes, group_cost
 from libra.sim.kv_network import DEFAULT_LEASE, KVNetwork
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -82,8 +84,8 @@ class SpeculativeSection(Section):
         return drafts
 
 
-class EngineSection(Section):
-    """`count` engines that are alike."""
+class EngineSection(RanksSection):
+    """`count` engines that are alike, or as many groups of ranks."""
 
     name: Annotated[str, Field(min_length=1)]
     count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
@@ -200,7 +202,10 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
     if refused is not None:
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
     try:
+        check_ranks(section, model, section.tensor_parallel_size)
         config = _config(section, model, gpu)
+        if section.data_parallel_size > 1:
+            return _ranks(section, config, model, gpu, beside, note)
         grid = _grid(section, config, model, gpu, beside, note)
         drafter = _drafter(section, config, model, gpu, beside, grid)
     except ValueError as error:
@@ -209,7 +214,7 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
     try:
         host = grid.host
         if not host.priced:
-            host = HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
+            host = _overhead(section)
         elif overhead != OverheadSection():
             raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
         elif section.async_scheduling:
@@ -217,13 +222,65 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         cost = GridCost(grid, config, host, drafter)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
-    numbers = range(section.count)
-    names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
+    names = _names(section)
     role, tp = ROLES[section.role], section.tensor_parallel_size
     devices, kv_bytes = tp * section.pipeline_parallel_size, tp * model.kv_bytes_per_token(_KV_BYTES, tp)
     return [
         EngineSpec(name, config, cost, section.bucket, devices=devices, role=role, kv_bytes=kv_bytes) for name in names
     ]
+
+
+def _ranks(
+    section: EngineSection,
+    config: EngineConfig,
+    model: ModelSpec,
+    gpu: GPU,
+    beside: Path,
+    note: Callable[[str], None],
+) -> list[EngineSpec]:
+    """The ranks of each group."""
+    tp = section.tensor_parallel_size
+    if section.pipeline_parallel_size > 1:
+        raise ValueError("pipeline_parallel_size with data_parallel_size is not simulated: leave one of them out")
+    if section.host != "none" and section.overhead != OverheadSection():
+        raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
+    cost = group_cost(
+        section,
+        model,
+        gpu,
+        tp,
+        config,
+        source=section.profile,
+        host=section.host,
+        overhead=_overhead(section),
+        weight_bytes=_weight_bytes(section),
+        beside=beside,
+        note=note,
+    )
+    alone, kv_bytes = cost.rank(Graph("NONE")), tp * model.kv_bytes_per_token(_KV_BYTES, tp)
+    return [
+        EngineSpec(
+            f"{name}-dp{rank}",
+            config,
+            alone,
+            section.bucket,
+            devices=tp,
+            role=ROLES[section.role],
+            kv_bytes=kv_bytes,
+            group=GroupSpec(name, cost, section.dp_sync_interval),
+        )
+        for name in _names(section)
+        for rank in range(section.data_parallel_size)
+    ]
+
+
+def _names(section: EngineSection) -> list[str]:
+    return [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in range(section.count)]
+
+
+def _overhead(section: EngineSection) -> HostCost:
+    overhead = section.overhead
+    return HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
 
 
 def _check_models(file: EnginesFile) -> None:
@@ -262,13 +319,19 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
 
 def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
     tp, weights, more = section.tensor_parallel_size, 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
+    divided = section.data_parallel_size > 1  # experts are
+    if divided:
+        weights = expert_bytes(
+            section, model, tp, weight_bytes=_weight_bytes(section), batched_tokens=section.max_num_batched_tokens
+        )
     drafts = section.speculative
     if drafts is not None and drafts.model is not None:
         drafter = load_model(drafts.model)
-        weights = drafter.weight_bytes(_KV_BYTES, tp)
+        weights += drafter.weight_bytes(_KV_BYTES, tp)
         more = drafter.kv_bytes_per_token(_KV_BYTES, tp) / model.kv_bytes_per_token(_KV_BYTES, tp)
     elif drafts is not None and drafts.method != "ngram":
-        weights, more = model.weight_bytes(_weight_bytes(section), tp) / model.layers, 1 / model.layers
+        weights += model.weight_bytes(_weight_bytes(section), tp) / model.layers
+        more = 1 / model.layers
     tokens = kv_tokens(
         model,
         gpu.memory,
@@ -279,6 +342,7 @@ def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
         batched_tokens=section.max_num_batched_tokens,
         pp=section.pipeline_parallel_size,
         taken=weights,
+        routed=not divided,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 
