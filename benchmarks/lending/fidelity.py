@@ -5,9 +5,9 @@ that differ by more than the simulation does say no more than that.
 
     python -m benchmarks.lending fidelity --traffic azure_2023_conv.csv [--rate 3] [--requests 120] [--json FILE]
 
-Engines, requests and clock are those of `pair`. The simulation has costs fitted to the first run's steps of both engines,
-the bounds that its borrower kept to, what it takes to take a request in, and for every step the mean of the time that
-was neither.
+Engines, requests and clock are those of `pair`. The simulation has costs fitted to the first run's steps of both
+engines, the bounds that its borrower kept to, what it takes to take a request in, and for every step the mean of the
+time that was neither.
 """
 
 from __future__ import annotations
