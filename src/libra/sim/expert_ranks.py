@@ -13,15 +13,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from libra.config.yaml_file import ConfigError, Section
+from libra.config.yaml_file import Section
 from libra.cost.collectives import AllToAll
 from libra.cost.engine_memory import CONTEXT, ffn_rank_bytes
 from libra.cost.experts import Balancing, Shares, measured, power_law
 from libra.cost.host import HostCost
+from libra.cost.kernels import KernelTerms
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.files import load_calibration
-from libra.cost.sources.profiles import host_part
-from libra.cost.sources.tables import NoTablesError
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
@@ -123,44 +122,40 @@ def group_cost(
     config: EngineConfig,
     *,
     source: str,
-    host: str,
-    overhead: HostCost,
+    host: HostCost,
+    terms: KernelTerms,
     weight_bytes: int,
     beside: Path,
     note: Callable[[str], None],
 ) -> ExpertCost:
-    """`source` and `host` are the engine's `profile` and `host`. Raises ValueError that opens with the key."""
+    """`source` is `auto`, `tables`, `roofline` or a calibration file; `beside` is where other files are. Raises
+    `ConfigError` or `NoTablesError` where the source does not have it, ValueError that opens with another key."""
     nodes = NodeClass(
         "node", 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NODE * section.network_bandwidth
     )
     calibration = None
-    try:
-        if source not in ("auto", "tables", "roofline"):
-            calibration = load_calibration(beside / source)
-        grid = expert_grid(
-            gpu,
-            model,
-            tp,
-            section.data_parallel_size,
-            section.all2all_backend,
-            fabric(nodes),
-            source=source if calibration is None else "roofline",
-            dtype_bytes=weight_bytes,
-            calibration=calibration,
-            note=note,
-        )
-    except (ConfigError, NoTablesError) as error:
-        raise ValueError(f"profile: {error}") from None
+    if source not in ("auto", "tables", "roofline"):
+        calibration, source = load_calibration(Path(source)), "roofline"
+    dp, way = section.data_parallel_size, section.all2all_backend
+    grid = expert_grid(
+        gpu,
+        model,
+        tp,
+        dp,
+        way,
+        fabric(nodes),
+        source=source,
+        dtype_bytes=weight_bytes,
+        calibration=calibration,
+        note=note,
+    )
     note(f"times of data-parallel ranks: {grid.source}")
-    added = host_part(host if host in ("none", "default") else str(beside / host), model, note)
-    if added is not None:
-        overhead = added[0]
-        grid = replace(grid, own=replace(grid.own, terms=added[1]))
+    grid = replace(grid, own=replace(grid.own, terms=terms))
     eplb = section.eplb_config
     balancing = None
     if section.enable_eplb:
         balancing = Balancing(eplb.num_redundant_experts, eplb.window_size, eplb.step_interval)
-    return ExpertCost(grid, config, _load(section.expert_load, model, beside), balancing, overhead)
+    return ExpertCost(grid, config, _load(section.expert_load, model, beside), balancing, host)
 
 
 def _load(section: ExpertLoadSection, model: ModelSpec, beside: Path) -> ExpertLoad:

@@ -62,11 +62,11 @@ def stage_profile(
     nodes: NodeClass,
     model: ModelSpec,
     recipe: Recipe,
+    source: str,
+    host: str,
     tp: int,
     ffn: int,
-    source: str = "auto",
     note: Callable[[str], None] = lambda _: None,
-    host: str = "none",
     ffn_gpu: GPU | None = None,
 ) -> tuple[StageGrid, HostCost]:
     """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from where

@@ -65,7 +65,7 @@ class SimEngine(EngineState):
             request.output_tokens = room
         if self.pool.caching:
             request.path = self.pool.path(request)
-        self.load_tokens += request.prompt_tokens
+        self.carry(request.prompt_tokens)
         if not self.waiting.push(request) and self.blocked:
             return False  # it waits behind one that does not fit
         self.blocked = False
@@ -256,9 +256,8 @@ class SimEngine(EngineState):
         self.start = now
         self.busy = True
         self.events += 1
-        if self.config.async_scheduling:
-            plan_ahead(self, now)
-        elif not schedule(self, now, self.most_steps):
+        ahead = self.config.async_scheduling
+        if not (plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps)):
             if not (self.arriving or self.orphans or self.sending):
                 raise nothing_fits(self)
             self.events -= 1

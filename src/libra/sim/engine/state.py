@@ -173,6 +173,8 @@ class EngineState:
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
+    chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
+    defers: bool = field(default=False, init=False)  # what an iteration under way may write is let go with its end
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
@@ -192,6 +194,7 @@ class EngineState:
     taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
     # Counted
     load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
+    load_changed: Callable[[], object] | None = field(default=None, init=False)  # to be called when they have
     events: int = field(default=0, init=False)
     iterations: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
@@ -208,6 +211,12 @@ class EngineState:
         self.overlapping = stages > 1
         self.uneven = self.cost.uneven
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
+
+    def carry(self, tokens: int) -> None:
+        """Requests of so many prompt tokens more, or fewer, are accepted and not finished."""
+        self.load_tokens += tokens
+        if self.load_changed is not None:
+            self.load_changed()
 
     def count_held(self, now: int) -> None:
         """Count the blocks held from the last count until `now`."""
@@ -248,6 +257,13 @@ class EngineState:
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
+    def is_under_way(self, request: Request) -> bool:
+        """Whether a running request is in the iteration under way."""
+        under_way = self.under_way
+        if under_way is None:
+            return False
+        return under_way.chunk is request if request is self.partial else request not in under_way.absent
+
     def generation_of(self, request: Request) -> Generation | None:
         """The `Generation` that a request is in; None if it does not generate."""
         if request.flight < 0:
@@ -280,9 +296,10 @@ class EngineState:
         if request.computed == request.target:
             request.flight = self.flight.index
             self.flight.finishing.append(request)
-            self.partial = None
+            if request is self.partial:
+                self.partial = None
         else:
-            self.partial = request
+            self.partial = self.chunk = request
             request.reserves = True
 
     def write(self, request: Request, tokens: int) -> None:
@@ -304,11 +321,15 @@ class EngineState:
         """Whether another request generates on a chain that this one's context follows."""
         return any(owner in self.writers for owner, _, _ in request.path)
 
-    def release(self, request: Request, tokens: int, known: int) -> None:
-        """Stop running a request, and release the blocks of its computed tokens; so many of them are known."""
+    def release(self, request: Request, tokens: int, known: int, *, row: bool = False) -> None:
+        """Stop running a request, and release the blocks of its computed tokens; so many of them are known. `row` says
+        whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
-        self.let_go_blocks(request, tokens, known)
+        if row and self.defers and self.under_way is not None:
+            self.under_way.deferred.append((request, request.path, tokens, known))
+        else:
+            self.let_go_blocks(request, tokens, known)
 
     def keep(self, request: Request, tokens: int, known: int) -> None:
         """Stop running a request, and keep its blocks."""
