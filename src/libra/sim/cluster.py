@@ -14,7 +14,7 @@ from itertools import count
 
 from libra.route.policy import Policy
 from libra.sim.deployment import WeightUpdate, check_engines, check_groups, check_roles
-from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.config import DECODE, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.group import Rank, RankGroup
 from libra.sim.engine.group_cost import GroupSpec
@@ -182,6 +182,8 @@ class SimCluster:
             )
             for place, spec in enumerate(specs)
         ]
+        for spec, engine in zip(specs, engines, strict=True):
+            engine.defers = spec.role is DECODE and spec.config.async_scheduling
         self._group(specs, engines)
         for placer, takes in (
             (self.placer, "prompt"),

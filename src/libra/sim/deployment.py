@@ -109,12 +109,11 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
                 f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
             )
-        for option in ("pipeline_parallel_size", "async_scheduling"):
-            if getattr(engine.config, option) > 1 or getattr(engine.config, option) is True:
-                raise ValueError(
-                    f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
-                    " not simulated: leave it out"
-                )
+        if engine.config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size of {engine.name} is {engine.config.pipeline_parallel_size}; with role"
+                f" {engine.role.name} it is not simulated: leave it out"
+            )
     for engine in decode:
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")

@@ -256,9 +256,8 @@ class SimEngine(EngineState):
         self.start = now
         self.busy = True
         self.events += 1
-        if self.config.async_scheduling:
-            plan_ahead(self, now)
-        elif not schedule(self, now, self.most_steps):
+        ahead = self.config.async_scheduling
+        if not (plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps)):
             if not (self.arriving or self.orphans or self.sending):
                 raise nothing_fits(self)
             self.events -= 1
