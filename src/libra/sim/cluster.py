@@ -254,10 +254,21 @@ class SimCluster:
                     watch(engine, now)
             deciding.clear()
             for group in self.groups:
-                if group.due and group.depart(now):
-                    events.end(group)
+                if group.due:
+                    self._depart(group, now)
         if self._limit is not None and events.goes_on():
             self._stop(self._limit)
+
+    def _depart(self, group: RankGroup, now: int) -> None:
+        for rank in group.opened():
+            rank.plan(now)
+            if rank.interrupted:
+                self._go_on(rank)
+            if rank.pulls or rank.failed:
+                self._of_pulls(rank, now)
+            self._look_at(rank)
+        if group.depart(now):
+            self._events.end(group)
 
     def _commit(self, engine: SimEngine, now: int) -> None:
         self._deciding.add(engine.index)
