@@ -265,8 +265,8 @@ class SimCluster:
             if rank.interrupted:
                 self._go_on(rank)
             if rank.pulls or rank.failed:
-                self._of_pulls(rank, now)
-            self._look_at(rank)
+                self.frontend.planned(rank, now)
+            self.look_at(rank)
         if group.depart(now):
             self._events.end(group)
 
