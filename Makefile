@@ -31,7 +31,7 @@ test: setup  ## run all tests, two at a time
 
 compiled: setup  ## the simulator's core compiled in build/compiled, and whether it gives the same bytes
 	LIBRA_COMPILED=1 $(VENV)/bin/python setup.py -q build --build-base build/mypyc --build-lib build/compiled
-	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q tests/sim
+	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q tests/sim/test_compiled.py tests/sim/test_*_equality.py
 
 fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py

@@ -17,7 +17,10 @@ from setuptools import setup
 
 SIM = Path("src/libra/sim")  # from here
 INTERPRETED = ("__init__.py", "queues.py")  # of an engine's modules; mypyc takes no class that derives from `deque`
-CLUSTER = ("clock", "cluster", "events", "granted_engine", "handover", "link", "placement", "prefill_decode")
+CLUSTER = (
+    *("clock", "cluster", "events", "frontend", "granted_engine", "handover"),
+    *("kv_pulls", "link", "placement", "prefill_decode"),
+)
 
 
 def core() -> list[str]:
