@@ -25,8 +25,8 @@ from libra.cost.grid import Array
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, grid_of, network
-from libra.sizing.floor import Floor, Prices, prices
+from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, experts_of, grid_of, network
+from libra.sizing.floor import Floor, Prices, prices, prices_of_rank
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import SHOWN, statistic
@@ -131,9 +131,11 @@ class Bounds:
     def _shape(self, shape: EngineSetup) -> _ShapeFloor:
         if shape not in self._shapes:
             config = configuration(self.question, shape)
-            self._shapes[shape] = _ShapeFloor(
-                config, prices(grid_of(self.question, shape), config, self._work.contexts), self._work
-            )
+            if shape.data_parallel_size == 1:
+                made = prices(grid_of(self.question, shape), config, self._work.contexts)
+            else:
+                made = prices_of_rank(experts_of(self.question, shape), config, self._work.contexts)
+            self._shapes[shape] = _ShapeFloor(config, made, self._work)
         return self._shapes[shape]
 
     def _latency(self, candidate: ServingCandidate, shapes: list[_ShapeFloor]) -> dict[Metric, Array]:
@@ -147,7 +149,8 @@ class Bounds:
     def _pool(self, pool: EnginePool) -> tuple[int, str]:
         """The highest rung that its engines do the work of, and what the work is."""
         if pool not in self._pools:
-            shape, capacity = self._shape(pool.shape), pool.count * pool.shape.pipeline_parallel_size
+            shape = self._shape(pool.shape)
+            capacity = pool.count * pool.shape.pipeline_parallel_size * pool.shape.data_parallel_size
             rung, reason = HIGHEST, "nothing bounds it"
             for deadline in self._deadlines:
                 other = "prefill" if deadline.of == "finish" else "decode"

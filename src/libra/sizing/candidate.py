@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from libra.cost.collectives import AllToAll
 from libra.sim.engine.config import RoleName
 
 Architecture = Literal["colocated", "prefill-decode"]
@@ -17,7 +18,8 @@ Architecture = Literal["colocated", "prefill-decode"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """How one engine is set up, in vLLM's terms. `nodes` is the class of nodes that it stands on."""
+    """How one engine, or one group of data-parallel ranks, is set up, in vLLM's terms. `nodes` is the class of nodes
+    that it stands on."""
 
     nodes: str
     tensor_parallel_size: int
@@ -25,15 +27,18 @@ class EngineSetup:
     max_num_seqs: int
     max_num_batched_tokens: int
     async_scheduling: bool
+    data_parallel_size: int = 1  # ranks, which divide the experts
+    all2all_backend: AllToAll = "allgather_reducescatter"
 
     @property
     def devices(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def __str__(self) -> str:
         stages = "" if self.pipeline_parallel_size == 1 else f" pp{self.pipeline_parallel_size}"
+        ranks = "" if self.data_parallel_size == 1 else f" dp{self.data_parallel_size} {self.all2all_backend}"
         return (
-            f"{self.nodes} tp{self.tensor_parallel_size}{stages} seqs {self.max_num_seqs}"
+            f"{self.nodes} tp{self.tensor_parallel_size}{stages}{ranks} seqs {self.max_num_seqs}"
             f" tokens {self.max_num_batched_tokens}{' async' if self.async_scheduling else ''}"
         )
 

@@ -9,13 +9,22 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.collectives import AllToAll
+from libra.cost.engine_memory import BLOCK, CONTEXT, ffn_rank_bytes, kv_tokens
+from libra.cost.expert_grid import ExpertGrid
+from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
-from libra.cost.transfer import fabric
+from libra.cost.sources.expert_grids import expert_grid
+from libra.cost.transfer import Fabric, fabric
+from libra.hardware.cluster import GPU
+from libra.hardware.model import ModelSpec
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
+from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupSpec
+from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.kv_network import KVNetwork
 from libra.sizing.candidate import EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
@@ -35,6 +44,10 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
+    ranks, taken = shape.data_parallel_size, 0.0
+    if ranks > 1:
+        batched = ranks * shape.max_num_batched_tokens
+        taken = ffn_rank_bytes(model, shape.devices, weight_bytes=NUMBER_BYTES, tokens=batched) - CONTEXT
     tokens = kv_tokens(
         model,
         nodes.gpu.memory,
@@ -44,6 +57,8 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         kv_bytes=NUMBER_BYTES,
         batched_tokens=shape.max_num_batched_tokens,
         pp=shape.pipeline_parallel_size,
+        taken=taken,
+        routed=ranks == 1,
     )
     blocks = max(0, tokens // BLOCK - 1)  # vLLM keeps one for itself
     if blocks * BLOCK < question.longest:
@@ -74,6 +89,16 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
     return grid
 
 
+def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
+    """What ranks that divide experts take, from the source of the profile. Raises `NoRoomError` where it has none."""
+    nodes = question.cluster.node_class(shape.nodes)
+    source = question.profiles[question.cluster.nodes.index(nodes)].source
+    if source.startswith("calibration"):
+        raise NoRoomError("a calibration has no times of experts that are divided: give another profile")
+    ranks = shape.tensor_parallel_size, shape.data_parallel_size, shape.all2all_backend
+    return _expert_grid(nodes.gpu, question.model, *ranks, fabric(nodes), "auto" if "tables" in source else "roofline")
+
+
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
     """Raises `NoRoomError` where one cannot run."""
     made = []
@@ -81,19 +106,27 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
         shape = pool.shape
         config = configuration(question, shape)
         grid = grid_of(question, shape)
-        cost = _cost(grid, config, grid.host)
+        groups: list[GroupSpec | None] = [None] * pool.count
+        if shape.data_parallel_size == 1:
+            cost: IterationCost = _cost(grid, config, grid.host)
+        else:
+            together = _expert_cost(experts_of(question, shape), config, grid.host, question.model)
+            cost = together.rank(Graph("NONE"))
+            groups = [GroupSpec(f"{pool.role}-{place}.{number}", together) for number in range(pool.count)]
         tp = shape.tensor_parallel_size
         kv_bytes = tp * question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
         made += [
             EngineSpec(
-                f"{pool.role}-{place}.{number}",
+                f"{pool.role}-{place}.{number}" + ("" if group is None else f"-dp{rank}"),
                 config,
                 cost,
-                devices=shape.devices,
+                devices=tp * shape.pipeline_parallel_size,
                 role=ROLES[pool.role],
                 kv_bytes=kv_bytes,
+                group=group,
             )
-            for number in range(pool.count)
+            for number, group in enumerate(groups)
+            for rank in range(shape.data_parallel_size)
         ]
     return tuple(made)
 
@@ -113,3 +146,19 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
 def _cost(grid: EngineGrid, config: EngineConfig, host: HostCost) -> GridCost:
     """Many candidates have the same engines, in other numbers."""
     return GridCost(grid, config, host)
+
+
+@lru_cache(maxsize=128)
+def _expert_grid(
+    gpu: GPU, model: ModelSpec, tp: int, dp: int, way: AllToAll, fabric: Fabric, source: str
+) -> ExpertGrid:
+    return expert_grid(gpu, model, tp, dp, way, fabric, source=source)
+
+
+@lru_cache(maxsize=128)
+def _expert_cost(grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec) -> ExpertCost:
+    """All experts are asked for alike."""
+    experts = model.experts
+    assert experts is not None
+    shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)
+    return ExpertCost(grid, config, ExpertLoad(lambda _: shares, experts.active), None, host)

@@ -164,8 +164,9 @@ def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]
     place = 0
     ticks = max(1, cluster.now)
     for pool in candidate.pools:
-        members = cluster.engines[place : place + pool.count]
-        place += pool.count
+        count = pool.count * pool.shape.data_parallel_size
+        members = cluster.engines[place : place + count]
+        place += count
         stages = pool.shape.pipeline_parallel_size
         busy = sum(it.busy_ticks for it in members) / (ticks * len(members) * stages)
         held = sum(it.held_ticks / (2 * it.config.kv_blocks) for it in members) / (ticks * len(members))
