@@ -13,7 +13,7 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.candidate import DataParallel, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
@@ -42,8 +42,10 @@ def test_simulation_never_betters_the_bound_of_ranks(seed: int) -> None:
             int(generator.choice([2, 16, 64])),
             int(generator.choice([128, 1024])),
             False,
-            int(generator.choice([2, 4])),
-            "deepep_low_latency" if generator.random() < 0.5 else "allgather_reducescatter",
+            parallel=DataParallel(
+                int(generator.choice([2, 4])),
+                "deepep_low_latency" if generator.random() < 0.5 else "allgather_reducescatter",
+            ),
         )
         objectives = [Objective("ttft", "p90", float(10 ** generator.uniform(-1.5, 0.5)))]
         if generator.random() < 0.6:

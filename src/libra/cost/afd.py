@@ -52,6 +52,12 @@ class StageGrid:
     def experts_seconds(self, tokens: float) -> float:
         return _between(self.tokens, self.experts, tokens)
 
+    @property
+    def least_expert_seconds(self) -> float:
+        """For each token of a layer, however many there are."""
+        beyond = (self.experts[-1] - self.experts[-2]) / (self.tokens[-1] - self.tokens[-2])
+        return min(beyond, *(seconds / count for count, seconds in zip(self.tokens, self.experts, strict=True)))
+
 
 def token_copies(model: ModelSpec, ffn: int) -> float:
     """FFN ranks to which a token goes, on average: those that have one of its experts, which are drawn evenly."""

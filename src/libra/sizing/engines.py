@@ -9,24 +9,27 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from libra.cost.afd import StageGrid
 from libra.cost.collectives import AllToAll
 from libra.cost.engine_memory import BLOCK, CONTEXT, ffn_rank_bytes, kv_tokens
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
-from libra.cost.grid import EngineGrid
+from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import HostCost
 from libra.cost.sources.expert_grids import expert_grid
+from libra.cost.sources.roofline import stage_roofline
+from libra.cost.sources.tables import NoTablesError, stage_tables
 from libra.cost.transfer import Fabric, fabric
-from libra.hardware.cluster import GPU
+from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
+from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
-from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.kv_network import KVNetwork
-from libra.sizing.candidate import EngineSetup, ServingCandidate
+from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
 
 UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
@@ -44,9 +47,9 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
-    ranks, taken = shape.data_parallel_size, 0.0
-    if ranks > 1:
-        batched = ranks * shape.max_num_batched_tokens
+    taken = 0.0
+    if shape.parallel is not None:
+        batched = shape.ranks * shape.max_num_batched_tokens
         taken = ffn_rank_bytes(model, shape.devices, weight_bytes=NUMBER_BYTES, tokens=batched) - CONTEXT
     tokens = kv_tokens(
         model,
@@ -58,8 +61,10 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         batched_tokens=shape.max_num_batched_tokens,
         pp=shape.pipeline_parallel_size,
         taken=taken,
-        routed=ranks == 1,
+        routed=shape.apart is None and shape.parallel is None,
     )
+    if shape.apart is not None:
+        _require_ffn_memory(question, shape, shape.apart)
     blocks = max(0, tokens // BLOCK - 1)  # vLLM keeps one for itself
     if blocks * BLOCK < question.longest:
         raise NoRoomError(
@@ -95,8 +100,57 @@ def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
     source = question.profiles[question.cluster.nodes.index(nodes)].source
     if source.startswith("calibration"):
         raise NoRoomError("a calibration has no times of experts that are divided: give another profile")
-    ranks = shape.tensor_parallel_size, shape.data_parallel_size, shape.all2all_backend
+    assert shape.parallel is not None
+    ranks = shape.tensor_parallel_size, shape.ranks, shape.parallel.all2all_backend
     return _expert_grid(nodes.gpu, question.model, *ranks, fabric(nodes), "auto" if "tables" in source else "roofline")
+
+
+def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:
+    tokens = -(-apart.attention * shape.max_num_batched_tokens // apart.micro_batches)
+    held = ffn_rank_bytes(question.model, apart.ffn, weight_bytes=NUMBER_BYTES, tokens=tokens)
+    memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.memory
+    if held > memory:
+        raise NoRoomError(
+            f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and what comes"
+            " to them"
+        )
+
+
+def group_cost(question: SizingQuestion, shape: EngineSetup) -> AfdCost:
+    """Of an engine whose attention and FFN are apart; times are from where the profile has its own. Raises
+    `NoRoomError` where there are none."""
+    return _group_cost(
+        question.cluster.node_class(shape.nodes),
+        question.model,
+        shape,
+        configuration(question, shape),
+        question.profiles[question.cluster.nodes.index(question.cluster.node_class(shape.nodes))],
+    )
+
+
+@lru_cache(maxsize=128)
+def _group_cost(
+    nodes: NodeClass, model: ModelSpec, shape: EngineSetup, config: EngineConfig, profile: EngineProfile
+) -> AfdCost:
+    apart, source = shape.apart, profile.source.partition(":")[0]
+    assert apart is not None
+    if source not in ("tables", "roofline"):
+        raise NoRoomError(f"attention and FFN apart have no times of a {source}: give --profile roofline")
+    stages = _stages(nodes.gpu, model, shape.tensor_parallel_size, apart.ffn, source)
+    stages = replace(stages, attention=replace(stages.attention, terms=profile.terms))
+    net = fabric(nodes)
+    ranks = AttentionFFN(apart.attention, apart.ffn, net.network / net.gpus, net.network_latency, apart.micro_batches)
+    return AfdCost(stages, config, ranks, profile.host, shape.tensor_parallel_size)
+
+
+@lru_cache(maxsize=128)
+def _stages(gpu: GPU, model: ModelSpec, tp: int, ffn: int, source: str) -> StageGrid:
+    if source == "roofline":
+        return stage_roofline(gpu, model, tp, ffn)
+    try:
+        return stage_tables(gpu, model, tp, ffn)
+    except NoTablesError as error:
+        raise NoRoomError(str(error)) from None
 
 
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
@@ -105,30 +159,33 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
     for place, pool in enumerate(candidate.pools):
         shape = pool.shape
         config = configuration(question, shape)
-        grid = grid_of(question, shape)
-        groups: list[GroupSpec | None] = [None] * pool.count
-        if shape.data_parallel_size == 1:
-            cost: IterationCost = _cost(grid, config, grid.host)
-        else:
-            together = _expert_cost(experts_of(question, shape), config, grid.host, question.model)
-            cost = together.rank(Graph("NONE"))
-            groups = [GroupSpec(f"{pool.role}-{place}.{number}", together) for number in range(pool.count)]
         tp = shape.tensor_parallel_size
         kv_bytes = tp * question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
-        made += [
-            EngineSpec(
-                f"{pool.role}-{place}.{number}" + ("" if group is None else f"-dp{rank}"),
+        group = None if shape.apart is None else group_cost(question, shape)
+        grid = grid_of(question, shape)
+        if shape.parallel is not None:
+            made += _ranks(question, pool, f"{pool.role}-{place}", config)
+            continue
+        for number in range(pool.count):
+            engine = EngineSpec(
+                f"{pool.role}-{place}.{number}",
                 config,
-                cost,
-                devices=tp * shape.pipeline_parallel_size,
+                _cost(grid, config, grid.host) if group is None else group.own,
+                devices=shape.rank_devices,
                 role=ROLES[pool.role],
                 kv_bytes=kv_bytes,
-                group=group,
             )
-            for number, group in enumerate(groups)
-            for rank in range(shape.data_parallel_size)
-        ]
+            made += [engine] if group is None else attention_ranks(engine, group)
     return tuple(made)
+
+
+def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
+    """The ranks of each group."""
+    shape = pool.shape
+    cost = _expert_cost(experts_of(question, shape), config, grid_of(question, shape).host, question.model)
+    alone = EngineSpec(name, config, cost.rank(Graph("NONE")), devices=shape.rank_devices, role=ROLES[pool.role])
+    groups = [GroupSpec(f"{name}.{number}", cost) for number in range(pool.count)]
+    return [replace(alone, name=f"{it.name}-dp{rank}", group=it) for it in groups for rank in range(shape.ranks)]
 
 
 def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork | None:

@@ -92,6 +92,8 @@ def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU 
     each = TOKENS[:15]  # of an FFN rank
     with _engine(other, model, 1, moe_ep_size=ffn, attention_dp_size=ffn) as engine:
         experts = [sum(_of_decode(engine, tokens, 1, _EXPERTS)) / model.layers for tokens in each]
+    # More tokens never cost less: measured tables fall here and there.
+    outside, experts = (np.maximum.accumulate(it).tolist() for it in (outside, experts))
     beyond = max(ffn * each[-1], each[-1])
     axis = tuple(tokens for tokens in TOKENS if tokens <= beyond)
     source = _source(gpu, gpu.link)
