@@ -94,8 +94,8 @@ def plugin_rows(link: float) -> Iterator[Row]:
     together = ExpertCost(grid, config, ExpertLoad(lambda _: shares, model.experts.active))
     kinds: dict[str, tuple[GroupCost, int, int]] = {"EP 64": (together, 64, 64)}
     for attention in (48, 64):
-        cost = AfdCost(stage_roofline(gpu, model, 1, 16), config, AttentionFFN(attention, 16, link, 5e-6))
-        kinds[f"{attention}A16F"] = cost, attention, attention + 16
+        apart = AfdCost(stage_roofline(gpu, model, 1, 16), config, AttentionFFN(attention, 16, link, 5e-6))
+        kinds[f"{attention}A16F"] = apart, attention, attention + 16
     for context, published in PLUGIN.items():
         for (name, (cost, ranks, gpus)), told in zip(kinds.items(), published, strict=True):
             experts = 2 * model.routed_parameters / gpus if gpus == ranks else 0.0
