@@ -67,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=REPOSITORY,
         env={**os.environ, **WORKER_ENVIRONMENT},
         check=True,
-        timeout=300,
+        timeout=600,
         stdout=subprocess.PIPE,
         text=True,
     )
