@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from libra.sim.engine.config import EngineConfig
 
 
-def pull_config(config: EngineConfig) -> KVTransferConfig:
+def pull_config(config: EngineConfig, kv_role: str = "kv_both") -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector=PullConnector.__name__,
         kv_connector_module_path=__name__,
-        kv_role="kv_both",
+        kv_role=kv_role,
         kv_load_failure_policy=config.kv_load_failure_policy,
     )
 

@@ -124,9 +124,9 @@ def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
-    def __init__(self, config: EngineConfig, *, pulls: bool = False) -> None:
-        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled."""
-        self._scheduler = _make_scheduler(config, pulls)
+    def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
+        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled."""
+        self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -141,6 +141,11 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         return bool(self._under_way) or self.unfinished
+
+    @property
+    def full(self) -> bool:
+        """Whether the next step is scheduled only when the oldest under way has ended."""
+        return len(self._under_way) == self._most_under_way
 
     @property
     def scheduled_something(self) -> bool:
@@ -194,7 +199,7 @@ class VllmEngine:
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
         samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
-        return len(self._under_way) < self._most_under_way
+        return not self.full
 
     def started_pulls(self) -> list[int]:
         """Requests whose KV is to be pulled since the last schedule."""
@@ -326,7 +331,7 @@ def _cached(output: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(name), found[name]) for name in output.num_scheduled_tokens if name in found)
 
 
-def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
+def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     model = copy(_model_config())
     model.max_model_len = config.max_model_len
     cache_config = CacheConfig(
@@ -352,7 +357,7 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
             async_scheduling=False,
         ),
         device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=pull_config(config) if pulls else None,
+        kv_transfer_config=None if kv_role is None else pull_config(config, kv_role),
         speculative_config=None
         if config.speculative is None
         else SpeculativeConfig(

@@ -12,7 +12,15 @@ import numpy as np
 from libra.report.roles_view import RolesView, roles_view
 from libra.report.words import count, fine_duration, percent, plain, plural, worded
 from libra.sim.clock import seconds
-from libra.sim.outcome.metrics import Ending, EngineMetrics, Metrics, endings, engine_metrics, metrics_of
+from libra.sim.outcome.metrics import (
+    Ending,
+    EngineMetrics,
+    Metrics,
+    bounded_shares,
+    endings,
+    engine_metrics,
+    metrics_of,
+)
 from libra.sim.outcome.result import SimulationResult
 
 LONG_QUEUE = 0.25  # of the mean latency: from here on queueing bounds a request
@@ -21,6 +29,7 @@ PAUSED = 0.2  # share of the time for which engines stand still that is worth na
 UNEVEN = 1.25  # busiest engine over the mean
 LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
 FULL = 0.95  # of seats or blocks
+MOST_GROUPS = 4  # that are told about
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +89,24 @@ def headline(view: SimulationView) -> str:
         f"{count(metrics.finished)} of {plural(metrics.requests, 'request')} finished in"
         f" {fine_duration(metrics.makespan)}: {worded(metrics.generated_rate, 'tokens/s')} generated.",
         _bound(view),
+        *_groups(view),
         *_memory(view),
         *_ends(view),
     ]
     return " ".join(said)
+
+
+def _groups(view: SimulationView) -> list[str]:
+    """What bounds iterations whose attention and FFN are on different ranks."""
+    said = []
+    for group in view.result.groups[:MOST_GROUPS]:
+        shares = bounded_shares(group)
+        if shares:
+            parts = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
+            said.append(
+                f"Iterations of {group.name} ({plural(group.ranks, 'attention rank')}) are bounded by: {parts}."
+            )
+    return said
 
 
 def notices(view: SimulationView) -> tuple[str, ...]:

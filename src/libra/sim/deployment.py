@@ -18,6 +18,7 @@ from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.kv_network import KVNetwork
+from libra.sim.rank_balancer import RankBalancer
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
 DEFAULT_DECODE_ROUTE = "least-loaded"
@@ -84,6 +85,8 @@ class Deployment:
 
     def policy(self, seed: int = 0) -> Policy:
         """A new one, which has seen nothing. `seed` is for the rules that draw."""
+        if self.route == RankBalancer.NAME:
+            return RankBalancer(sticky=self.sticky)
         return policy_named(self.route, sticky=self.sticky, seed=seed)
 
 
@@ -109,12 +112,11 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
                 f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
             )
-        for option in ("pipeline_parallel_size", "async_scheduling"):
-            if getattr(engine.config, option) > 1 or getattr(engine.config, option) is True:
-                raise ValueError(
-                    f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
-                    " not simulated: leave it out"
-                )
+        if engine.config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size of {engine.name} is {engine.config.pipeline_parallel_size}; with role"
+                f" {engine.role.name} it is not simulated: leave it out"
+            )
     for engine in decode:
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
@@ -140,9 +142,9 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
             raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
         config = first.config
-        for option in ("pipeline_parallel_size", "async_scheduling", "speculative"):
+        for option, off in (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None)):
             value = getattr(config, option)
-            if value not in (1, False, None):
+            if value != off:
                 raise ValueError(
                     f"{option} of {first.name} is {value}; with data_parallel_size it is not simulated: leave one of"
                     " them out"

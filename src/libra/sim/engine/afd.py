@@ -19,9 +19,9 @@ from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineGrid
 from libra.cost.host import NO_HOST, HostCost
 from libra.sim.clock import ticks
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.group_cost import Graph, Together
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import IterationCost
 
 Bound = Literal["attention", "ffn", "link", "round trip", "host"]
@@ -35,7 +35,7 @@ class AttentionFFN:
     ffn: int  # ranks of one GPU
     bandwidth: float  # bytes/s of each GPU's network, in each direction
     latency: float = 0.0  # seconds of a transfer beside its bytes
-    micro_batches: int = 2  # afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
+    micro_batches: int = 2  # those of afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
     serial_links: bool = True
 
     def __post_init__(self) -> None:
@@ -53,19 +53,30 @@ class AfdCost:
         self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1
     ) -> None:
         self._stages, self._config, self._afd, self._host = stages, config, afd, host
-        self._grid = _of_micro_batch(stages, afd.micro_batches)
+        self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
         self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
         self._ranks: dict[int, GridCost] = {}
-        self.rank(Graph("NONE"))
+        self.own = self.rank(Graph("NONE"))
         self._together = lru_cache(1 << 14)(self._lines)
 
     def rank(self, graph: Graph) -> IterationCost:
         cost = self._ranks.get(graph.size)
         if cost is None:
             sizes = (graph.size,) if graph.size else ()
-            cost = GridCost(self._grid, replace(self._config, capture_sizes=sizes), NO_HOST)
+            cost = GridCost(self.grid, replace(self._config, capture_sizes=sizes), NO_HOST)
             self._ranks[graph.size] = cost
         return cost
+
+    @property
+    def attention(self) -> int:
+        """Ranks."""
+        return self._afd.attention
+
+    @property
+    def least_token_seconds(self) -> float:
+        """Of an iteration, for each token of all ranks: what FFN, or a link, is busy with it."""
+        link = self._stages.token_bytes / self._rate if self._afd.serial_links else 0.0
+        return self._stages.layers * max(self._stages.least_expert_seconds, link)
 
     def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
         return self._together(graph, tokens)
@@ -97,6 +108,12 @@ class AfdCost:
         if least:
             made.append(("host", 0, least))
         return Together(tuple((factor, more) for _, factor, more in made), names=tuple(name for name, _, _ in made))
+
+
+def attention_ranks(first: EngineSpec, cost: AfdCost) -> list[EngineSpec]:
+    """The attention ranks of a group: engines like `first`, which has the group's name."""
+    group = GroupSpec(first.name, cost)
+    return [replace(first, name=f"{first.name}-{rank}", cost=cost.own, group=group) for rank in range(cost.attention)]
 
 
 def _of_micro_batch(stages: StageGrid, count: int) -> EngineGrid:

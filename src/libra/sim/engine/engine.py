@@ -204,6 +204,11 @@ class SimEngine(EngineState):
         request those that it would not compute if it were admitted."""
         return cached_blocks(self, context, now) * self.config.block_size
 
+    def kv_usage(self, now: int) -> float:
+        """Share of the blocks that are held."""
+        settle(self, now)
+        return self.pool.held / self.pool.blocks
+
     def token_seconds(self, now: int) -> float:
         """Seconds of an iteration with one more sequence, as long as the others are on average."""
         generation = self.flight.generation
@@ -256,9 +261,8 @@ class SimEngine(EngineState):
         self.start = now
         self.busy = True
         self.events += 1
-        if self.config.async_scheduling:
-            plan_ahead(self, now)
-        elif not schedule(self, now, self.most_steps):
+        ahead = self.config.async_scheduling
+        if not (plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps)):
             if not (self.arriving or self.orphans or self.sending):
                 raise nothing_fits(self)
             self.events -= 1

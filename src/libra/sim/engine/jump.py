@@ -74,7 +74,8 @@ def count_stretch(state: EngineState) -> list[Request]:
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context_after(steps - 1)
         base, slope, _ = state.cost.line(batch, context)
-        state.under_way = UnderWay(base + slope * context)
+        late = state.under_way.absent if steps == 1 else ()
+        state.under_way = UnderWay(base + slope * context, late=late)
     return generation.advance(steps)
 
 

@@ -173,6 +173,8 @@ class EngineState:
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
+    chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
+    defers: bool = field(default=False, init=False)  # what an iteration under way may write is let go with its end
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
@@ -255,6 +257,13 @@ class EngineState:
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
+    def is_under_way(self, request: Request) -> bool:
+        """Whether a running request is in the iteration under way."""
+        under_way = self.under_way
+        if under_way is None:
+            return False
+        return under_way.chunk is request if request is self.partial else request not in under_way.absent
+
     def generation_of(self, request: Request) -> Generation | None:
         """The `Generation` that a request is in; None if it does not generate."""
         if request.flight < 0:
@@ -287,9 +296,10 @@ class EngineState:
         if request.computed == request.target:
             request.flight = self.flight.index
             self.flight.finishing.append(request)
-            self.partial = None
+            if request is self.partial:
+                self.partial = None
         else:
-            self.partial = request
+            self.partial = self.chunk = request
             request.reserves = True
 
     def write(self, request: Request, tokens: int) -> None:
@@ -311,11 +321,15 @@ class EngineState:
         """Whether another request generates on a chain that this one's context follows."""
         return any(owner in self.writers for owner, _, _ in request.path)
 
-    def release(self, request: Request, tokens: int, known: int) -> None:
-        """Stop running a request, and release the blocks of its computed tokens; so many of them are known."""
+    def release(self, request: Request, tokens: int, known: int, *, row: bool = False) -> None:
+        """Stop running a request, and release the blocks of its computed tokens; so many of them are known. `row` says
+        whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
-        self.let_go_blocks(request, tokens, known)
+        if row and self.defers and self.under_way is not None:
+            self.under_way.deferred.append((request, request.path, tokens, known))
+        else:
+            self.let_go_blocks(request, tokens, known)
 
     def keep(self, request: Request, tokens: int, known: int) -> None:
         """Stop running a request, and keep its blocks."""

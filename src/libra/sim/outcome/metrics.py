@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.config import RoleName
 from libra.sim.engine.request import Status
-from libra.sim.outcome.result import ENDS, RequestColumns, SimulationResult
+from libra.sim.outcome.result import ENDS, GroupResult, RequestColumns, SimulationResult
 
 Durations = NDArray[np.int64] | NDArray[np.float64]  # ticks
 
@@ -267,3 +267,10 @@ def _rate(count: int, ticks: int) -> float | None:
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def bounded_shares(group: GroupResult) -> dict[str, float]:
+    """Of the time of a group's iterations, by what bounded them, the largest first."""
+    total = sum(group.bounded_ticks.values())
+    ordered = sorted(group.bounded_ticks.items(), key=lambda it: (-it[1], it[0]))
+    return {name: ticks / total for name, ticks in ordered if ticks}

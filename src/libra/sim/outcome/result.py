@@ -74,6 +74,15 @@ class EngineResult:
     role: RoleName = "colocated"
 
 
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """Ranks that began each iteration together."""
+
+    name: str
+    ranks: int
+    bounded_ticks: Mapping[str, int]  # of iterations that ended, by what bounded them; empty where that is no question
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
     workload: Mapping[str, Any]  # its description, as JSON values
@@ -82,6 +91,7 @@ class SimulationResult:
     series: tuple[EngineSeries, ...]  # one an engine, or none where nobody watched
     partial: bool  # the time limit came before the end
     end: int  # tick of the last thing that happened, or the time limit
+    groups: tuple[GroupResult, ...] = ()
     transfers: Transfers | None = None  # of KV, where engines have roles
 
     @property
@@ -122,6 +132,7 @@ def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> 
         series=() if watcher is None else tuple(watcher.series(it.index, cluster.now) for it in cluster.engines),
         partial=cluster.partial,
         end=cluster.now,
+        groups=tuple(GroupResult(it.spec.name, len(it.ranks), dict(it.bounded(cluster.now))) for it in cluster.groups),
         transfers=transfers_of(cluster),
     )
 
