@@ -133,7 +133,7 @@ class Observations:
         return Replanner(period=self._planner.period, tracker=tracker, holds=self._planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
-        """Finished episodes, and the bucket limits they were routed by: without any, they tell nothing of the router."""
+        """Finished episodes, and the bucket limits they were routed by: without any, nothing is told of the router."""
         self.replanner.observe(episode.trajectory for episode in episodes)
         for episode in episodes:
             peak = episode.trajectory.peak_context
