@@ -18,6 +18,7 @@ from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.kv_network import KVNetwork
+from libra.sim.rank_balancer import RankBalancer
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
 DEFAULT_DECODE_ROUTE = "least-loaded"
@@ -84,6 +85,8 @@ class Deployment:
 
     def policy(self, seed: int = 0) -> Policy:
         """A new one, which has seen nothing. `seed` is for the rules that draw."""
+        if self.route == RankBalancer.NAME:
+            return RankBalancer(sticky=self.sticky)
         return policy_named(self.route, sticky=self.sticky, seed=seed)
 
 
@@ -108,11 +111,6 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
             raise ValueError(
                 f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
-            )
-        if engine.config.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size of {engine.name} is {engine.config.pipeline_parallel_size}; with role"
-                f" {engine.role.name} it is not simulated: leave it out"
             )
     for engine in decode:
         if engine.kv_bytes <= 0:

@@ -12,14 +12,19 @@ the host that overlaps with the GPU is a floor of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from libra.cost.expert_grid import ExpertGrid
 from libra.cost.graphs import padded
 from libra.cost.grid import Array, EngineGrid, linear_layers
+from libra.cost.host import NO_HOST
 from libra.cost.lines import hull_lines, iteration_lines
+from libra.sim.clock import TICKS
+from libra.sim.engine.afd import AfdCost
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.group_cost import Graph
 
 _ROUNDING = 1e-4  # the simulator rounds slopes to whole ticks for each token of context
 _LINES = 3
@@ -80,6 +85,68 @@ def prices(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) ->
         tuple((least * part, pair * part) for least, pair in prompt),
         tuple((least * part, slope * part, chunk) for least, slope, chunk in alone),
     )
+
+
+def prices_of_rank(grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+    """Of one of several ranks that divide experts: its own part, and what all do together. That is shared by all their
+    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others."""
+    own = prices(replace(grid.own, host=NO_HOST), config, contexts)
+    ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
+    tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
+    seconds: Array = grid.layers * grid.layer_seconds(tokens / grid.gpus) * (1 - _ROUNDING)
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # tables fall here and there
+    before = np.concatenate([seconds[:1], seconds[:-1]])  # of as many tokens, or of fewer
+    lines = hull_lines(tokens.astype(float), before, _LINES)
+    alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
+
+    def with_alone(least: Array) -> Array:
+        found: Array = least + alone[: len(least)]
+        return found
+
+    return Prices(
+        tuple(
+            replace(it, iteration=it.iteration + start, token=it.token + ranks * more)
+            for it in own.floors
+            for start, more in lines
+        ),
+        own.admission,
+        own.admitted_token,
+        tuple((with_alone(least), pair) for least, pair in own.prompt),
+        tuple((with_alone(least), context, chunk) for least, context, chunk in own.alone),
+    )
+
+
+def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+    """Of an attention rank: its own part with the least that FFN and links can take beside it, and its share of what
+    these do for all ranks.
+
+    Of an iteration's lines each is a floor, with the fewest tokens that there can be, and without padding. A rank's own
+    part is rounded to whole ticks for each token of context in every layer, so that much is taken off.
+    """
+    config = replace(config, capture_sizes=())
+    found = []
+    for factor, more in cost.together(Graph("NONE"), cost.attention, 0).lines:
+        if factor > 1:
+            found.append(prices(_of_line(cost.grid, factor, more / TICKS), config, contexts))
+    shared = Floor(0.0, 0.0, cost.attention * cost.least_token_seconds * (1 - _ROUNDING), 0.0, 0.0, 0.0)
+    return Prices(
+        (*(floor for it in found for floor in it.floors), shared),
+        0.0,
+        0.0,
+        tuple(prompt for it in found for prompt in it.prompt),
+        tuple(alone for it in found for alone in it.alone),
+    )
+
+
+def _of_line(grid: EngineGrid, factor: int, more: float) -> EngineGrid:
+    terms = grid.terms.slowed(factor)
+    more /= max(1.0, terms.linear or 0.0, terms.decode)  # which are of the rank's part only
+    decode = tuple(
+        tuple(factor * (one - batch * context / TICKS) + more for context, one in zip(grid.contexts, row, strict=True))
+        for batch, row in zip(grid.batches, grid.decode, strict=True)
+    )
+    prefill = tuple(tuple(factor * one + more for one in row) for row in grid.prefill)
+    return replace(grid, decode=decode, prefill=prefill, terms=terms)
 
 
 def _below(floor: Floor) -> Floor:
