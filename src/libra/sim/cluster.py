@@ -21,7 +21,7 @@ from libra.sim.engine.state import Iteration, Pause
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.kv_network import KVNetwork
-from libra.sim.placement import Placer
+from libra.sim.placement import EngineInstance, Placer
 from libra.sim.prefill_decode import Prefill, PrefillDecode
 from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.requests import Workload
@@ -66,7 +66,7 @@ class SimCluster:
         """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
         request of its own, numbered after all others."""
         check_engines(specs, limits)
-        check_roles(specs, kv_transfer is not None, [update.refresh for update in updates])
+        check_roles(specs, kv_transfer is not None, [update.refresh for update in updates], may_come=patient)
         entries = sum(spec.role.takes == "prompt" for spec in specs)
         if route is None and (entries > 1 or patient):
             raise ValueError(f"there are {entries} engines and no policy: say where requests go")
@@ -97,6 +97,7 @@ class SimCluster:
                 ended=self._ended,
                 unplaced=self._unplaced_or_refused,
                 idle=self._look_at,
+                bucket_of=self.placer.bucket_of,
             )
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
@@ -105,8 +106,15 @@ class SimCluster:
         self._add(specs)
         self._events = EventQueue(updates)
         self._deciding: set[int] = set()  # engines that have to at this tick
+        self._draining: dict[int, Callable[[int], None]] = {}  # engines that take nothing new, and what follows
 
     # What whoever makes the workload may do to the cluster while it runs
+
+    @property
+    def instances(self) -> tuple[EngineInstance, ...]:
+        """All engines in service, whatever their role."""
+        own = self.placer.fleet.instances
+        return own if self.pairs is None else (*own, *self.pairs.decoders.fleet.instances)
 
     @property
     def kv_tokens(self) -> int:
@@ -154,12 +162,30 @@ class SimCluster:
 
     def close(self, name: str) -> None:
         """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere."""
+        self._close(self._out_of_service(name))
+
+    def drain(self, name: str, then: Callable[[int], None]) -> None:
+        """An engine takes nothing new, and is closed once it has done what it has, and nothing is kept there for
+        others: `then` is told the tick. Weights are as they were."""
+        engine = self._out_of_service(name)
+        self._draining[engine.index] = then
+        self._close_if_drained(engine)
+
+    def _out_of_service(self, name: str) -> SimEngine:
         of_pair = self.pairs is not None and name not in self.placer
         placer = self.pairs.decoders if of_pair and self.pairs is not None else self.placer
-        engine = placer.remove(name)
+        return placer.remove(name)
+
+    def _close(self, engine: SimEngine) -> None:
         self._changed(engine, engine.close(self.now))
         if not engine.busy:
             self._empty(engine)
+
+    def _close_if_drained(self, engine: SimEngine) -> None:
+        if not (engine.busy or engine.unfinished or engine.sending or engine.orphans):
+            then = self._draining.pop(engine.index)
+            self._close(engine)
+            self.at(self.now + 1, then)
 
     def _add(self, specs: Sequence[EngineSpec], make: EngineMaker = SimEngine) -> None:
         known = len(self.engines)
@@ -240,7 +266,10 @@ class SimCluster:
                     self._of_pulls(engine, now)
                 if watch is not None:
                     watch(engine, now)
+            drained = [engines[index] for index in sorted(deciding & self._draining.keys())] if self._draining else ()
             deciding.clear()
+            for engine in drained:
+                self._close_if_drained(engine)
         if self._limit is not None and events.goes_on():
             self._stop(self._limit)
 
@@ -318,6 +347,8 @@ class SimCluster:
         self.pairs.pull(engine, now)
 
     def _look_at(self, engine: SimEngine) -> None:
+        if engine.index in self._draining:
+            self._close_if_drained(engine)
         if self._watch is not None:
             self._watch(engine, self.now)
 

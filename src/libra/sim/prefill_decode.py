@@ -60,15 +60,17 @@ class PrefillDecode:
         ended: Callable[[Request], None],
         unplaced: Callable[[Request], None],
         idle: Callable[[SimEngine], None],
+        bucket_of: Callable[[SimEngine], int | None],
     ) -> None:
-        """`at` does something at a tick; `changed` is told of engines that may have to decide anew, `ended` of requests
+        """`bucket_of` says which one an engine that computes prompts serves now, None where it is not in service; `at`
+        does something at a tick; `changed` is told of engines that may have to decide anew, `ended` of requests
         that did, `unplaced` of those that no engine goes on with, `idle` of engines that let go of blocks and have
         nothing to decide."""
         self.settings, self.decoders = settings, decoders
         self.transferred_bytes = 0
         self.transfers = 0
         self._specs, self._at, self._changed, self._ended, self._unplaced = specs, at, changed, ended, unplaced
-        self._idle = idle
+        self._idle, self._bucket_of = idle, bucket_of
         self._latency, self._lease = ticks(settings.latency), ticks(settings.lease)
         self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is let go
         self._network = Network()
@@ -115,7 +117,7 @@ class PrefillDecode:
         if request.status == "cancelled":
             self._let_go(prefill, now)
             return
-        engine = self.decoders.place(request, again=True)
+        engine = self.decoders.place(request, again=True, bucket=self._bucket_of(prefill.engine))
         if engine is None:
             self._at(now + self._lease, lambda tick: self._let_go(prefill, tick))
             del self._prefills[request]
