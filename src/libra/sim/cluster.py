@@ -105,6 +105,7 @@ class SimCluster:
         self._again: set[Request] = set()  # that arrived before, and will once more
         self._add(specs)
         self._events = EventQueue(updates)
+        self._stayed: set[str] = set()  # trajectories whose turns were all short enough to be computed where tokens are
         self._deciding: set[int] = set()  # engines that have to at this tick
         self._draining: dict[int, Callable[[int], None]] = {}  # engines that take nothing new, and what follows
 
@@ -306,7 +307,10 @@ class SimCluster:
             return
         engine = None if self.pairs is None else self.pairs.stays(request, self.now)
         if engine is None:
+            again = again or self._first_time_here(request)
             engine = self.placer.place(request, again=again) if self._routed or self.pairs else self.engines[0]
+        elif isinstance(request.owner, Caller) and not request.owner.position:
+            self._stayed.add(request.owner.trajectory.id)
         if engine is None:
             self._unplaced_or_refused(request)
             return
@@ -318,6 +322,16 @@ class SimCluster:
             self._submit(request, engine)
         else:  # first its KV
             self.at(handover.end, lambda _: self._received(handover))
+
+    def _first_time_here(self, request: Request) -> bool:
+        """Whether the policy is asked about a trajectory that it has not heard of: its turns so far stayed on engines
+        that generate."""
+        if not self._stayed or not isinstance(request.owner, Caller):
+            return False
+        name = request.owner.trajectory.id
+        stayed = name in self._stayed
+        self._stayed.discard(name)
+        return stayed
 
     def _unplaced_or_refused(self, request: Request) -> None:
         if self._patient:

@@ -201,9 +201,7 @@ class Placer:
                 policy.TurnRequest(name, prompt, request.prompt_tokens, request.prompt_tokens), self._of_bucket(bucket)
             )
         owner.placed_before = owner.generated_before
-        asked = owner.routing_request()
-        returned = owner.returned() if owner.placed and not again else None
-        owner.placed = owner.placed or not again
+        asked, returned = owner.routing_request(), None if again else owner.returned()
         if returned is None:
             return route.place(asked, self._fleet(owner, bucket))
         return route.tool_returned(asked, returned, self._fleet(owner))

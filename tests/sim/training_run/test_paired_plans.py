@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from oracles.two_kinds import LONGEST, paired_plan, paired_recipe
 from posttrain_cases import Timetable, agents, run, seeing
@@ -15,6 +17,7 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.of_plan import planned_run, simulate_plan
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.planned_engines import planned_engines
+from libra.sim.simulate import simulate
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
@@ -41,6 +44,25 @@ def test_a_bucket_has_its_prompts_on_one_kind_and_its_tokens_on_the_other() -> N
     assert told.trajectories == told.trajectories_completed == RECIPE.batch
     assert told.finished + told.interrupted == told.requests
     assert planned_run(ALONE, log())[0].kv_transfer is None
+
+
+def test_turns_that_stay_where_tokens_are_generated_need_no_placing_before() -> None:
+    """The policy of the prefill engines hears of a trajectory with the first prompt that goes there."""
+    deployment, work = planned_run(PAIR, log())
+    network = deployment.kv_transfer
+    assert network is not None
+    some = {}
+    for below in (0, 70, LONGEST):
+        result = simulate(
+            deployment.engines,
+            work,
+            "least-loaded",
+            kv_transfer=replace(network, local_below=below),
+            decode_route="cmlfq",
+        )
+        assert metrics_of(result).trajectories_completed == RECIPE.batch
+        some[below] = sum(it.iterations for it in result.engines if it.name.startswith("fast"))
+    assert some[0] > some[70] > some[LONGEST] == 0
 
 
 def simulated(plan: object, changes: dict[int, object], *, drain: bool, exact: bool = False) -> SimulatedRun:

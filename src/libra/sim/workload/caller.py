@@ -68,7 +68,6 @@ class Caller:
     generated_before: int = 0  # tokens of the turn before this request was made
     placed_before: int = 0  # those of them that a policy knew when it last placed the turn
     engine: int | None = None  # of its latest request; kept only where KV moves
-    placed: bool = False  # the policy of those who compute prompts knows of the trajectory
     told: bool = False  # the policy knows of the return before this call
     due: float | None = None  # seconds by which its group has to be complete
 
