@@ -125,9 +125,9 @@ def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
-    def __init__(self, config: EngineConfig, *, pulls: bool = False) -> None:
-        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled."""
-        self._scheduler = _make_scheduler(config, pulls)
+    def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
+        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled."""
+        self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -144,6 +144,11 @@ class VllmEngine:
         return bool(self._under_way) or self.unfinished
 
     @property
+    def full(self) -> bool:
+        """Whether the next step is scheduled only when the oldest under way has ended."""
+        return len(self._under_way) == self._most_under_way
+
+    @property
     def scheduled_something(self) -> bool:
         """Whether the youngest step under way does."""
         return bool(self._under_way[-1][1].scheduled)
@@ -152,6 +157,11 @@ class VllmEngine:
     def scheduled_tokens(self) -> int:
         """In the youngest step under way."""
         return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)
+
+    @property
+    def scheduled_rows(self) -> list[int]:
+        """Tokens of each request of the youngest step under way."""
+        return [tokens for _, tokens in self._under_way[-1][1].scheduled]
 
     @property
     def unfinished(self) -> bool:
@@ -190,7 +200,7 @@ class VllmEngine:
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
         samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
-        return len(self._under_way) < self._most_under_way
+        return not self.full
 
     def started_pulls(self) -> list[int]:
         """Requests whose KV is to be pulled since the last schedule."""
@@ -322,7 +332,7 @@ def _cached(output: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(name), found[name]) for name in output.num_scheduled_tokens if name in found)
 
 
-def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
+def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     model = copy(_model_config())
     model.max_model_len = config.max_model_len
     cache_config = CacheConfig(
@@ -351,10 +361,10 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
         kv_transfer_config=KVTransferConfig(
             kv_connector=PullConnector.__name__,
             kv_connector_module_path=PullConnector.__module__,
-            kv_role="kv_both",
+            kv_role=kv_role,
             kv_load_failure_policy=config.kv_load_failure_policy,
         )
-        if pulls
+        if kv_role is not None
         else None,
         speculative_config=None
         if config.speculative is None

@@ -49,7 +49,7 @@ def test_each_certificate_has_a_file_of_its_own(tmp_path: Path) -> None:
             ("requests.jsonl: nothing to lend at 0.1 times its rate", "a serving step may"),
             3,
         ),
-        (("--ttft", 1e-6, "--tpot", 0.1), ("serving alone misses the SLO of",), 3),
+        (("--ttft", 1e-6, "--tpot", 0.1), ("serving alone misses ttft of 1e-06 s for", "raise ttft"), 2),
         (("--ttft", 0, "--tpot", 0.1), ("ttft is 0 s; give a positive number",), 2),
         ((*SLO, "--use", "1.5"), ("--use has 1.5; a share of tpot",), 2),
         ((*SLO, "--use", "much"), ("--use is 'much'; give shares",), 2),

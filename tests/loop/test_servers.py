@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from fakes.workers import MadeLauncher
 
+from libra.backends.launch.lenders import LenderLauncher
 from libra.backends.transport.engine_messages import LoanState, StartServer
 from libra.backends.transport.messages import Stop
 from libra.config.run import LendingConfig
+from libra.loop.borrowing import Borrowing
 from libra.loop.servers import TracedServers
 from libra.records.served import ServedRequest
 
@@ -41,15 +45,20 @@ def test_terms_are_those_of_the_configuration(servers: TracedServers, tmp_path: 
 
 
 async def test_what_lending_gave_and_cost(servers: TracedServers, tmp_path: Path) -> None:
-    """Of both servers together; an engine that never reported counts for nothing."""
+    """Of both servers together; an engine that never reported counts for nothing. Of agents' users nobody tells."""
     for number, ttft in enumerate((0.5, 1.5)):
         row = ServedRequest(0, 0.0, 10, 5, ttft, 0.05)
         (tmp_path / f"served-{number}.jsonl").write_text(row.to_json() + "\n")
         (tmp_path / f"device-{number}").touch()
-    found = await servers.end([LoanState("", 4.0, 3.0, 10, 1), None, LoanState("", 6.0, 3.0, 20, 0)], recalls=7)
-    assert found is not None
+    loans = [LoanState("", 4.0, 3.0, 10, 1), None, LoanState("", 6.0, 3.0, 20, 0)]
+    found = await Borrowing("gate", servers, None).end(loans, recalls=7)
+    assert found is not None and found.users is not None
     assert (found.rule, found.share, found.grants, found.overstayed, found.recalls) == ("gate", 0.6, 30, 1, 7)
-    assert (found.requests, found.missed) == (2, 1)
+    assert (found.users.requests, found.users.missed) == (2, 1)
+    assert "rollout had 60% of the lent devices; 1 of 2 users' requests missed" in found.words
+    told = await Borrowing("gate", None, cast(LenderLauncher, object())).end(loans, recalls=7)
+    assert told == replace(found, users=None) and told.words == "lending (gate): rollout had 60% of the lent devices"
+    assert await Borrowing("off", None, None).end([], recalls=0) is None
     assert not list(tmp_path.glob("device-*"))
 
 
@@ -65,14 +74,14 @@ async def test_a_server_is_begun_and_ended_and_told_nothing_else(servers: Traced
     while not told:
         await asyncio.sleep(0)
     assert told[0].startswith("server-0 is gone, and its device is not lent: ")
-    await servers.end([], recalls=0)
+    await servers.end()
     assert launcher.workers == {"server-0": first, "server-1": second}
     assert [type(order) for order in first.orders] == [StartServer]
     assert [type(order) for order in second.orders] == [StartServer, Stop]
 
 
 async def test_without_requests_there_is_nothing_to_tell(servers: TracedServers) -> None:
-    assert await servers.end([], recalls=0) is None
+    assert await servers.end() is None
 
 
 async def test_a_resumed_run_goes_on_with_the_traffic_where_its_servers_left_it(
@@ -86,4 +95,4 @@ async def test_a_resumed_run_goes_on_with_the_traffic_where_its_servers_left_it(
     [first], [second] = (launcher.workers[f"server-{number}"].orders for number in range(2))
     assert isinstance(first, StartServer) and isinstance(second, StartServer)
     assert (first.first, second.first) == (0, 8)
-    await servers.end([], recalls=0)
+    await servers.end()

@@ -18,6 +18,7 @@ from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, FailurePolicy
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.state import Iteration
@@ -148,13 +149,27 @@ def test_a_short_prompt_stays() -> None:
 
 
 @dataclass(frozen=True)
+class TogetherCost:
+    """Ranks that take what engines do, and a tick for each token of all."""
+
+    cost: AffineCost
+
+    def rank(self, graph: Graph) -> AffineCost:
+        return self.cost
+
+    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+        return Together(((1, tokens),))
+
+
+@dataclass(frozen=True)
 class Outcome:
     requests: list[tuple[object, ...]]
     iterations: list[Iteration]
 
 
-def with_faults(seed: int, *, exact: bool) -> Outcome:
-    """Several engines of both kinds, some of which close, or cannot be read from any more."""
+def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
+    """Several engines of both kinds, some of which close, or cannot be read from any more. With `ranks` they are those
+    of groups."""
     random = Random(seed)
     config, requests = random_case(seed)
     cost = AffineCost(random.randint(1, 2000), random.randint(0, 50), random.randint(0, 3), random.randint(0, 40))
@@ -163,12 +178,28 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
         if request.cancel_at is not None:
             request.cancel_at *= cost.step
     config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
-    larger = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
+    larger = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)), async_scheduling=random.random() < 0.5)
+    config = replace(config, async_scheduling=random.random() < 0.5)
+    for request in requests:
+        request.stop = random.choice(("length", "eos")) if request.output_tokens > 1 else "length"
     specs = [EngineSpec(f"p{number}", larger, cost, role=PREFILL) for number in range(random.randint(1, 3))]
     kv_bytes = random.choice((1.0, 37.0, 1000.0))
     specs += [
         EngineSpec(f"d{number}", config, cost, role=DECODE, kv_bytes=kv_bytes) for number in range(random.randint(1, 3))
     ]
+    if ranks:
+        specs = [
+            replace(
+                it,
+                name=f"{it.name}.{place}",
+                config=replace(it.config, async_scheduling=False),
+                group=GroupSpec(it.name, TogetherCost(cost), random.choice((1, 4, 16))),
+            )
+            for it in specs
+            for place in range(random.randint(1, 3))
+        ]
+        groups: dict[str, GroupSpec] = {}
+        specs = [replace(it, group=groups.setdefault(it.group.name, it.group)) for it in specs if it.group is not None]
     transfer = KVNetwork(
         bandwidth=kv_bytes * TICKS / (cost.step * random.choice((0.01, 0.2, 2))),  # a token in so many steps
         latency=random.choice((0.0, 1e-9, 1e-12)),
@@ -224,6 +255,12 @@ def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int
     assert with_faults(seed, exact=False) == with_faults(seed, exact=True)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_holds_between_groups_of_ranks(seed: int) -> None:
+    assert with_faults(seed, exact=False, ranks=True) == with_faults(seed, exact=True, ranks=True)
+
+
 def refused(specs: Sequence[EngineSpec], transfer: KVNetwork | None = BYTE_A_TICK) -> str:
     with pytest.raises(ValueError) as error:
         SimCluster(specs, Requests(lambda: [], {}), kv_transfer=transfer)
@@ -240,8 +277,8 @@ def test_engines_that_cannot_work_together_are_refused() -> None:
     assert "block_size of D is 16, that of P 4" in refused(
         [prefill, replace(decode, config=replace(CONFIG, block_size=16))]
     )
-    assert "async_scheduling of D is True" in refused(
-        [prefill, replace(decode, config=replace(CONFIG, async_scheduling=True))]
+    assert "pipeline_parallel_size of D is 2" in refused(
+        [prefill, replace(decode, config=replace(CONFIG, pipeline_parallel_size=2))]
     )
     assert "kv_bytes of D is 0.0" in refused([prefill, replace(decode, kv_bytes=0.0)])
     for name, value in (("bandwidth", 0.0), ("lease", -1.0), ("latency", -1.0), ("local_below", -1)):

@@ -59,7 +59,7 @@ def check(
     The traffic is replayed at 0.1, 0.2, ... 2 times its rate, alone and with a borrower that spends every grant to its
     end. A certificate holds up to the largest of these rates at which no request misses the SLO that meets it alone.
 
-    Exit status: 0 done, 2 bad input, 3 nothing can be lent.
+    Exit status: 0 done, 2 bad input (an SLO that serving alone misses among it), 3 nothing can be lent.
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.lend.certificate import best, certificate_json

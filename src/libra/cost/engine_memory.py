@@ -26,30 +26,47 @@ def kv_tokens(
     batched_tokens: int,
     pp: int = 1,
     taken: float = 0.0,
+    routed: bool = True,
 ) -> int:
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each, of which it may use a
     share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every token, so the
-    fullest stage decides. `taken` bytes of each device are another engine's. Raises ValueError where the degrees do not
-    divide the model.
+    fullest stage decides. `taken` bytes of each device are another engine's; without `routed`, the experts that tokens
+    are routed to are on other devices (attention and FFN apart). Raises ValueError where the degrees do not divide the
+    model.
     """
-    held = held_bytes(model, tp, weight_bytes=weight_bytes, batched_tokens=batched_tokens, pp=pp)
+    held = held_bytes(model, tp, weight_bytes=weight_bytes, batched_tokens=batched_tokens, pp=pp, routed=routed)
     free = memory * utilization - taken - held
     tokens = int(max(0.0, free) / model.kv_bytes_per_token(kv_bytes, tp, pp))
     return tokens // BLOCK * BLOCK
 
 
-def held_bytes(model: ModelSpec, tp: int, *, weight_bytes: float, batched_tokens: int, pp: int = 1) -> float:
+def held_bytes(
+    model: ModelSpec, tp: int, *, weight_bytes: float, batched_tokens: int, pp: int = 1, routed: bool = True
+) -> float:
     """Bytes that an engine needs on each of its devices besides KV.
 
     As vLLM's profiling run does, it sets aside the activations of one iteration of `batched_tokens` tokens in bf16
     (two residual streams, and the gate, up and activated vectors of an MLP) and fp32 logits of `SAMPLED` sequences.
     """
-    widest = max(model.intermediate, _expert_width(model))
+    widest = max(model.intermediate, _expert_width(model, routed))
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
     logits = SAMPLED * model.vocab * 4 / tp
-    return CONTEXT + activations + logits + model.weight_bytes(weight_bytes, tp, pp)
+    held = CONTEXT + activations + logits + model.weight_bytes(weight_bytes, tp, pp)
+    return held if routed else held - weight_bytes * model.routed_parameters / tp
 
 
-def _expert_width(model: ModelSpec) -> int:
+def ffn_rank_bytes(model: ModelSpec, ranks: int, *, weight_bytes: float, tokens: int) -> float:
+    """Bytes that each of `ranks` devices needs that divide the experts and have nothing else, for `tokens` tokens of
+    all attention ranks together: what comes, and an MLP's vectors of it, as above."""
     experts = model.experts
-    return 0 if experts is None else experts.active * experts.intermediate + experts.shared_intermediate
+    assert experts is not None
+    rows = tokens * experts.active / ranks
+    activations = rows * 2 * (2 * model.hidden + 3 * experts.intermediate)
+    return CONTEXT + activations + weight_bytes * model.routed_parameters / ranks
+
+
+def _expert_width(model: ModelSpec, routed: bool) -> int:
+    experts = model.experts
+    if experts is None:
+        return 0
+    return (experts.active * experts.intermediate if routed else 0) + experts.shared_intermediate

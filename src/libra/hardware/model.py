@@ -119,6 +119,11 @@ class ModelSpec:
         return _MATRICES * self.hidden * self.experts.shared_intermediate if self.experts else 0
 
     @property
+    def routed_parameters(self) -> int:
+        """All routed experts of all layers."""
+        return self.sparse_layers * self.expert_parameters * (self.experts.count if self.experts else 0)
+
+    @property
     def router_parameters(self) -> int:
         """The router of one layer; every device of a tensor-parallel group has it."""
         return self.hidden * self.experts.count if self.experts else 0

@@ -6,22 +6,24 @@ agents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
 from libra.backends.launch.lenders import LenderLauncher
-from libra.backends.transport.engine_messages import Borrow, DeviceLoan
+from libra.backends.transport.engine_messages import Borrow, DeviceLoan, LoanState
 from libra.backends.transport.messages import Dtype
-from libra.config.run import RunConfig
+from libra.config.run import LendingRule, RunConfig
 from libra.loop.servers import TracedServers
+from libra.records.schema import LendingSummary
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
     """Where nothing is borrowed, it has neither."""
 
+    rule: LendingRule
     servers: TracedServers | None
     agents: LenderLauncher | None  # a launcher whose last slots are theirs
 
@@ -38,7 +40,7 @@ class Borrowing:
         """No server is started yet, and no agent asked. `told` is what becomes of agents."""
         lending = config.lending
         if lending is None:
-            return cls(None, None)
+            return cls("off", None, None)
         first, servers, agents = config.cluster.slots, None, None
         if lending.servers:
             slots = tuple(range(first, first + lending.servers))
@@ -61,13 +63,29 @@ class Borrowing:
                 config.run_directory / "logs" / "publisher.log",
                 told,
             )
-        return cls(servers, agents)
+        return cls(lending.rule, servers, agents)
 
     def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
         """Of the workers on devices of the run's own servers, which are the first of those that are lent."""
         if self.servers is None:
             return {}
         return {name: self.servers.loan(slot, run) for slot, name in enumerate(lent[: len(self.servers.slots)])}
+
+    async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
+        """What the `loans`, called back `recalls` times, gave and cost; servers of the run's own end. None where nobody
+        was to lend anything."""
+        if self.servers is None and self.agents is None:
+            return None
+        known = [loan for loan in loans if loan is not None]
+        wanted = sum(loan.wanted for loan in known)
+        return LendingSummary(
+            rule=self.rule,
+            share=sum(loan.lent for loan in known) / wanted if wanted else 0.0,
+            grants=sum(loan.grants for loan in known),
+            overstayed=sum(loan.overstayed for loan in known),
+            recalls=recalls,
+            users=None if self.servers is None else await self.servers.end(),
+        )
 
     async def close(self) -> None:
         if self.agents is not None:

@@ -7,21 +7,21 @@ One that is gone lends nothing any more, and its users' requests end with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import DeviceLoan, LoanState, StartServer
+from libra.backends.transport.engine_messages import DeviceLoan, StartServer
 from libra.backends.transport.messages import Dtype
 from libra.config.run import LendingConfig, ServerConfig
 from libra.lend.gate import Slo
 from libra.lend.recall import RecallPolicy
 from libra.records.files import writing
 from libra.records.lending import LendingTerms
-from libra.records.schema import LendingSummary
+from libra.records.schema import ServedSummary
 from libra.records.served import read_served, summarise
 from libra.traffic.envelope import Envelope
 
@@ -84,28 +84,13 @@ class TracedServers:
                 write_tiny_model(model, server.model, _ALPHABET, server.max_model_len)
         await asyncio.gather(*(self._start(number, slot, model) for number, slot in enumerate(self.slots)))
 
-    async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
-        """End them; what the `loans` of their devices, called back `recalls` times, gave and cost. None where no user's
-        request ended."""
+    async def end(self) -> ServedSummary | None:
+        """End them; what their users saw. None where no request ended."""
         await asyncio.gather(*(handle.stop() for handle in self._handles))
         for number in range(len(self.slots)):
             self._device(number).unlink(missing_ok=True)
         served = [it for number in range(len(self.slots)) for it in read_served(self._served(number))]
-        users, known = summarise(served, self.slo), [loan for loan in loans if loan is not None]
-        if users is None:
-            return None
-        wanted = sum(loan.wanted for loan in known)
-        return LendingSummary(
-            rule=self.config.rule,
-            share=sum(loan.lent for loan in known) / wanted if wanted else 0.0,
-            grants=sum(loan.grants for loan in known),
-            overstayed=sum(loan.overstayed for loan in known),
-            recalls=recalls,
-            requests=users.requests,
-            missed=users.missed,
-            ttft=users.ttft,
-            tpot=users.tpot,
-        )
+        return summarise(served, self.slo)
 
     async def _start(self, number: int, slot: int, model: Path) -> None:
         server = self._server

@@ -221,25 +221,34 @@ class MovedContexts(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ServedSummary:
+    """What the users of all servers saw. Seconds, at the 99th percentile."""
+
+    requests: int  # that ended
+    missed: int  # of them, that missed their SLO; some may miss it without lending, too
+    ttft: float
+    tpot: float
+
+
+@dataclass(frozen=True, slots=True)
 class LendingSummary:
-    """What lending gave the run, and what it cost the servers' users. Seconds, at the 99th percentile."""
+    """What lending gave the run, and what it cost users."""
 
     rule: str
     share: float  # of the lent devices' time that rollout had, while it had turns to make
     grants: int
     overstayed: int  # of them, that serving did not wait out
     recalls: int
-    requests: int  # of users, that ended
-    missed: int  # of them, that missed their SLO; some may miss it without lending, too
-    ttft: float
-    tpot: float
+    users: ServedSummary | None  # of the run's own servers; None: it has none, or none of their requests ended
 
     @property
     def words(self) -> str:
         had = "nothing was lent" if self.rule == "off" else f"rollout had {self.share:.0%} of the lent devices"
+        if (users := self.users) is None:
+            return f"lending ({self.rule}): {had}"
         return (
-            f"lending ({self.rule}): {had}; {self.missed} of {self.requests} users' requests missed their SLO, TTFT"
-            f" {1e3 * self.ttft:.0f} ms and TPOT {1e3 * self.tpot:.0f} ms at the 99th percentile"
+            f"lending ({self.rule}): {had}; {users.missed} of {users.requests} users' requests missed their SLO, TTFT"
+            f" {1e3 * users.ttft:.0f} ms and TPOT {1e3 * users.tpot:.0f} ms at the 99th percentile"
         )
 
 
@@ -265,7 +274,7 @@ class RunSummary(Record):
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
     arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
-    lending: LendingSummary | None = None  # None: nobody serves users beside the run, or none of their requests ended
+    lending: LendingSummary | None = None  # None: nobody was to lend anything
 
 
 _ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from libra.lend.gate import Slo
-from libra.records.schema import Record, read_records
+from libra.records.schema import Record, ServedSummary, read_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,6 @@ class ServedRequest(Record):
 
     def misses(self, slo: Slo) -> bool:
         return self.ttft > slo.ttft or self.tpot > slo.tpot
-
-
-@dataclass(frozen=True, slots=True)
-class ServedSummary:
-    """What the users of all servers saw. Seconds, at the 99th percentile."""
-
-    requests: int
-    missed: int  # of them, that missed their SLO
-    ttft: float
-    tpot: float
 
 
 def summarise(served: Sequence[ServedRequest], slo: Slo) -> ServedSummary | None:

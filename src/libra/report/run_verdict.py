@@ -182,14 +182,16 @@ def _devices(log: RunLog) -> str:
 
 
 def _lent(log: RunLog) -> str:
-    """Empty where nobody served users."""
+    """Empty where nobody was to lend anything."""
     lending = log.summary.lending if log.summary is not None else None
     if lending is None:
         return ""
     had = (
         "Nothing was lent" if lending.rule == "off" else f"Rollout had {percent(lending.share, 0)} of the lent devices"
     )
-    return f"{had}; {count(lending.missed)} of {plural(lending.requests, 'request')} of users missed their SLO."
+    if (users := lending.users) is None:
+        return f"{had}."
+    return f"{had}; {count(users.missed)} of {plural(users.requests, 'request')} of users missed their SLO."
 
 
 def _net(log: RunLog) -> tuple[int, float, str]:

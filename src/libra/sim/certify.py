@@ -16,7 +16,7 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.shared_device import DeviceOutcome, SharedDevice, SpendsAll
-from libra.sim.tenant import EngineServingCost, misses
+from libra.sim.tenant import EngineServingCost, latencies, misses
 from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
 from libra.traffic.envelope import Envelope
 
@@ -140,7 +140,8 @@ def certify(
 ) -> tuple[Certificate, ...]:
     """A certificate for each `use` that has one: its largest load of `loads` below which every load holds, too.
 
-    Raises NothingToLendError, saying what the lightest load was refused for, where there is none.
+    Raises NothingToLendError, saying what the lightest load was refused for, where there is none, and ValueError where
+    serving alone misses the SLO even there: it is not the SLO of this engine, and lending has no part in that.
     """
     if not uses or not loads or min(loads) <= 0:
         raise ValueError("give one use and one load or more, all above 0")
@@ -151,6 +152,8 @@ def certify(
         if not trying:
             break
         alone = case.alone(load)
+        if load == min(loads):
+            _require_slo(case, load, alone)
         for use in list(trying):
             made = attempt(case, load, use, alone)
             if progress is not None:
@@ -164,6 +167,22 @@ def certify(
     if not found:
         raise NothingToLendError(f"{case.traffic}: nothing to lend at {min(loads):g} times its rate: {first_refusal}")
     return found
+
+
+def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> None:
+    """Raises ValueError where serving alone misses the SLO of too many requests."""
+    slo, missed = case.slo, misses(alone, case.slo.ttft, case.slo.tpot)
+    if len(missed.any) <= MISSED_ALONE * len(alone):
+        return
+    ttft, tpot = latencies(alone)
+    parts = [("ttft", missed.ttft, slo.ttft, ttft), ("tpot", missed.tpot, slo.tpot, tpot)]
+    late = " and ".join(
+        f"{key} of {objective:g} s for {len(those)} of {len(alone)} requests (99 % have theirs within {kept:.2g} s)"
+        for key, those, objective, kept in parts
+        if those
+    )
+    remedy = " and ".join(key for key, those, *_ in parts if those)
+    raise ValueError(f"{case.traffic}: at {load:g} times its rate serving alone misses {late}: raise {remedy}")
 
 
 def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificate:

@@ -5,10 +5,11 @@ Invariant: a policy is told of each tool return and of each end once, and only o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from libra.route import policy
+from libra.route.loads import IndexedFleet
 from libra.route.policy import Placement, Policy
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
@@ -40,10 +41,27 @@ class EngineInstance:
     def recall_rate(self) -> float:
         return self.engine.recall_rate(self._now())
 
+    @property
+    def requests(self) -> tuple[int, int]:
+        """(waiting, running)"""
+        return len(self.engine.waiting) + len(self.engine.arriving), len(self.engine.running)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that are held."""
+        return self.engine.kv_usage(self._now())
+
+    @property
+    def borrowed(self) -> bool:
+        return self.engine.borrowed
+
+    def watch(self, changed: Callable[[], object]) -> None:
+        self.engine.load_changed = changed
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """All engines in service, as a routing policy sees them."""
+    """Some of the engines in service, as a routing policy sees them."""
 
     instances: tuple[EngineInstance, ...]
     limits: tuple[int, ...]
@@ -67,7 +85,7 @@ class Placer:
     )
 
     def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
-        self.fleet = SimulatedFleet((), limits, turn_tokens)
+        self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
         self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
         self._route = route
@@ -102,14 +120,12 @@ class Placer:
             self._by_name[spec.name] = engine
         added = [EngineInstance(spec, engine, now) for spec, engine in engines]
         self._instances |= {it.engine.index: it for it in added}
-        self._by_bucket.clear()
-        self.fleet = replace(self.fleet, instances=(*self.fleet.instances, *added))
+        self._serve((*self.fleet.instances, *added), self.fleet.limits)
 
     def remove(self, name: str) -> SimEngine:
         engine = self._by_name.pop(name)
         del self._instances[engine.index]
-        self._by_bucket.clear()
-        self.fleet = replace(self.fleet, instances=tuple(it for it in self.fleet.instances if it.id != name))
+        self._serve([it for it in self.fleet.instances if it.id != name], self.fleet.limits)
         if self._route is not None:
             self._route.instance_gone(name)
         return engine
@@ -118,8 +134,12 @@ class Placer:
         """From now on the engines, by name, serve these buckets."""
         for instance in self.fleet.instances:
             instance.bucket = buckets[instance.id]
+        self._serve(self.fleet.instances, limits)
+
+    def _serve(self, instances: Iterable[EngineInstance], limits: tuple[int, ...]) -> None:
+        """With these from now on."""
         self._by_bucket.clear()
-        self.fleet = replace(self.fleet, limits=limits)
+        self.fleet = IndexedFleet(tuple(instances), limits, self.fleet.turn_tokens)
 
     # Requests
 
@@ -206,20 +226,21 @@ class Placer:
             return route.place(asked, self._fleet(owner, bucket))
         return route.tool_returned(asked, returned, self._fleet(owner))
 
-    def _fleet(self, owner: Caller, bucket: int | None = None) -> SimulatedFleet:
+    def _fleet(self, owner: Caller, bucket: int | None = None) -> IndexedFleet[EngineInstance] | SimulatedFleet:
         """The engines whose weights are not older than those that the trajectory began with."""
         needed = owner.trajectory.policy_version
         hidden = {name for name, version in self.behind.items() if version < needed} if self.behind else ()
         fleet = self._of_bucket(bucket)
         if not hidden:
             return fleet
-        return replace(fleet, instances=tuple(it for it in fleet.instances if it.id not in hidden))
+        shown = tuple(it for it in fleet.instances if it.id not in hidden)
+        return SimulatedFleet(shown, fleet.limits, fleet.turn_tokens)
 
-    def _of_bucket(self, bucket: int | None) -> SimulatedFleet:
+    def _of_bucket(self, bucket: int | None) -> IndexedFleet[EngineInstance] | SimulatedFleet:
         if bucket is None or len(self.fleet.limits) == 1:
             return self.fleet
         fleet = self._by_bucket.get(bucket)
         if fleet is None:
             its = tuple(it for it in self.fleet.instances if it.bucket == bucket)
-            fleet = self._by_bucket[bucket] = replace(self.fleet, instances=its)
+            fleet = self._by_bucket[bucket] = SimulatedFleet(its, self.fleet.limits, self.fleet.turn_tokens)
         return fleet

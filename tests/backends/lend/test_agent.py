@@ -9,6 +9,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import libra.backends.lend.agent
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.lend.agent import LendingAgent, LoanEndedError
 from libra.backends.lend.borrower_token import BorrowerToken
-from libra.backends.lend.device_page import BorrowerTally, EngineFacts
+from libra.backends.lend.device_page import BorrowerTally, EngineFacts, LendingError
 from libra.backends.lend.lender_file import LoanOrder
+from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.serving_token import ServingToken
 from libra.backends.tiny_model import write_tiny_model
 from libra.backends.transport.channel import AgentChannel, ControllerChannel
@@ -97,8 +99,12 @@ class Loan:
         )
         self.order = LoanOrder(device, directory / "agent", "chat", 1000.0, start)
         self.serving = ServingToken(device, CHAT)
-        self.borrower = BorrowerToken(device, TERMS.pace)
         self.told, self.ended = list[str](), asyncio.Event()
+
+    @cached_property
+    def borrower(self) -> BorrowerToken:
+        """The device as the engine has it, from when somebody first looks."""
+        return BorrowerToken(self.order.device, TERMS.pace)
 
     async def engine(self) -> AgentChannel:
         """The next one to be started, ready."""
@@ -228,6 +234,33 @@ def test_an_engine_that_never_works_ends_the_loan(tmp_path: Path, monkeypatch: p
 
     with pytest.raises(LoanEndedError, match="the borrower ended 5 times without a grant: no such model"):
         lend(tmp_path, script, monkeypatch)
+
+
+async def test_a_device_that_another_process_borrows_is_not_lent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The borrower of an agent that was killed is waited for: it ends, too."""
+    monkeypatch.setattr(libra.backends.lend.agent, "_LEAVES", 0.0)
+    loan = Loan(tmp_path)
+    loan.borrower.look()
+    with pytest.raises(LendingError, match="another borrower has this device, without an agent; end it first"):
+        async with LendingAgent.open(loan.order, tmp_path / "logs", loan.told.append):
+            pass
+    monkeypatch.setattr(libra.backends.lend.agent, "_LEAVES", math.inf)
+    looked = LenderToken.borrowed.fget
+    assert looked is not None
+
+    def ended(token: LenderToken) -> bool:
+        borrowed = looked(token)
+        if borrowed:
+            loan.borrower.close()
+        return borrowed
+
+    monkeypatch.setattr(LenderToken, "borrowed", property(ended))
+    monkeypatch.setattr(libra.backends.lend.agent.LocalLauncher, "open", lambda logs: _context(loan.launcher))
+    async with LendingAgent.open(loan.order, tmp_path / "logs", loan.told.append) as agent:
+        assert agent.borrower is None
+    loan.serving.close()
 
 
 def test_a_device_whose_file_was_replaced_is_not_lent_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

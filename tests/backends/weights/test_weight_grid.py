@@ -1,17 +1,14 @@
-"""Chunks of weights, and which of them the ranks of an engine read."""
+"""Chunks of weights, and which of them lie in some bytes."""
 
 from __future__ import annotations
 
-from math import prod
-
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.backends.transport.shared_memory import make_layout
-from libra.backends.weights.grid import Grid, rank_ranges
+from libra.backends.weights.grid import Grid
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.data())
@@ -41,7 +38,7 @@ def test_ranges_outside_are_refused() -> None:
 
 LAYOUT, SIZE = make_layout(
     [
-        ("model.embed_tokens.weight", (100, 8)),  # filled up to 128
+        ("model.embed_tokens.weight", (100, 8)),
         ("model.layers.0.self_attn.q_proj.weight", (16, 8)),
         ("model.layers.0.self_attn.k_proj.weight", (4, 8)),
         ("model.layers.0.self_attn.o_proj.weight", (8, 16)),
@@ -51,33 +48,6 @@ LAYOUT, SIZE = make_layout(
     ],
     "bfloat16",
 )
-
-
-def test_ranks_read_their_rows_and_all_of_what_is_no_range() -> None:
-    parts = [list(rank_ranges(LAYOUT, [rank], 4)) for rank in range(4)]
-    rows = {"embed_tokens": [32, 32, 32, 4], "q_proj": [4] * 4, "up_proj": [6] * 4}
-    for tensor, *ranges in zip(LAYOUT, *parts, strict=True):
-        own = next((rows[name] for name in rows if f".{name}." in tensor.name), None)
-        whole = (tensor.offset, tensor.offset + 2 * prod(tensor.shape))
-        if own is None:
-            assert ranges == [whole] * 4
-        else:
-            ends = tensor.offset + 16 * np.cumsum(own)
-            assert ranges == list(zip([tensor.offset, *ends[:-1].tolist()], ends.tolist(), strict=True))
-
-
-@given(st.sets(st.integers(0, 3)), st.sampled_from([2, 4, 8]))
-def test_all_ranks_together_read_everything(ranks: set[int], of: int) -> None:
-    read = np.zeros(SIZE, np.int64)
-    for first, end in rank_ranges(LAYOUT, range(of), of):
-        read[first:end] += 1
-    used = np.concatenate([np.arange(t.offset, t.offset + 2 * prod(t.shape)) for t in LAYOUT])
-    assert np.all(read[used] >= 1)
-
-
-def test_ranks_that_there_are_not_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks \[4\] of 4"):
-        list(rank_ranges(LAYOUT, [4], 4))
 
 
 def test_weights_that_lie_elsewhere_are_others() -> None:

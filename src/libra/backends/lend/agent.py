@@ -16,7 +16,7 @@ from pathlib import Path
 
 from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.lend.agent_engine import AgentEngine
-from libra.backends.lend.device_page import BorrowerTally
+from libra.backends.lend.device_page import BorrowerTally, LendingError
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.server_watch import ServerWatch
@@ -24,6 +24,7 @@ from libra.exec.background import background
 
 _WORDS = 4  # in one lease
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a borrower that was lost is started again; doubles
+_LEAVES, _LOOK = 5.0, 0.05  # seconds in which the borrower of an agent that was killed has ended; between two looks
 _LOSSES = 5  # of borrowers that did not use a single grant: it will not work
 
 
@@ -74,6 +75,7 @@ class LendingAgent:
         token = LenderToken(lender.device)
         try:
             server = ServerWatch(lender, token)
+            await _nobody_borrows(lender.device, token)
             async with LocalLauncher.open(logs) as launcher:
                 await launcher.ready()
                 lender.listen.unlink(missing_ok=True)  # of an agent that was killed: the token says there is no other
@@ -178,3 +180,12 @@ class LendingAgent:
             return await self._engine.live()
         finally:
             self._token.borrower_gone()
+
+
+async def _nobody_borrows(device: Path, token: LenderToken) -> None:
+    """Raises LendingError where somebody does, without an agent."""
+    until = time.monotonic() + _LEAVES
+    while token.borrowed:
+        if time.monotonic() > until:
+            raise LendingError(f"{device}: another borrower has this device, without an agent; end it first")
+        await asyncio.sleep(_LOOK)

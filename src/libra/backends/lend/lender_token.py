@@ -29,6 +29,11 @@ class LenderToken:
         """The file of that name is another one by now."""
         return self._page.replaced
 
+    @property
+    def borrowed(self) -> bool:
+        """Whether a process borrows: one at a time can."""
+        return self._page.has("borrower")
+
     def extend(self, until: float) -> None:
         """The device may be borrowed until then; 0: not any more."""
         self._page.fields.lease = until

@@ -7,15 +7,14 @@ same weights has the same grid, or is refused.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
-from libra.backends.transport.shared_memory import Vector, round_up
+from libra.backends.transport.shared_memory import Vector
 from libra.backends.weights.delta import Numbers
 
 # What fits a core's cache, so that comparing, packing and checking it read memory once; smaller ones pay for calls.
@@ -24,10 +23,6 @@ CHUNK_BYTES = 1 << 20
 Mask = npt.NDArray[np.bool_]  # [chunks]
 Versions = npt.NDArray[np.int64]  # [chunks]
 Sums = npt.NDArray[np.uint32]  # [chunks], CRC-32 each
-
-_VOCABULARY_STEP = 64  # to a multiple of which vLLM fills a vocabulary up (DEFAULT_VOCAB_PADDING_SIZE)
-_BY_ROWS = ("q_proj.weight", "gate_proj.weight", "up_proj.weight")
-_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Grid(msgspec.Struct, frozen=True):
@@ -73,29 +68,3 @@ class Grid(msgspec.Struct, frozen=True):
             if first < end:
                 mask[first // self.chunk_bytes : (end - 1) // self.chunk_bytes + 1] = True
         return mask
-
-
-def rank_ranges(layout: Sequence[Tensor], ranks: Iterable[int], of: int) -> Iterator[tuple[int, int]]:
-    """The bytes that these ranks read, of an engine of tensor parallelism `of`; more where a rank's part is no range.
-
-    As vLLM slices checkpoints (`ColumnParallelLinear`, `VocabParallelEmbedding`): query, gate and up projections by
-    rows, embeddings by the filled-up vocabulary. Columns of a matrix lie in every row of it, so output and down
-    projections are read whole, and so are keys and values, whose heads several ranks may share."""
-    ranks = sorted(set(ranks))
-    if any(not 0 <= rank < of for rank in ranks):
-        raise ValueError(f"ranks {ranks} of {of}: must be from 0 to {of - 1}")
-    for tensor in layout:
-        row = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype]
-        rows = tensor.shape[0] if tensor.shape else 1
-        if tensor.name.endswith(_BY_ROWS) and rows % of == 0:
-            part = rows // of
-        elif tensor.name.endswith(_BY_VOCABULARY):
-            filled = round_up(rows, _VOCABULARY_STEP)
-            part = filled // of if filled % of == 0 else 0
-        else:
-            part = 0
-        for rank in ranks if part else ():
-            first, end = min(rank * part, rows), min((rank + 1) * part, rows)
-            yield tensor.offset + first * row, tensor.offset + end * row
-        if not part:
-            yield tensor.offset, tensor.offset + rows * row

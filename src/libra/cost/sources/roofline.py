@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from libra.config.recipe import Recipe
+from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
 from libra.cost.sources.rates import Calibration, Rates, rates
 from libra.hardware.cluster import GPU, NodeClass
@@ -27,6 +28,7 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CONTEXTS = tuple(2**power for power in range(8, 18))
 CHUNKS = tuple(2**power for power in range(4, 15))
 PREFIXES = (0, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
+TOKENS = tuple(2**power for power in range(21))  # of a micro-batch on all attention ranks
 DTYPES = {1: "fp8", 2: "bf16"}
 PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: what is not faster is no NVLink
 
@@ -77,6 +79,44 @@ def roofline(
     engines = tuple(_grid(reached, model, tp, dtype_bytes, link) for tp in sorted(set(tps)))
     kind = "roofline" if calibration is None else "calibration"
     return EngineProfile(gpu.name, model.name, DTYPES[dtype_bytes], f"{kind}: {reached.source}", engines)
+
+
+def stage_roofline(
+    gpu: GPU,
+    model: ModelSpec,
+    tp: int,
+    ffn: int,
+    *,
+    ffn_gpu: GPU | None = None,
+    dtype_bytes: int = 2,
+    calibration: Calibration | None = None,
+) -> StageGrid:
+    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. Raises
+    ValueError as `roofline` does."""
+    require_degree(model, tp)
+    reached = rates(gpu, calibration)
+    layers = _Layers(reached, model, tp, dtype_bytes, gpu.link)
+    sparse = model.sparse_layers
+    batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
+    chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
+    decode = sparse * (layers.decode_attention(batch, batch * context) + layers.beside_experts(batch))
+    prefill = sparse * (layers.prefill_attention(chunk, prefix) + layers.beside_experts(chunk))
+    tokens = np.array(TOKENS, dtype=float)
+    other = reached if ffn_gpu is None or ffn_gpu == gpu else rates(ffn_gpu)
+    experts = _Layers(other, model, 1, dtype_bytes, gpu.link).experts_of(tokens, ffn)
+    source = f"{'roofline' if calibration is None else 'calibration'}: {reached.source}"
+    return StageGrid(
+        attention=EngineGrid(tp, BATCHES, CONTEXTS, _table(decode), CHUNKS, PREFIXES, _table(prefill)),
+        layers=sparse,
+        dense=model.dense_layers,
+        tokens=TOKENS,
+        outside=tuple(layers.outside(tokens).tolist()),
+        head=tuple(layers.head(tokens).tolist()),
+        experts=tuple(experts.tolist()),
+        ffn=ffn,
+        token_bytes=dtype_bytes * model.hidden * token_copies(model, ffn),
+        source=source if other is reached else f"{source}; FFN: {other.source}",
+    )
 
 
 def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) -> Array:
@@ -181,6 +221,43 @@ class _Layers:
             seconds = seconds + (model.layers - experts) * self._dense(tokens, model.intermediate)
         if model.experts is not None:
             seconds = seconds + experts * self._experts(tokens)
+        return seconds
+
+    def beside_experts(self, tokens: Array) -> Array:
+        """One layer with experts without these and without its attention: what an attention rank does where FFN ranks
+        have the experts. The all-reduce after them is theirs."""
+        model, experts = self.model, self.model.experts
+        assert experts is not None
+        reduce = all_reduce_seconds(self.reached, self.link, self.tp, self.width * tokens * model.hidden)
+        seconds = 2 * self.pass_over(4 * tokens * model.hidden) + reduce + self._projections(tokens)
+        seconds = seconds + self.linear(tokens, model.hidden, experts.count)
+        if experts.shared_intermediate:
+            seconds = seconds + self._dense(tokens, experts.shared_intermediate) + reduce
+        return seconds
+
+    def outside(self, tokens: Array) -> Array:
+        """MLPs of the layers without experts, and the output head."""
+        model = self.model
+        seconds = self.head(tokens)
+        if model.dense_layers:
+            reduce = all_reduce_seconds(self.reached, self.link, self.tp, self.width * tokens * model.hidden)
+            seconds = seconds + model.dense_layers * (self._dense(tokens, model.intermediate) + reduce)
+        return seconds
+
+    def head(self, logits: Array) -> Array:
+        return self.linear(logits, self.model.hidden, self.model.vocab / self.tp)
+
+    def experts_of(self, tokens: Array, ranks: int) -> Array:
+        """The experts of one layer on one of `ranks` GPUs that divide them, as `_experts`: of `tokens` tokens in all,
+        as many for each expert."""
+        model, experts = self.model, self.model.experts
+        assert experts is not None
+        touched = experts.count / ranks * (1 - (1 - experts.active / experts.count) ** tokens)
+        routed = tokens * experts.active / ranks
+        seconds = 2 * self.pass_over(2 * routed * model.hidden) + self.pass_over(3 * routed * experts.intermediate)
+        for inputs, outputs in ((model.hidden, 2 * experts.intermediate), (experts.intermediate, model.hidden)):
+            traffic = self.width * (routed * (inputs + outputs) + touched * inputs * outputs)
+            seconds = seconds + self._bound(2 * routed * inputs * outputs / self.reached.expert_flops, traffic)
         return seconds
 
     @property

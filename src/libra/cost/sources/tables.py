@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,12 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile
 from libra.cost.sources.rates import rates
-from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, all_reduce_seconds, require_degree
+from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOKENS, all_reduce_seconds, require_degree
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
 
+_DEEPEP_GPUS = 8  # among which DeepEP was measured
 _WIDTH = 2  # bytes of a number: the tables are read in bf16
 
 
@@ -58,6 +60,165 @@ def tables(gpu: GPU, model: ModelSpec, tps: Iterable[int], *, intra_bandwidth: f
     differs from that of the GPU that was measured, all-reduces are corrected as for A800. Raises `NoTablesError` where
     the package or its data is missing, ValueError where a degree does not divide the model.
     """
+    link = gpu.link if intra_bandwidth is None else intra_bandwidth
+    system = _system(gpu)
+    measured = GPUS[system.sister or gpu.name]
+    slower = link != measured.link
+    engines = []
+    for tp in sorted(set(tps)):
+        require_degree(model, tp)
+        with _engine(gpu, model, tp) as engine:
+            decode, prefill = _sampled(engine)
+        if slower:
+            decode = decode + 2 * _difference(gpu, link, measured, model, tp, BATCHES)
+            prefill = prefill + 2 * _difference(gpu, link, measured, model, tp, CHUNKS)
+        engines.append(EngineGrid(tp, BATCHES, CONTEXTS, _rows(decode), CHUNKS, PREFIXES, _rows(prefill)))
+    return EngineProfile(gpu.name, model.name, "bf16", _source(gpu, link), tuple(engines))
+
+
+def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU | None = None) -> StageGrid:
+    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type, in bf16. The
+    tables take experts to be asked for by a power law. Raises as `tables` does."""
+    require_degree(model, tp)
+    measured = GPUS[_system(gpu).sister or gpu.name]
+    with _engine(gpu, model, tp) as engine:
+        decode = np.array([[_attention(engine, batch, context) for context in CONTEXTS] for batch in BATCHES])
+        prefill = np.array([[_prompt(engine, chunk, prefix) for prefix in PREFIXES] for chunk in CHUNKS])
+        outside = [sum(_of_decode(engine, tokens, 1, _HEAD)) for tokens in TOKENS]
+    if gpu.link != measured.link:
+        decode = decode + _difference(gpu, gpu.link, measured, model, tp, BATCHES)
+        prefill = prefill + _difference(gpu, gpu.link, measured, model, tp, CHUNKS)
+    other = gpu if ffn_gpu is None else ffn_gpu
+    each = TOKENS[:15]  # of an FFN rank
+    with _engine(other, model, 1, moe_ep_size=ffn, attention_dp_size=ffn) as engine:
+        experts = [sum(_of_decode(engine, tokens, 1, _EXPERTS)) / model.layers for tokens in each]
+    # More tokens never cost less: measured tables fall here and there.
+    outside, experts = (np.maximum.accumulate(it).tolist() for it in (outside, experts))
+    beyond = max(ffn * each[-1], each[-1])
+    axis = tuple(tokens for tokens in TOKENS if tokens <= beyond)
+    source = _source(gpu, gpu.link)
+    return StageGrid(
+        attention=EngineGrid(tp, BATCHES, CONTEXTS, _rows(decode), CHUNKS, PREFIXES, _rows(prefill)),
+        layers=model.sparse_layers,
+        dense=model.dense_layers,
+        tokens=axis,
+        outside=tuple(outside[: len(axis)]),
+        head=tuple(outside[: len(axis)]),  # there are no layers without experts
+        experts=tuple(np.interp(np.array(axis) / ffn, each, experts).tolist()),
+        ffn=ffn,
+        token_bytes=_WIDTH * model.hidden * token_copies(model, ffn),
+        source=source if other == gpu else f"{source}; FFN: {_source(other, other.link)}",
+    )
+
+
+def expert_tables(gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
+    experts are asked for alike. Raises `NoTablesError`."""
+    from aiconfigurator_core.sdk.common import MoEQuantMode
+    from aiconfigurator_core.sdk.operations.moe import MoE
+
+    experts = model.experts
+    assert experts is not None
+    shape = (model.hidden, experts.intermediate, experts.active, experts.count, 1, ranks)
+    operator = MoE("experts", 1.0, *shape, MoEQuantMode.bfloat16, "balanced", 1)
+    return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
+
+
+def exchange_tables(gpu: GPU, model: ModelSpec, way: str, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of dispatch and combine of one layer, of `each` tokens of every GPU, in bf16. Raises `NoTablesError`."""
+    from aiconfigurator_core.sdk.operations.moe_comm import MoEAllToAll
+
+    backends = {"deepep_high_throughput": "deepep_ht", "deepep_low_latency": "deepep_ll"}
+    if way not in backends or ranks != _DEEPEP_GPUS:
+        raise NoTablesError(f"the tables have DeepEP among {_DEEPEP_GPUS} GPUs, not {way} among {ranks}")
+    experts = model.experts
+    assert experts is not None
+    operators = [
+        MoEAllToAll(
+            phase,
+            1.0,
+            comm_backend=backends[way],
+            phase=phase,
+            hidden_size=model.hidden,
+            topk=experts.active,
+            num_experts=experts.count,
+            moe_ep_size=ranks,
+            node_num=1,
+            comm_dtype="default",
+        )
+        for phase in ("dispatch", "combine")
+    ]
+    return tuple(sum(_operator(gpu, model, it, tokens) for it in operators) for tokens in each)
+
+
+def _operator(gpu: GPU, model: ModelSpec, operator: Any, tokens: int) -> float:
+    from aiconfigurator_core.sdk.engine import EngineHandle, build_ops_json
+    from aiconfigurator_core.sdk.errors import PerfDataNotAvailableError
+    from aiconfigurator_core.sdk.perf_database import get_database
+
+    system = _system(gpu)
+    with _quiet():
+        try:
+            handle = EngineHandle.for_database(get_database(system.name, "vllm", system.vllm))
+            told = handle.evaluate_ops_json(
+                build_ops_json([operator]), is_context=False, batch_size=tokens, s=1, x=tokens
+            )
+        except PerfDataNotAvailableError as error:
+            raise NoTablesError(
+                f"the tables for {gpu.name} lack {operator._name} of {model.name}; use a roofline"
+                f" ({str(error).partition(' at /')[0]})"
+            ) from None
+    (_, milliseconds, *_), *_ = told
+    return float(milliseconds) / 1e3
+
+
+# Operators of an iteration that attention ranks do not have layer after layer; dispatch is for the links to pay, but
+# before the experts it is what the all-reduce of attention is called.
+_HEAD = ("embedding", "logits_gemm")
+_EXPERTS = ("moe",)
+_ELSEWHERE = (*_HEAD, *_EXPERTS, "moe_post_dispatch")
+
+
+def _attention(engine: Any, batch: int, context: int) -> float:
+    return sum(_of_decode(engine, batch, context)) - sum(_of_decode(engine, batch, context, _ELSEWHERE))
+
+
+def _of_decode(engine: Any, batch: int, context: int, names: Iterable[str] | None = None) -> Iterator[float]:
+    return _seconds(engine.decode_step_per_op(batch, context, 2), names)
+
+
+def _prompt(engine: Any, chunk: int, prefix: int) -> float:
+    """Seconds of an attention rank; the tables count the prefix as input."""
+    found, _ = engine.run_static_per_op(batch_size=1, isl=prefix + chunk, osl=2, prefix=prefix, mode="static_ctx")
+    return sum(_seconds(found)) - sum(_seconds(found, _ELSEWHERE))
+
+
+def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable[str] | None = None) -> Iterator[float]:
+    """Of the operators of these names, or of all: names say the phase first."""
+    for name, milliseconds, *_ in operators:
+        if names is None or name.partition("_")[2] in names:
+            yield milliseconds / 1e3
+
+
+def _system(gpu: GPU) -> _System:
+    system = _SYSTEMS.get(gpu.name)
+    if system is None:
+        raise NoTablesError(f"there are no tables for {gpu.name}, only for {', '.join(_SYSTEMS)}; use a roofline")
+    return system
+
+
+def _source(gpu: GPU, link: float) -> str:
+    system = _system(gpu)
+    measured = GPUS[system.sister or gpu.name]
+    source = f"tables: aiconfigurator-core {version('aiconfigurator-core')}, {system.name}, vLLM {system.vllm}"
+    if link != measured.link:
+        source += f"; all-reduces modelled at {link / 1e9:g} GB/s instead of {measured.name}'s {measured.link / 1e9:g}"
+    return source
+
+
+@contextmanager
+def _engine(gpu: GPU, model: ModelSpec, tp: int, **parallel: int) -> Iterator[Any]:
+    """The tables of one engine. Raises `NoTablesError` where there are none, also for what it is asked."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
         from aiconfigurator_core.sdk.errors import PerfDataNotAvailableError
@@ -65,36 +226,19 @@ def tables(gpu: GPU, model: ModelSpec, tps: Iterable[int], *, intra_bandwidth: f
         raise NoTablesError(
             "aiconfigurator-core is not installed; pip install 'libra-rl[aic]', or use a roofline"
         ) from None
-    system = _SYSTEMS.get(gpu.name)
-    if system is None:
-        raise NoTablesError(f"there are no tables for {gpu.name}, only for {', '.join(_SYSTEMS)}; use a roofline")
-    link = gpu.link if intra_bandwidth is None else intra_bandwidth
-    measured = GPUS[system.sister or gpu.name]
-    slower = link != measured.link
-    engines = []
+    system = _system(gpu)
+    experts = {} if model.experts is None else {"moe_tp_size": tp}
     with tempfile.TemporaryDirectory() as folder, _quiet():
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(model)), encoding="utf-8")
-        for tp in sorted(set(tps)):
-            require_degree(model, tp)
-            experts = {} if model.experts is None else {"moe_tp_size": tp}
-            try:
-                engine = EngineHandle.compile(
-                    folder, system.name, "vllm", tp_size=tp, backend_version=system.vllm, **experts
-                )
-                decode, prefill = _sampled(engine)
-            except PerfDataNotAvailableError as error:
-                raise NoTablesError(
-                    f"the tables for {gpu.name} lack kernels of {model.name} at tp {tp}: leave tp {tp} out, or use a"
-                    f" roofline ({str(error).partition(' at /')[0]})"
-                ) from None
-            if slower:
-                decode = decode + _difference(gpu, link, measured, model, tp, BATCHES)
-                prefill = prefill + _difference(gpu, link, measured, model, tp, CHUNKS)
-            engines.append(EngineGrid(tp, BATCHES, CONTEXTS, _rows(decode), CHUNKS, PREFIXES, _rows(prefill)))
-    source = f"tables: aiconfigurator-core {version('aiconfigurator-core')}, {system.name}, vLLM {system.vllm}"
-    if slower:
-        source += f"; all-reduces modelled at {link / 1e9:g} GB/s instead of {measured.name}'s {measured.link / 1e9:g}"
-    return EngineProfile(gpu.name, model.name, "bf16", source, tuple(engines))
+        try:
+            yield EngineHandle.compile(
+                folder, system.name, "vllm", tp_size=tp, backend_version=system.vllm, **experts, **parallel
+            )
+        except PerfDataNotAvailableError as error:
+            raise NoTablesError(
+                f"the tables for {gpu.name} lack kernels of {model.name} at tp {tp}: leave tp {tp} out, or use a"
+                f" roofline ({str(error).partition(' at /')[0]})"
+            ) from None
 
 
 def _sampled(engine: Any) -> tuple[Array, Array]:
@@ -105,11 +249,11 @@ def _sampled(engine: Any) -> tuple[Array, Array]:
 
 
 def _difference(gpu: GPU, link: float, measured: GPU, model: ModelSpec, tp: int, tokens: tuple[int, ...]) -> Array:
-    """[tokens, 1] seconds by which two all-reduces a layer are slower on `link` than where the tables were measured."""
+    """[tokens, 1] seconds by which one all-reduce a layer is slower on `link` than where the tables were measured."""
     size = np.array(tokens, dtype=float)[:, None] * model.hidden * _WIDTH
     here = all_reduce_seconds(rates(gpu), link, tp, size)
     there = all_reduce_seconds(rates(measured), measured.link, tp, size)
-    difference: Array = 2 * model.layers * (here - there)
+    difference: Array = model.layers * (here - there)
     return difference
 
 

@@ -1,0 +1,86 @@
+"""What attention and FFN apart take: the stages of a layer with experts, and all that is outside of them.
+
+Invariant: an attention rank does everything but the routed experts, which is where afd-plugin for vLLM 0.26 divides a
+layer (router, shared experts and dense layers stay with attention); an FFN rank is one GPU with its share of every
+layer's experts. Times are of kernels, from one source, which the grid names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from libra.cost.grid import EngineGrid
+from libra.hardware.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StageGrid:
+    """Of one model, on attention ranks of `attention.tp` GPUs and `ffn` FFN ranks."""
+
+    attention: EngineGrid  # an attention rank: all layers with experts
+    layers: int  # with experts
+    dense: int  # layers without
+    tokens: tuple[int, ...]  # axis of the two that follow
+    outside: tuple[float, ...]  # an attention rank with so many tokens: dense MLPs and the output head
+    head: tuple[float, ...]  # of these, the head with so many logits
+    experts: tuple[float, ...]  # the fullest FFN rank, one layer: so many tokens of all attention ranks
+    ffn: int
+    token_bytes: float  # that cross the network for each token and layer, one way
+    source: str
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < 2 or any(low >= high for low, high in pairwise(self.tokens)):
+            raise ValueError(f"StageGrid.tokens is {self.tokens}; list two or more rising values")
+        if not len(self.tokens) == len(self.outside) == len(self.head) == len(self.experts):
+            raise ValueError(
+                "StageGrid.outside, head and experts need a time for each of tokens; measure what is missing"
+            )
+
+    def outside_seconds(self, tokens: float) -> float:
+        return _between(self.tokens, self.outside, tokens)
+
+    def head_seconds(self, logits: float) -> float:
+        return _between(self.tokens, self.head, logits)
+
+    def dense_seconds(self, tokens: float) -> float:
+        """Of the layers without experts: their MLPs."""
+        return self.outside_seconds(tokens) - self.head_seconds(tokens)
+
+    def experts_seconds(self, tokens: float) -> float:
+        return _between(self.tokens, self.experts, tokens)
+
+    @property
+    def least_expert_seconds(self) -> float:
+        """For each token of a layer, however many there are."""
+        beyond = (self.experts[-1] - self.experts[-2]) / (self.tokens[-1] - self.tokens[-2])
+        return min(beyond, *(seconds / count for count, seconds in zip(self.tokens, self.experts, strict=True)))
+
+
+def token_copies(model: ModelSpec, ffn: int) -> float:
+    """FFN ranks to which a token goes, on average: those that have one of its experts, which are drawn evenly."""
+    assert model.experts is not None
+    return ffn * (1 - (1 - 1 / ffn) ** model.experts.active)
+
+
+def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) -> str | None:
+    """Why attention and FFN cannot be apart like this; None where they can. It opens with the key."""
+    if model.experts is None:
+        return f"afd: {model.name} has no experts that FFN ranks could hold: leave it out, or name a mixture of experts"
+    if attention % ffn:
+        return f"afd.attention is {attention}, no multiple of ffn {ffn}: each FFN rank serves as many attention ranks"
+    if model.experts.count % ffn:
+        return f"afd.ffn is {ffn}; it must divide the {model.experts.count} experts of {model.name}"
+    if micro_batches < 1:
+        return f"afd.micro_batches is {micro_batches}; set it to 1 or more"
+    return None
+
+
+def _between(axis: tuple[int, ...], seconds: tuple[float, ...], at: float) -> float:
+    """Linear between points; beyond the last as before it."""
+    if at <= axis[-1]:
+        return float(np.interp(at, axis, seconds))
+    slope = (seconds[-1] - seconds[-2]) / (axis[-1] - axis[-2])
+    return seconds[-1] + slope * (at - axis[-1])
