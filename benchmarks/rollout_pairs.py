@@ -216,7 +216,10 @@ class Turning:
 
     @staticmethod
     def _back(cluster: SimCluster, spec: EngineSpec, now: int) -> None:
-        cluster.at(now + ticks(ROLE_CHANGE), lambda _: cluster.add(spec))
+        def ready(_: int) -> None:
+            cluster.add(spec)
+
+        cluster.at(now + ticks(ROLE_CHANGE), ready)
 
 
 def _spec(number: int, role: EngineRole) -> EngineSpec:
