@@ -96,6 +96,11 @@ class Placer:
 
     # Engines in service
 
+    @property
+    def routed(self) -> bool:
+        """Whether a policy says where requests go."""
+        return self._route is not None
+
     def engines(self) -> list[SimEngine]:
         return list(self._by_name.values())
 
