@@ -21,7 +21,6 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
-    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -40,7 +39,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.fidelity.pull_connector import PullConnector
+from benchmarks.fidelity.pull_connector import PullConnector, pull_config
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.speculative import Draws
@@ -358,14 +357,7 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
             async_scheduling=False,
         ),
         device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=PullConnector.__name__,
-            kv_connector_module_path=PullConnector.__module__,
-            kv_role=kv_role,
-            kv_load_failure_policy=config.kv_load_failure_policy,
-        )
-        if kv_role is not None
-        else None,
+        kv_transfer_config=None if kv_role is None else pull_config(config, kv_role),
         speculative_config=None
         if config.speculative is None
         else SpeculativeConfig(
