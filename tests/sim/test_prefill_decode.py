@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
@@ -181,7 +181,7 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
     larger = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)), async_scheduling=random.random() < 0.5)
     config = replace(config, async_scheduling=random.random() < 0.5)
     larger, config = (
-        it if it.async_scheduling else replace(it, pipeline_parallel_size=random.choice((1, 1, 2, 3)))
+        it if ranks or it.async_scheduling else replace(it, pipeline_parallel_size=random.choice((1, 1, 2, 3)))
         for it in (larger, config)
     )
     for request in requests:
@@ -254,6 +254,7 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
+@example(seed=1076030)  # all of a batch wait for blocks that another one under way may still write
 def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int) -> None:
     """Blocks, bytes and tokens are conserved whatever breaks; and visiting every iteration makes no difference."""
     assert with_faults(seed, exact=False) == with_faults(seed, exact=True)

@@ -25,6 +25,7 @@ class Flight:
     finishing: list[Request] = field(default_factory=list)  # their prompts are computed with the iteration under way
     chunk: Request | None = None  # a part of whose prompt, and not the last, is under way
     deferred: list[Deferred] = field(default_factory=list)  # let go when it has landed
+    waits: bool = False  # for blocks that another one under way may still write
     under_way: bool = False
     start: int = 0  # ticks, of the iteration under way
     end: int = 0
@@ -74,7 +75,8 @@ class Flights:
 
     @property
     def free(self) -> list[Flight]:
-        return [flight for flight in self.all if not flight.under_way]
+        """Those that wait for blocks come first, or the others would take them again and again."""
+        return sorted((it for it in self.all if not it.under_way), key=lambda it: not it.waits)
 
     def end_of(self, now: int, ticks: int) -> int:
         """When an iteration that takes so long leaves the last stage, if it is sent to the first one now."""

@@ -106,8 +106,9 @@ def fill(state: EngineState, now: int) -> int:
             continue
         state.start = now
         state.events += 1
-        schedule(state, now, 0)  # what does not fit waits for the batches that hold the blocks
-        if flight.generation.count or flight.finishing or state.partial is not None:
+        sent = schedule(state, now, 0)  # what does not fit waits for the batches that hold the blocks
+        flight.waits = not sent and flight.generation.count > 0
+        if sent:
             flight.chunk = state.chunk
             flights.depart(flight, now, state.end)
     if flights.under_way:
