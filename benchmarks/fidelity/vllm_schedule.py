@@ -28,6 +28,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -35,12 +36,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.fidelity.pull_connector import PullConnector
+from benchmarks.fidelity.tier_connector import TierConnector
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.speculative import Draws
@@ -126,7 +129,7 @@ class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
     def __init__(self, config: EngineConfig, *, pulls: bool = False) -> None:
-        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled."""
+        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled. With a tier it is beside vLLM's own."""
         self._scheduler = _make_scheduler(config, pulls)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
@@ -156,6 +159,16 @@ class VllmEngine:
     @property
     def unfinished(self) -> bool:
         return bool(self._scheduler.has_unfinished_requests())
+
+    @property
+    def has_work(self) -> bool:
+        """Also for its connector alone."""
+        return bool(self._scheduler.has_requests())
+
+    @property
+    def transfers(self) -> OffloadingConnectorMetadata:
+        """What the youngest step under way asks of the tier's worker."""
+        return self._under_way[-1][0].kv_connector_metadata
 
     def add(self, request: Request) -> None:
         name = name_of(request.number)
@@ -348,14 +361,7 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
             async_scheduling=False,
         ),
         device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=PullConnector.__name__,
-            kv_connector_module_path=PullConnector.__module__,
-            kv_role="kv_both",
-            kv_load_failure_policy=config.kv_load_failure_policy,
-        )
-        if pulls
-        else None,
+        kv_transfer_config=_connector(config, pulls),
         speculative_config=None
         if config.speculative is None
         else SpeculativeConfig(
@@ -381,6 +387,31 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
     )
     _check_settings(config, scheduler)
     return scheduler
+
+
+def _connector(config: EngineConfig, pulls: bool) -> KVTransferConfig | None:
+    if not pulls and not config.kv_tiers:
+        return None
+    connector, more = (PullConnector, {}) if pulls else (TierConnector, _tier(config))
+    return KVTransferConfig(
+        kv_connector=connector.__name__,
+        kv_connector_module_path=connector.__module__,
+        kv_role="kv_both",
+        kv_load_failure_policy=config.kv_load_failure_policy,
+        kv_connector_extra_config=more,
+    )
+
+
+def _tier(config: EngineConfig) -> dict[str, Any]:
+    (tier,) = config.kv_tiers
+    page = _attention(config.block_size).page_size_bytes * tier.blocks_per_chunk
+    aligned = CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT
+    return {
+        "cpu_bytes_to_use": tier.chunks * -(-page // aligned) * aligned,
+        "blocks_per_chunk": tier.blocks_per_chunk,
+        "eviction_policy": tier.policy,
+        "offload_prompt_only": tier.offload_prompt_only,
+    }
 
 
 def _attention(block_size: int) -> FullAttentionSpec:

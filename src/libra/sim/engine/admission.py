@@ -7,7 +7,7 @@ arrives.
 
 from __future__ import annotations
 
-from libra.sim.engine.arriving import admit_arrived, find, pads, start_pull
+from libra.sim.engine.arriving import admit_arrived, find, pads, start_load, start_pull
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import settle
@@ -26,6 +26,7 @@ def admit(
     """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
     into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
+    tiers, later = state.tiers, list[Request]()
     size = config.block_size
     contexts = 0
     # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
@@ -33,8 +34,7 @@ def admit(
     state.blocked = False
     first: Request | None = None  # that holds blocks no more, but its place in the queue
     if state.ready:
-        budget, first = admit_arrived(state, budget, chunks, cached, pads_from)
-        contexts += sum(found + 1 for _, found in cached)
+        budget, contexts, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
         request = first or waiting.head
         if request.pull:
@@ -43,6 +43,15 @@ def admit(
                 break
             waiting.pop_head()
             continue
+        if tiers is not None and first is None:
+            answer = start_load(state, request, now)
+            if answer == "no room":
+                break
+            if answer != "nothing":
+                waiting.pop_head()
+                if answer == "later":
+                    later.append(request)
+                continue
         room = None
         if first is None or state.arriving[first] == "to compute":
             room = _room(state, request, budget, pads_from)
@@ -67,6 +76,8 @@ def admit(
             request.scheduled = now
             request.cached_tokens = tokens
         state.start_running(request, tokens)
+        if tiers is not None:
+            tiers.touch(request.path, found)
         request.written = found
         request.padding = padding
         contexts += request.target
@@ -75,9 +86,12 @@ def admit(
         budget -= new + padding + config.input_slots
         state.compute(request, new)
         if first is not None:
-            before = len(cached)
-            budget, first = admit_arrived(state, budget, chunks, cached, pads_from)
-            contexts += sum(found + 1 for _, found in cached[before:])
+            budget, more, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
+            contexts += more
+    if tiers is not None:
+        waiting.put_back(later)
+        tiers.deferred = bool(later)
+        state.blocked = state.blocked and not later
     return contexts
 
 

@@ -7,7 +7,7 @@ the queue is the request that is admitted next; nothing overtakes it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal
@@ -19,6 +19,7 @@ from libra.sim.engine.flight import Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.request import Owner, Path, Request, Status
+from libra.sim.engine.tiers import Tiers
 
 
 class FcfsQueue(deque[Request]):
@@ -32,6 +33,10 @@ class FcfsQueue(deque[Request]):
     @property
     def head(self) -> Request:
         return self[0]
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Heads that were taken out, in their order."""
+        self.extendleft(reversed(requests))
 
     def push(self, request: Request) -> bool:
         """Add a request; True: it is the head now."""
@@ -65,6 +70,10 @@ class PriorityQueue:
     def requeue(self, request: Request) -> None:
         """Put a preempted request back."""
         self.push(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.push(request)
 
     def pop_head(self) -> Request:
         return heappop(self._entries)[3]
@@ -133,6 +142,7 @@ class EngineState:
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
     pool: BlockPool = field(init=False)
+    tiers: Tiers | None = field(default=None, init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
     arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
     ready: int = field(default=0, init=False)  # of those, whose KV is not under way
@@ -160,6 +170,8 @@ class EngineState:
     busy: bool = field(default=False, init=False)  # until `end`
     start: int = field(default=0, init=False)  # tick
     end: int = field(default=0, init=False)
+    waits: bool = field(default=False, init=False)  # nothing is computed until then
+    wait: int = field(default=0, init=False)  # ticks before the iteration, until blocks may be overwritten
     steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
     ticks: int = field(default=0, init=False)  # of the one that is decided while another is under way; 0: none is
     pieces: list[Piece] = field(default_factory=list, init=False)  # of these iterations
@@ -176,6 +188,8 @@ class EngineState:
     def __post_init__(self) -> None:
         config, stages = self.config, self.config.pipeline_parallel_size
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
+        if config.kv_tiers:
+            self.tiers = Tiers(config.kv_tiers, self.pool)
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
         self.flights = Flights([self._generation() for _ in range(stages)])
         self.flight = self.flights.all[0]
@@ -249,7 +263,7 @@ class EngineState:
     def compute(self, request: Request, chunk: int) -> None:
         """Compute a chunk of a prompt in this iteration; the blocks for it are taken."""
         request.computed += chunk
-        if self.pool.caching and (request.chain is not None or self.pool.knows(request)):
+        if self.pool.caching and (request.chain is not None or self.tiers is not None or self.pool.knows(request)):
             self.write(request, request.computed)
         if request.computed == request.target:
             request.flight = self.flight.index
