@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # it imports vLLM
     from benchmarks.fidelity.schedule import Kind
 
 SEED = 0  # of the first random schedule
-SCHEDULES = ("sync", "async", "pull", "pd", "drafts", "both")  # as `schedule.Kind`, which imports vLLM
+SCHEDULES = ("sync", "async", "pull", "pd", "drafts", "both", "tiers")  # as `schedule.Kind`, which imports vLLM
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
 

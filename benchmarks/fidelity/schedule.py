@@ -17,6 +17,8 @@ from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.tiered import random_tier
+from benchmarks.fidelity.tiers import simulated_tier, vllm_tier
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
 from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
@@ -28,7 +30,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "drafts", "both"]
+Kind = Literal["sync", "async", "pull", "pd", "drafts", "both", "tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,10 @@ def _schedules(
         pair, requests = random_pair(seed)
         its = vllm_pair(*random_pair(seed))
         return pair.decode, requests, simulated_pair(pair, requests), its
+    if kind == "tiers":
+        case, requests = random_tier(seed)
+        theirs = vllm_tier(*random_tier(seed))
+        return case.config, requests, [simulated_tier(case, requests)], [theirs]
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

@@ -18,6 +18,7 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
+from libra.sim.engine.tiers import SharedTiers
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.kv_network import KVNetwork
@@ -100,6 +101,7 @@ class SimCluster:
             )
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
+        self._shared_tiers = SharedTiers()
         self._unplaced: list[Request] = []
         self._again: set[Request] = set()  # that arrived before, and will once more
         self._add(specs)
@@ -167,6 +169,9 @@ class SimCluster:
             make(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
             for place, spec in enumerate(specs)
         ]
+        for spec, engine in zip(specs, engines, strict=True):
+            if engine.tiers is not None:
+                self._shared_tiers.join(engine.tiers, spec.node or spec.name)
         for placer, takes in (
             (self.placer, "prompt"),
             (None if self.pairs is None else self.pairs.decoders, "context"),

@@ -88,6 +88,13 @@ class Deployment:
 
 def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Sequence[bool]) -> None:
     """Raises ValueError unless engines with roles have each other, and a way for their KV."""
+    for engine in engines:
+        if engine.config.kv_tiers and engine.role.name != "colocated":
+            raise ValueError(
+                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: leave them out"
+            )
+        if engine.config.kv_tiers and any(refreshes):
+            raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
     of_role: dict[str, list[EngineSpec]] = {}
     for engine in engines:
         of_role.setdefault(engine.role.name, []).append(engine)

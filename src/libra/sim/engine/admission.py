@@ -45,7 +45,8 @@ def admit(
             continue
         if tiers is not None and first is None:
             answer = start_load(state, request, now)
-            if answer == "no room":
+            if answer in ("no room", "never room"):
+                state.blocked = answer == "never room" and not chunks and _stays(state, request)
                 break
             if answer != "nothing":
                 waiting.pop_head()
@@ -58,7 +59,7 @@ def admit(
         if room is None:
             # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
-            state.blocked = not chunks and config.reserve_full_prompt and not state.is_written(request)
+            state.blocked = not chunks and _stays(state, request)
             if state.blocked and pads_from is not None and _may_be_padded(state, request, budget):
                 state.blocked = False
             break
@@ -112,6 +113,15 @@ def refusal(request: Request, config: EngineConfig) -> str:
         f"a prompt of {request.prompt_tokens} tokens leaves no room to generate within max_model_len"
         f" {config.max_model_len}"
     )
+
+
+def _stays(state: EngineState, request: Request) -> bool:
+    """Whether a request that does not fit stays so while free blocks only become fewer. Beside tiers less of it may be
+    found then, and more be loaded, which is not computed, or is on its way already."""
+    if not state.config.reserve_full_prompt or state.is_written(request):
+        return False
+    tiers = state.tiers
+    return tiers is None or (state.config.enable_chunked_prefill and not tiers.loading and not tiers.shared)
 
 
 def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:

@@ -15,6 +15,8 @@ from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.request import Path, Request
 from libra.sim.engine.state import EngineState, Sent
 
+Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # to who looks for KV in a tier
+
 
 def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
     """As `BlockPool.find`, but for a last block that has to be computed again for the drafter."""
@@ -53,8 +55,9 @@ def start_pull(state: EngineState, request: Request) -> bool:
     return True
 
 
-def start_load(state: EngineState, request: Request, now: int) -> Literal["nothing", "later", "no room", "begun"]:
-    """Look for what the tiers have of a context after what is here, and let it be loaded."""
+def start_load(state: EngineState, request: Request, now: int) -> Answer:
+    """Look for what the tiers have of a context after what is here, and let it be loaded. Without room for the whole
+    context there is never room, unless something is let go."""
     config, pool, tiers = state.config, state.pool, state.tiers
     assert tiers is not None
     tokens, size = request.prompt_tokens + request.generated, config.block_size
@@ -66,8 +69,9 @@ def start_load(state: EngineState, request: Request, now: int) -> Literal["nothi
         return "later" if more is None else "nothing"
     there = found * size + more
     free = pool.free - _low(state)
-    least = config.blocks(tokens) if config.reserve_full_prompt else 0
-    if least - found + unheld > free or config.blocks(there) - found + unheld > free - _reserved(state):
+    if config.reserve_full_prompt and config.blocks(tokens) - found + unheld > free:
+        return "never room"
+    if config.blocks(there) - found + unheld > free - _reserved(state):
         return "no room"
     if found:
         pool.hold(request.path, found)

@@ -46,8 +46,8 @@ class ChunkCache(ABC):
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
-        self._held = 0
-        self._idle = 0  # of those held
+        self.held = 0
+        self.idle = 0  # of those held
 
     def presence(self, key: Key) -> Presence:
         chunk = self._get(key)
@@ -57,7 +57,7 @@ class ChunkCache(ABC):
         """Chunks that are there are read: they stay until the read has ended."""
         for key in keys:
             chunk = self._chunk(key)
-            self._idle -= chunk.idle
+            self.idle -= chunk.idle
             chunk.readers += 1
         access.seen.update(keys)
         access.reused.update(key for key in keys if key not in access.inserted)
@@ -66,7 +66,7 @@ class ChunkCache(ABC):
         for key in keys:
             chunk = self._chunk(key)
             chunk.readers -= 1
-            self._idle += chunk.idle
+            self.idle += chunk.idle
 
     def begin_write(self, keys: Sequence[Key], access: Access) -> list[Key] | None:
         """Those of the chunks that are not there are written from now on. None: they do not fit beside what stays."""
@@ -79,23 +79,23 @@ class ChunkCache(ABC):
         there = [key for key, chunk in found.items() if not chunk.pending]
         access.seen.update(new, there)
         access.reused.update(key for key in there if key not in access.inserted)
-        excess = self._held + len(new) - self.chunks
+        excess = self.held + len(new) - self.chunks
         if new and excess > 0:
-            victims = self._victims(excess, set(keys)) if excess <= self._idle else None
+            victims = self._victims(excess, set(keys)) if excess <= self.idle else None
             if victims is None:
                 return None
-            self._idle -= excess
-            self._held -= excess
+            self.idle -= excess
+            self.held -= excess
         for key in new:
             self._insert(key, Chunk())
-        self._held += len(new)
+        self.held += len(new)
         access.inserted.update(new)
         return new
 
     def end_write(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._chunk(key).pending = False
-            self._idle += 1
+            self.idle += 1
 
     def end_access(self, access: Access) -> None:
         """The request has ended: what it did counts as one use."""

@@ -48,15 +48,13 @@ class KVTier:
 class Channel:
     """One direction of a tier's link: transfers follow each other, as they do in vLLM's worker."""
 
-    __slots__ = ("_bandwidth", "_free", "_latency", "moved")
+    __slots__ = ("_bandwidth", "_free", "_latency")
 
     def __init__(self, bandwidth: float, latency: float) -> None:
         self._bandwidth, self._latency = bandwidth, ticks(latency)
         self._free = 0  # tick
-        self.moved = 0.0  # bytes
 
     def send(self, size: float, now: int) -> int:
         """The tick at which so many bytes are there that are sent now, or once the link is free."""
-        self.moved += size
         self._free = max(self._free, now) + max(1, ticks(size / self._bandwidth))
         return self._free + self._latency

@@ -57,12 +57,12 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     contexts = 0
     if not preempted:
         contexts = admit(state, left, now, chunks, cached, generating)
-    if state.tiers is not None and state.tiers.restless:
+    if state.tiers is not None and (state.tiers.restless or _admits(state)):
         most = 0
     plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
     if state.tiers is not None:
-        rows = [] if plain and most else _rows(state, skipped, bool(chunks))
-        state.wait = state.tiers.conclude(rows, preempted, now)
+        computed = [] if plain and most else _computed(state, skipped, bool(chunks))
+        state.wait = state.tiers.conclude(computed, preempted, now)
     if chunks:
         admitted = _admitted(contexts, cached) if state.uneven and cached else NONE_ADMITTED
         ticks = state.cost.mixed(batch, context, chunks, admitted)
@@ -93,7 +93,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     return bool(preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
 
 
-def _rows(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
+def _computed(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
     """Of those that an iteration computes with: the tokens of which it leaves KV. Who generates stores nothing, unless
     it is to."""
     tiers, flight = state.tiers, state.flight

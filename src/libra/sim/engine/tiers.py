@@ -22,18 +22,28 @@ from libra.sim.engine.request import Path, Request, owner_of
 class Shelf:
     """A tier as one engine has it: what is in it, and the links to it and from it."""
 
-    __slots__ = ("cache", "into", "loads", "out", "tier", "users")
+    __slots__ = ("cache", "into", "loaded", "loads", "out", "stored", "tier")
 
     def __init__(self, tier: KVTier) -> None:
         self.tier = tier
         self.cache: ChunkCache = chunk_cache(tier.chunks, tier.policy)
         self.into, self.out = Channel(tier.store_bandwidth, tier.latency), Channel(tier.load_bandwidth, tier.latency)
-        self.users: list[Tiers] = []  # all engines that have it, if they share it
-        self.loads = 0  # that this engine took from it
+        self.loads = 0  # by this engine, and the bytes of both directions
+        self.loaded = self.stored = 0.0
 
     @property
     def chunk_bytes(self) -> float:
         return self.tier.blocks_per_chunk * self.tier.block_bytes
+
+    def store(self, size: float, now: int) -> int:
+        """Bytes go to it. Returns the tick at which they are there."""
+        self.stored += size
+        return self.into.send(size, now)
+
+    def load(self, size: float, now: int) -> int:
+        self.loads += 1
+        self.loaded += size
+        return self.out.send(size, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +87,11 @@ class Tiers:
         self.shelves = [Shelf(tier) for tier in tiers]
         self.first, self.others = self.shelves[0], self.shelves[1:]
         self.prompt_only = tiers[0].offload_prompt_only
+        self.shared = any(tier.shared for tier in tiers)
         self.loading: dict[Request, int] = {}  # tick at which the KV is there
         self.failed: dict[Request, None] = {}  # running, with chunks that did not fit
         self.deferred = False  # a request that waits is to be asked again
+        self.users = [self]  # the engines that share a tier, in their order
         self._pool = pool
         self._uses: dict[Request, Use] = {}
         self._ended: list[tuple[Request, Store | None]] = []  # since the last schedule; what they could not store
@@ -115,7 +127,12 @@ class Tiers:
 
     def pass_time(self, now: int) -> None:
         """The same, but nobody looks at what has come."""
-        _settle(self._users(), now)
+        users = self.users
+        while True:
+            ends = [(end, place) for place, it in enumerate(users) if (end := it.first_end) is not None and end <= now]
+            if not ends:
+                return
+            users[min(ends)[1]].end_first()
 
     def next_load(self) -> int | None:
         """The tick at which KV of a request is there next."""
@@ -131,7 +148,7 @@ class Tiers:
                 new = shelf.cache.begin_write(what.keys, Access())
                 if new:
                     first.begin_read(new, Access())
-                    self._under_way(shelf.into.send(len(new) * shelf.chunk_bytes, end), Transfer(new, shelf, "copy"))
+                    self._under_way(shelf.store(len(new) * shelf.chunk_bytes, end), Transfer(new, shelf, "copy"))
         elif what.kind == "load":
             first.end_read(what.keys)
             self._coming.difference_update(what.keys)
@@ -155,12 +172,7 @@ class Tiers:
 
     def next_end(self) -> int | None:
         """The same of all engines that share a tier with it."""
-        return min((end for it in self._users() if (end := it.first_end) is not None), default=None)
-
-    def _users(self) -> list[Tiers]:
-        """This engine's, or those of all engines that share one of them, in their order."""
-        shared = {it: None for shelf in self.shelves for it in shelf.users}
-        return list(shared) or [self]
+        return min((end for it in self.users if (end := it.first_end) is not None), default=None)
 
     # A schedule
 
@@ -256,18 +268,17 @@ class Tiers:
 
     def _begin_loads(self, begin: int, now: int) -> None:
         for request, keys, blocks in self._loads:
-            self.first.loads += 1
-            self.loading[request] = end = self.first.out.send(blocks * self.first.tier.block_bytes, begin)
+            self.loading[request] = end = self.first.load(blocks * self.first.tier.block_bytes, begin)
             self._under_way(end, Transfer(keys, self.first, "load", request))
         for shelf, of_request in self._promotions.items():
             for keys in of_request.values():
-                shelf.loads += 1
-                end = shelf.out.send(len(keys) * shelf.chunk_bytes, now)
+                end = shelf.load(len(keys) * shelf.chunk_bytes, now)
                 self._under_way(end, Transfer(keys, shelf, "promotion"))
         self._loads, self._promotions = [], {}
 
     def _send(self, store: Store, now: int) -> int:
-        store.end = end = self.first.into.send(len(store.keys) * self.first.chunk_bytes, now)
+        end = self.first.store(len(store.keys) * self.first.chunk_bytes, now)
+        store.end = end
         self._under_way(end, store)
         return end
 
@@ -343,10 +354,25 @@ class Tiers:
         return [(owner_of(path, (chunk + 1) * size - 1), chunk) for chunk in range(start, end)]
 
 
-def _settle(users: Sequence[Tiers], now: int) -> None:
-    """What has ended by now, of all engines that share a tier, in the order of the ends."""
-    while True:
-        following = [(end, place) for place, it in enumerate(users) if (end := it.first_end) is not None and end <= now]
-        if not following:
-            return
-        users[min(following)[1]].end_first()
+class SharedTiers:
+    """What the engines of a cluster share: the contents of a tier, and with the engines of its node its link."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Shelf] = {}
+        self._links: dict[tuple[str, str], tuple[Channel, Channel]] = {}
+        self._users: list[Tiers] = []
+
+    def join(self, tiers: Tiers, node: str) -> None:
+        """An engine comes. Raises ValueError where its tier is not what others have under that name."""
+        for shelf in tiers.shelves:
+            name = shelf.tier.name
+            if not shelf.tier.shared:
+                continue
+            first = self._first.setdefault(name, shelf)
+            if first.tier != shelf.tier:
+                raise ValueError(f"kv_tiers: {name} is shared, and not alike on all engines: give each the same")
+            shelf.cache = first.cache
+            shelf.into, shelf.out = self._links.setdefault((name, node), (shelf.into, shelf.out))
+            if tiers.users is not self._users:
+                tiers.users = self._users
+                self._users.append(tiers)
