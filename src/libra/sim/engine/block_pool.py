@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from libra.sim.engine.request import Chain, Owner, Path, Request
 
@@ -31,6 +31,12 @@ class Run:
 
 
 Block = tuple[Owner, int] | Run  # one block: of an owner, or a further copy
+
+
+class Reader(Protocol):
+    """What reads blocks that were let go."""
+
+    end: int | None  # tick, if it is known
 
 
 class BlockPool:
@@ -61,8 +67,8 @@ class BlockPool:
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
         self.shared = 0  # that holders have beyond the first of each block
-        self.reading: dict[Block, Any] = {}  # blocks that were let go, and what reads them still
-        self.given: dict[Block, Any] = {}  # the same of those that were given away since
+        self.reading: dict[Block, Reader] = {}  # blocks that were let go, and what reads them still
+        self.given: dict[Block, Reader] = {}  # the same of those that were given away since
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
