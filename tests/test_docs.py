@@ -28,7 +28,7 @@ from libra.hardware.cluster_file import load_cluster
 from libra.records.causes import Cause
 from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 from libra.route.catalogue import POLICIES
-from libra.sim.engines_file import EnginesFile
+from libra.sim.engines_keys import EnginesFile
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
 from libra.sim.outcome.result_file import FIELDS
 

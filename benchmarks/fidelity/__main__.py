@@ -43,7 +43,8 @@ if TYPE_CHECKING:  # it imports vLLM
     from benchmarks.fidelity.schedule import Kind
 
 SEED = 0  # of the first random schedule
-SCHEDULES = ("sync", "async", "pull", "pd", "drafts", "both", "tiers")  # as `schedule.Kind`, which imports vLLM
+# As `schedule.Kind`, which imports vLLM
+SCHEDULES = ("sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers")
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
 

@@ -43,7 +43,7 @@ def _difference(seed: int) -> str | None:
     sizes = capture_sizes(seats, budget, most=random.choice((512, 1024)), tokens_each=each)
     uniform = random.random() < 0.5
     tokens = each * random.randint(1, min(seats, budget // each)) if uniform else random.randint(1, budget)
-    kind, graph = _dispatcher(mode, seats, sizes, each).dispatch(tokens, uniform_decode=uniform)
+    kind, graph = dispatcher(mode, seats, sizes, each).dispatch(tokens, uniform_decode=uniform)
     ours = graph_of(tokens, sizes, seats, mode, uniform=uniform, tokens_each=each)
     theirs = kind.name, graph.num_tokens
     if theirs == ours:
@@ -51,7 +51,8 @@ def _difference(seed: int) -> str | None:
     return f"case {seed}: {mode}, {seats} seats of {each}, {tokens} tokens, {uniform=}: ours {ours}, vLLM's {theirs}"
 
 
-def _dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...], each: int) -> CudagraphDispatcher:
+def dispatcher(mode: CudagraphMode, seats: int, sizes: tuple[int, ...], each: int) -> CudagraphDispatcher:
+    """vLLM's, of an engine whose requests have `each` tokens in an iteration that only decodes."""
     theirs = CUDAGraphMode[mode]
     config = SimpleNamespace(
         num_speculative_tokens=each - 1,

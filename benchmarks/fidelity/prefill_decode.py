@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput
 
 from benchmarks.fidelity.pulls import alarms_of
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -38,9 +38,10 @@ class Pair:
     transfer: KVNetwork
 
 
-def random_pair(seed: int) -> tuple[Pair, tuple[Request, ...]]:
-    """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not."""
-    config, requests = random_case(seed)
+def random_pair(seed: int, *, ahead: bool = False) -> tuple[Pair, tuple[Request, ...]]:
+    """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
+    `ahead` both schedule asynchronously, or one of them."""
+    config, requests = async_case(seed) if ahead else random_case(seed)
     random = Random(seed)
     step, per_token = random.randint(1, 50), random.randint(0, 5)
     for request in requests:
@@ -49,6 +50,9 @@ def random_pair(seed: int) -> tuple[Pair, tuple[Request, ...]]:
             request.cancel_at *= step
     prefill = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
     block_ticks = random.choice((1, step, 5 * step))  # that the blocks of a token take
+    if ahead:
+        both = random.choice(((True, True), (True, True), (True, False), (False, True)))
+        prefill, config = (replace(it, async_scheduling=its) for it, its in zip((prefill, config), both, strict=True))
     return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks)), requests
 
 
@@ -60,6 +64,7 @@ class _Side:
     steps: list[Step] = field(default_factory=list)
     began: int = 0
     end: int | None = None  # of the step under way
+    after: list[int] = field(default_factory=list)  # ticks of those that are scheduled and have not begun
     given_up: list[int] = field(default_factory=list)  # since the step began: seen when it has ended
     done: dict[str, None] = field(default_factory=dict)  # transfers that ended since it was heard last, in order
 
@@ -72,7 +77,10 @@ class _Side:
 
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of the prefill engine, and of the decode engine."""
-    sides = (_Side(VllmEngine(pair.prefill, pulls=True)), _Side(VllmEngine(pair.decode, pulls=True)))
+    sides = (
+        _Side(VllmEngine(pair.prefill, kv_role="kv_producer")),
+        _Side(VllmEngine(pair.decode, kv_role="kv_consumer")),
+    )
     prefill, decode = sides
     whole = {request.number: request for request in requests}
     where: dict[int, _Side] = {}
@@ -181,13 +189,33 @@ def _transfers(side: _Side, prefill: _Side) -> KVConnectorOutput:
 
 
 def _begin(side: _Side, pair: Pair, now: int) -> None:
-    """Schedule the next step, unless one is under way."""
-    while side.end is None and side.engine.unfinished:
-        side.engine.schedule()
-        if side.engine.scheduled_something:
-            side.began, side.end = now, now + pair.step + pair.per_token * side.engine.scheduled_tokens
+    """Begin the step that is scheduled already, and schedule as many more as the engine does: while one is under way it
+    waits for that one's end."""
+    engine = side.engine
+    if side.end is not None:
+        return
+    while True:
+        if side.end is None and side.after:
+            ticks = side.after.pop(0)
+            side.began = now
+            if ticks:
+                side.end = now + ticks
+            else:
+                _end_empty(side, now)
+                continue
+        if engine.full or not engine.unfinished:
             return
-        step = side.engine.end_oldest(now)
-        if not step.preempted:
-            return
-        side.steps.append(step)
+        engine.schedule()
+        side.after.append(pair.step + pair.per_token * engine.scheduled_tokens if engine.scheduled_something else 0)
+        if side.end is None and side.after == [0]:
+            side.after.clear()
+            if not _end_empty(side, now):
+                return
+
+
+def _end_empty(side: _Side, now: int) -> bool:
+    """End a step that schedules nothing. Returns whether it preempts; then it is told."""
+    step = side.engine.end_oldest(now)
+    if step.preempted:
+        side.steps.append(replace(step, finished=()))
+    return bool(step.preempted)

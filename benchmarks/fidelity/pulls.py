@@ -49,7 +49,7 @@ def vllm_pulls(
     config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer]
 ) -> tuple[Step, ...]:
     """vLLM's steps. Of those that schedule nothing only the ones that preempt are told."""
-    engine = VllmEngine(config, pulls=True)
+    engine = VllmEngine(config, kv_role="kv_both")
     steps: list[Step] = []
     ends: dict[int, int] = {}  # of pulls under way, by request
     alarms = alarms_of(requests)

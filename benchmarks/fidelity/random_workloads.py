@@ -7,6 +7,7 @@ it is the one token of a request that ends with its prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from libra.sim.engine.config import EngineConfig, SchedulingPolicy
@@ -29,6 +30,17 @@ def random_case(seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     for wave in reversed(range(random.randint(1, _WAVES))):
         source.send_wave(source.left if wave == 0 else random.randint(0, source.left))
     return config, source.requests
+
+
+def async_case(seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
+    """The random case of a seed with asynchronous scheduling. Half of the requests end with a token that nobody knows
+    beforehand."""
+    config, requests = random_case(seed)
+    random = Random(seed)
+    for request in requests:
+        if request.output_tokens > 1 and random.random() < 0.5:
+            request.stop = "eos"
+    return replace(config, async_scheduling=True), requests
 
 
 def _random_config(random: Random) -> EngineConfig:

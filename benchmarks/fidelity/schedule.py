@@ -8,15 +8,15 @@ had, how many blocks are free, and who finishes in which order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import zip_longest
-from random import Random
 from typing import Literal
 
 from benchmarks.fidelity.drafts import with_drafts
+from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import random_tier
 from benchmarks.fidelity.tiers import simulated_tier, vllm_tier
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
@@ -30,7 +30,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "drafts", "both", "tiers"]
+Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,9 @@ class Summary:
 
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
-    """One engine. With asynchronous scheduling half of the requests end with a token that nobody knows beforehand."""
-    config, requests = random_case(seed)
-    if kind == "drafts":
-        config = with_drafts(config, seed)
-    if kind == "async":
-        config, random = replace(config, async_scheduling=True), Random(seed)
-        for request in requests:
-            if request.output_tokens > 1 and random.random() < 0.5:
-                request.stop = "eos"
-    return config, requests
+    """One engine."""
+    config, requests = async_case(seed) if kind == "async" else random_case(seed)
+    return with_drafts(config, seed) if kind == "drafts" else config, requests
 
 
 def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
@@ -102,14 +95,18 @@ def _schedules(
         config, requests, transfers = random_pulls(seed, drafts=kind == "both")
         theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind == "pd":
-        pair, requests = random_pair(seed)
-        its = vllm_pair(*random_pair(seed))
+    if kind in ("pd", "pd-async"):
+        ahead = kind == "pd-async"
+        pair, requests = random_pair(seed, ahead=ahead)
+        its = vllm_pair(*random_pair(seed, ahead=ahead))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind == "tiers":
         case, requests = random_tier(seed)
         theirs = vllm_tier(*random_tier(seed))
         return case.config, requests, [simulated_tier(case, requests)], [theirs]
+    if kind == "dp":
+        ranks, requests = random_ranks(seed)
+        return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*random_ranks(seed))
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

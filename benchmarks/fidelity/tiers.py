@@ -91,7 +91,7 @@ def vllm_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:
                 given_up.append(number)
         if end is not None:
             continue
-        for number in given_up:
+        for number in sorted(given_up):
             engine.cancel(number)
         given_up = []
         while engine.has_work:

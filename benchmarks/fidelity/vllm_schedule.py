@@ -128,9 +128,9 @@ def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
 class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
-    def __init__(self, config: EngineConfig, *, pulls: bool = False) -> None:
-        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled. With a tier it is beside vLLM's own."""
-        self._scheduler = _make_scheduler(config, pulls)
+    def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
+        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own."""
+        self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -147,6 +147,11 @@ class VllmEngine:
         return bool(self._under_way) or self.unfinished
 
     @property
+    def full(self) -> bool:
+        """Whether the next step is scheduled only when the oldest under way has ended."""
+        return len(self._under_way) == self._most_under_way
+
+    @property
     def scheduled_something(self) -> bool:
         """Whether the youngest step under way does."""
         return bool(self._under_way[-1][1].scheduled)
@@ -155,6 +160,11 @@ class VllmEngine:
     def scheduled_tokens(self) -> int:
         """In the youngest step under way."""
         return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)
+
+    @property
+    def scheduled_rows(self) -> list[int]:
+        """Tokens of each request of the youngest step under way."""
+        return [tokens for _, tokens in self._under_way[-1][1].scheduled]
 
     @property
     def unfinished(self) -> bool:
@@ -203,7 +213,7 @@ class VllmEngine:
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
         samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
-        return len(self._under_way) < self._most_under_way
+        return not self.full
 
     def started_pulls(self) -> list[int]:
         """Requests whose KV is to be pulled since the last schedule."""
@@ -335,7 +345,7 @@ def _cached(output: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(name), found[name]) for name in output.num_scheduled_tokens if name in found)
 
 
-def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
+def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     model = copy(_model_config())
     model.max_model_len = config.max_model_len
     cache_config = CacheConfig(
@@ -361,7 +371,7 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
             async_scheduling=False,
         ),
         device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=_connector(config, pulls),
+        kv_transfer_config=_connector(config, kv_role),
         speculative_config=None
         if config.speculative is None
         else SpeculativeConfig(
@@ -389,14 +399,14 @@ def _make_scheduler(config: EngineConfig, pulls: bool) -> Scheduler:
     return scheduler
 
 
-def _connector(config: EngineConfig, pulls: bool) -> KVTransferConfig | None:
-    if not pulls and not config.kv_tiers:
+def _connector(config: EngineConfig, kv_role: str | None) -> KVTransferConfig | None:
+    if kv_role is None and not config.kv_tiers:
         return None
-    connector, more = (PullConnector, {}) if pulls else (TierConnector, _tier(config))
+    connector, more = (TierConnector, _tier(config)) if config.kv_tiers else (PullConnector, {})
     return KVTransferConfig(
         kv_connector=connector.__name__,
         kv_connector_module_path=connector.__module__,
-        kv_role="kv_both",
+        kv_role=kv_role or "kv_both",
         kv_load_failure_policy=config.kv_load_failure_policy,
         kv_connector_extra_config=more,
     )

@@ -5,8 +5,9 @@ that differ by more than the simulation does say no more than that.
 
     python -m benchmarks.lending fidelity --traffic azure_2023_conv.csv [--rate 3] [--requests 120] [--json FILE]
 
-Engines, requests and clock are those of `pair`. The simulation has the costs that the first run's borrower fitted to
-the steps of both engines, the bounds that it kept to, and for every step the mean of the time that was no step's.
+Engines, requests and clock are those of `pair`. The simulation has costs fitted to the first run's steps of both
+engines, the bounds that its borrower kept to, what it takes to take a request in, and for every step the mean of the
+time that was neither.
 """
 
 from __future__ import annotations
@@ -92,13 +93,16 @@ def _simulated(asked: list[Asked], run: Served, record: Path, most_tokens: int) 
     """The same requests and turns, from when those come that count."""
     assert run.learnt is not None
     serving, rollout = run.learnt
+    for cost in (serving, rollout):
+        cost.learn()  # from those, too, that came after the borrower fitted it last
     steps = [it for it in read_lending(record) if isinstance(it, LentStep | ServedStep) and it.at >= run.began]
-    # Of a step: requests that come and go, and what the gate is asked.
-    besides = (run.seconds - sum(it.seconds for it in steps)) / run.steps
+    # Of a step: turns that come and go, requests that go, and what the gate is asked.
+    besides = (run.seconds - run.admitting - sum(it.seconds for it in steps)) / run.steps
+    admission = run.admitting / sum(-(-it.prompt // CHUNK) for it in run.requests)  # of a chunk of a prompt
     records = [RecordedRequest(ticks(it.arrival), it.prompt, it.output) for it in asked]
     since = records[LEARN].arrival
     borrower = _Borrower(_spec("rollout", rollout, most_tokens, besides), _factor(rollout), since)
-    spec = _spec("serving", serving, CHUNK, besides)
+    spec = _spec("serving", serving, CHUNK, besides, admission)
     gate = _AsBounded(Gate(ticks(TERMS.longest), ticks(TERMS.shortest)), serving, record, run.began)
     device = SharedDevice(spec, gate, borrower, pace=ticks(TERMS.pace), prompt=max(it.prompt for it in asked))
     outcome = device.run(recorded_requests(records).start())
@@ -159,7 +163,7 @@ class _Borrower(RolloutBorrower):
         return spent
 
 
-def _spec(name: str, learnt: StepCost, batched_tokens: int, besides: float) -> EngineSpec:
+def _spec(name: str, learnt: StepCost, batched_tokens: int, besides: float, admission: float = 0.0) -> EngineSpec:
     def predicted(shape: StepShape) -> float:
         value = learnt.predicted(shape)
         assert value is not None
@@ -169,7 +173,8 @@ def _spec(name: str, learnt: StepCost, batched_tokens: int, besides: float) -> E
     sequence, token, context = (
         ticks(predicted(shape) - base) for shape in (StepShape(1, 0, 0), StepShape(0, 1, 0), StepShape(0, 0, 1))
     )
-    cost = AffineCost(ticks(base + besides), sequence, context, token, per_chunk=max(0, sequence - token))
+    chunk = max(0, sequence - token) + ticks(admission)
+    cost = AffineCost(ticks(base + besides), sequence, context, token, per_chunk=chunk)
     return EngineSpec(name, EngineConfig(LONGEST, _PLENTY, _BLOCK, 64, batched_tokens), cost)
 
 

@@ -110,6 +110,7 @@ class Served:
     lent: float
     rolled: int  # tokens that rollout generated
     steps: int  # of both engines
+    admitting: float  # seconds in which requests were taken in
     learnt: tuple[StepCost, StepCost] | None  # what steps of serving and rollout took, where there was a borrower
 
 
@@ -155,9 +156,9 @@ class Pair:
         clock, rng = self.device.clock, np.random.default_rng(0)
         begin, to_come, live = clock(), list(enumerate(requests)), dict[str, Asked]()
         self._turns, made = set[str](), 0
-        serving = rolled = 0.0
+        serving = rolled = admitting = 0.0
         made_steps = 0
-        since = begin, 0.0, 0.0, 0.0, 0  # when those came that count, and what there was of the rest
+        since = begin, 0.0, 0.0, 0.0, 0, 0.0  # when those came that count, and what there was of the rest
         for request in requests:
             request.times.clear()
         while to_come or live:
@@ -165,9 +166,12 @@ class Pair:
             while to_come and to_come[0][1].arrival <= now:
                 number, request = to_come.pop(0)
                 if number == LEARN:
-                    since = clock(), serving, borrower.tally.lent if borrower else 0.0, rolled, made_steps
+                    lent = borrower.tally.lent if borrower else 0.0
+                    since = clock(), serving, lent, rolled, made_steps, admitting
                 name = f"{self._runs}-{number}"
+                began = clock()
                 ask(self.serving, name, request.prompt, request.output, 10**6 * self._runs + number)
+                admitting += clock() - began
                 live[name] = request
             if borrower is not None:
                 while len(self._turns) < TURNS:
@@ -195,7 +199,7 @@ class Pair:
                 live[output.request_id].times += [now - begin] * len(output.outputs[0].token_ids)
                 if output.finished:
                     del live[output.request_id]
-        start, served_before, lent_before, rolled_before, steps_before = since
+        start, served_before, lent_before, rolled_before, steps_before, admitting_before = since
         lent = borrower.tally.lent if borrower else 0.0
         return Served(
             requests[LEARN:],
@@ -205,6 +209,7 @@ class Pair:
             lent - lent_before,
             int(rolled - rolled_before),
             made_steps - steps_before,
+            admitting - admitting_before,
             None if borrower is None else (borrower.serving_steps, borrower.own_steps),
         )
 

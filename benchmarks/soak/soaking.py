@@ -217,7 +217,8 @@ class Soak:
 
     def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Check]:
         config = load_config(self._config).training
-        sizes = Sizes(steps, config.prompts_per_step, config.samples_per_prompt, config.max_staleness)
+        lent = self._lenders.count > 0
+        sizes = Sizes(steps, config.prompts_per_step, config.samples_per_prompt, config.max_staleness, lent)
         yield from survival(self._ends, storm.struck, self._seen)
         if self._ends[-1].status != 0:
             return  # there is nothing whole to look at

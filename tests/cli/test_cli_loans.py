@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from calls import EXAMPLES, assert_refused, libra
+from calls import EXAMPLES, assert_refused, libra, write
 from click.testing import Result
 from tables import by_name
 
@@ -121,10 +121,27 @@ def test_a_whole_run_has_the_traffic_of_its_lenders(planned: tuple[Path, Result]
         assert it["tpot"] <= 0.95 * 0.1 and it["requests"] > 0.9 * 1.5 * found["seconds"]
 
 
+def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple[Path, Result], tmp_path: Path) -> None:
+    """The serving engine keeps some of its device for the other's weights."""
+    data = yaml.safe_load((EXAMPLES / "lender.yaml").read_text())
+    data["engines"][0]["gpu_memory_utilization"] = 0.5
+    lender = ("--lender", write(tmp_path / "lender.yaml", data), *LENDER[2:])
+    run = ("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, *lender)
+    trace = tmp_path / "trace.json"
+    shown = libra(*run, "--kv-quota", "--timeline", trace)
+    assert shown.exit_code == 0, shown.stderr
+    assert "KV lent" in trace.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (LENDER, ("--lender and --traffic", "give --steps")),
+        (LENDER, ("--lender, --traffic and --kv-quota", "give --steps")),
+        (("--steps", 1, "--kv-quota"), ("--kv-quota is of the engines that --lender describes",)),
+        (
+            ("--steps", 1, *LENDER, "--kv-quota"),
+            ("chat: the serving engine leaves", "lower its gpu_memory_utilization"),
+        ),
         (("--steps", 1, *LENDER[:2]), ("--lender is given 1 times and --traffic 0", "give one of each")),
         (("--steps", 1, "--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines are 2", "a single engine")),
         (

@@ -160,7 +160,12 @@ def test_prefill_and_decode_apart() -> None:
     metrics = found["metrics"]
     assert metrics["finished"] == metrics["requests"] - 1 == 11
     assert metrics["ttft"]["mean"] > metrics["ttft_prefill"]["mean"] > 0
-    assert [engine["requests"] for engine in found["engines"]] == [0, 0, 6, 6]
+    assert [(engine["role"], engine["requests"]) for engine in found["engines"]] == [
+        *[("prefill", 6)] * 2,  # prompts that were computed there
+        *[("decode", 6)] * 2,
+    ]
+    assert found["transfers"]["pulls"] == 12 and found["transfers"]["broken"] == 0
+    assert sum(part["mean"] for part in found["transfers"]["ttft"].values()) == pytest.approx(metrics["ttft"]["mean"])
 
 
 def test_a_time_limit_stops_it_there_and_says_so() -> None:

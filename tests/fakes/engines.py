@@ -182,7 +182,7 @@ class Script:
 class OnItsOwnDevice:
     """What an engine says of a loan that there is none of."""
 
-    lent, away, loan, recall_rate = False, "", None, 0.0
+    lent, away, away_seconds, loan, recall_rate = False, "", 0.0, None, 0.0
     version = 0
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from libra.config.run import RunConfig
+from libra.config.run import RunConfig, ShapeConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.loop.observations import Observations
 from libra.loop.rollout import Episode
@@ -37,10 +37,10 @@ PROFILE = DeviceProfile(
 )
 
 
-def make_observations(period: int = CONFIG.planner.period) -> Observations:
+def make_observations(period: int = CONFIG.planner.period, lent: ShapeConfig | None = None) -> Observations:
     """Those of a run that has seen nothing yet."""
     planner = CONFIG.planner.model_copy(update={"period": period})
-    return Observations(planner, CONFIG.training, CONFIG.engines, PROFILE, 8)
+    return Observations(planner, CONFIG.training, CONFIG.engines, PROFILE, 8, lent)
 
 
 def episode(group: int, index: int, version: int = 0) -> Episode:

@@ -53,19 +53,31 @@ LOOKS = [
 ]
 
 
-def test_what_each_lent_engine_had_between_two_looks() -> None:
-    def lent(version: int, wanted: float, had: float, away: str = "") -> ServingEngine:
-        loan = LoanState(away, wanted, had, 1, 0)
-        return ServingEngine(
-            cast(EngineHandle, SimpleNamespace(name="lent-0", link=1, version=version, loan=loan)), "lent", 9
-        )
+def lent(version: int, wanted: float, had: float, away: str = "", gone: float = 0.0) -> ServingEngine:
+    loan = LoanState(away, wanted, had, 1, 0)
+    handle = SimpleNamespace(name="lent-0", link=1, version=version, loan=loan, away_seconds=gone)
+    return ServingEngine(cast(EngineHandle, handle), "lent", 9)
 
+
+def test_what_each_lent_engine_had_between_two_looks() -> None:
     counters = LoanCounters()
     counters.observe([lent(0, 1.0, 0.5)])
     counters.observe([lent(2, 3.0, 2.0, "4 requests/s, lent up to 3")])
     assert counters.last == {"lent-0": StepLoan(2.0, 1.5, 2, "4 requests/s, lent up to 3")}
     counters.observe([])
     assert counters.last == {} and 0.5 < counters.share < 0.75
+
+
+def test_a_device_that_is_recalled_is_not_had() -> None:
+    """For 6 of 10 s it was lent, for 2 of these there were turns to make, for 1 of these it was had."""
+    times = iter((5.0, 15.0, 25.0))
+    counters = LoanCounters(lambda: next(times))
+    counters.observe([lent(0, 1.0, 0.5, gone=7.0)])
+    assert counters.share == 0.5  # what was before the first look is of no time
+    counters.observe([lent(0, 3.0, 1.5, "recalled", gone=11.0)])
+    assert counters.share == pytest.approx(0.5 * 0.6)
+    counters.observe([lent(0, 3.0, 1.5, "recalled", gone=21.0)])
+    assert 0.1 < counters.share < 0.2
 
 
 def test_looks() -> None:

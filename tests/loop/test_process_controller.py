@@ -459,7 +459,7 @@ async def test_an_engine_whose_device_is_recalled_is_out_of_the_view_and_stops_i
 ) -> None:
     async with lending_session(tmp_path, loan) as made:
         [order] = [it for it in made.launcher.workers["lent-0"].orders if isinstance(it, StartEngine)]
-        assert order.loan == loan and order.kv is None
+        assert order.loan == loan and order.kv is None and order.share == 1.0  # the pace is that of the loan
         engine, worker = made.fleet.handle("lent-0"), made.launcher.workers["lent-0"]
         worker.instead[Generate] = Generated([], [], 0.0, 0, 0, 0)  # it has the turn, and no token of it
         turn = asyncio.create_task(engine.generate(Generate("t", [1, 2], 5, 1.0, -1, 0), lambda piece: None))

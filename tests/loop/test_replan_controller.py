@@ -7,36 +7,42 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from fakes.small_run import FIRST, PROFILE, episode, make_observations, rows
 
+from libra.backends.transport.engine_messages import LoanState
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.config.run import ShapeConfig
 from libra.exec.executor import Executor
 from libra.exec.pool import DEADLINES, bucket_limits, current_allocation, make_pool
 from libra.exec.protocols import Applied, MoveOutcome
+from libra.loop.fleet import ServingEngine
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
-from libra.plan.allocation import Allocation
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.replanner import Outlook
 from libra.plan.transition import Role, Transition, device_transition
 
 PERIOD = 3
+BORROWS = Allocation(1, (Bucket("short", 1, 0, 3), Bucket("lent", 1, 3, 20), Bucket("long", 2, 20, 100)))
 
 
 class MadeExecutor:
     """A pool whose moves happen at once, or end as the test says; `apply` waits while `held`."""
 
-    def __init__(self) -> None:
-        self.pool = make_pool(1, 1, 2)
-        self.plans: tuple[Allocation, ...] = (FIRST,)
+    def __init__(self, first: Allocation = FIRST) -> None:
+        self.pool = make_pool(1, 1, 2, lent=first.engines_by_shape["lent"], lent_shape="lent")
+        self.plans: tuple[Allocation, ...] = (first,)
         self.wanted: list[Allocation] = []
         self.dropped: list[str] = []
         self.outcomes: list[str] = []  # of the next moves; done after that
         self.open = asyncio.Event()
         self.open.set()
-        self._make(self.transition(FIRST))
+        self._make(self.transition(first))
 
     def allocation(self) -> Allocation | None:
         return current_allocation((w.duty for w in self.pool.all()), bucket_limits(self.plans), 100)
@@ -73,26 +79,27 @@ class MadeExecutor:
 
 
 class Made:
-    def __init__(self, directory: Path, mode: str) -> None:
-        self.executor = MadeExecutor()
+    def __init__(self, directory: Path, mode: str, first: Allocation = FIRST, step: int = 0) -> None:
+        self.executor = MadeExecutor(first)
         self.recorder = Recorder(directory, 0.0)
         self.recorder.begin()
-        self.observations = make_observations(PERIOD)
+        lent = None if first is FIRST else ShapeConfig(max_model_len=40, max_num_seqs=4, kv_tokens=400)
+        self.observations = make_observations(PERIOD, lent)
         self.observations.observe([episode(0, index) for index in range(20)], [40, 100])
         self.controller = ReplanController(
             cast(Executor, self.executor),
             self.observations,
             self.recorder,
             lambda text: None,
-            FIRST,
+            first,
             steps=1000,
             period=PERIOD,
             seed=0,
             adaptive=mode == "adaptive",
             first_period=4,
         )
-        self.directory, self.step = directory, 0
-        self.controller.begin(0)
+        self.directory, self.step = directory, step
+        self.controller.begin(step)
 
     def lose(self, *workers: str) -> None:
         for worker in workers:
@@ -157,6 +164,37 @@ async def test_a_static_allocation_is_not_decided_about(made: Made) -> None:
     await made.boundary(3 * PERIOD)
     assert (made.rows("decisions"), made.executor.wanted) == ([], [])
     assert len(made.rows("periods")) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "step", "share", "words"),
+    [
+        ("adaptive", BORROWS, 0, 0.01, "the change saves"),
+        ("adaptive", BORROWS, 3, 0.01, None),
+        ("static", BORROWS, 0, 0.01, None),
+        ("adaptive", FIRST, 0, 1.0, None),
+    ],
+)
+async def test_a_run_that_borrows_plans_before_its_first_step(
+    tmp_path: Path, mode: str, first: Allocation, step: int, share: float, words: str | None
+) -> None:
+    """With what is granted: a loan that does not pay is not taken, however uncertain the work is."""
+    looks = LoanState("", 0.0, 0.0, 0, 0), LoanState("", 100.0, 100 * share, 1, 0)
+    made = Made(tmp_path, mode, first, step=1)
+    await made.controller.cancel()
+    for loan in looks:
+        handle = SimpleNamespace(name="lent-0", link=1, version=0, loan=loan, away_seconds=0.0)
+        made.observations.loans.observe([ServingEngine(cast(EngineHandle, handle), "lent", 40)])
+    made.controller.begin(step)
+    await made.settle()
+    decisions = made.rows("decisions")
+    made.recorder.close()
+    if words is None:
+        assert decisions == []
+        return
+    first_decision = decisions[0]  # then there is what it cost
+    assert (first_decision["step"], first_decision["uncertainty"]) == (step, 0.0)
+    assert words in first_decision["reason"] and "lent" not in first_decision["after"]
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "static"])

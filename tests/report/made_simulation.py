@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,9 +11,10 @@ from libra.route.baselines import LeastLoaded
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
-from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
+from libra.sim.kv_network import KVNetwork
 from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.workload.distributions import LogNormal, Poisson
@@ -62,3 +65,37 @@ def trajectories() -> SimulationResult:
     turns = (Turn(20, "bash", "ok", 100, 1.5), Turn(40, None, None, 0))
     made = [Trajectory(f"t{number}", f"p{number}", "task", 200, turns, None, 0, True) for number in range(12)]
     return run(Replay(made), 2)
+
+
+def apart(
+    count: int = 150,
+    rate: float = 30.0,
+    *,
+    prefill: int = 2,
+    decode: int = 2,
+    bandwidth: float = 1e12,
+    blocks: int = 600,
+    seats: int = 64,
+    before: Callable[[SimCluster], None] | None = None,
+    **settings: Any,
+) -> SimulationResult:
+    """Prompts are computed on some engines and tokens generated on others, with a megabyte of KV a token.
+    `before` may put something on the clock."""
+    config = EngineConfig(max_model_len=4096, kv_blocks=2400, max_num_seqs=64)
+    generating = replace(config, kv_blocks=blocks, max_num_seqs=seats)
+    specs = [EngineSpec(f"prefill-{index}", config, COST, role=PREFILL) for index in range(prefill)]
+    specs += [EngineSpec(f"decode-{index}", generating, COST, role=DECODE, kv_bytes=1e6) for index in range(decode)]
+    watcher = OccupancyRecorder()
+    cluster = SimCluster(
+        specs,
+        open_loop(count, rate),
+        LeastLoaded(),
+        watch=watcher,
+        kv_transfer=KVNetwork(bandwidth, latency=1e-4),
+        decode_route=LeastLoaded(),
+        **settings,
+    )
+    if before is not None:
+        before(cluster)
+    cluster.run()
+    return result_of(cluster, watcher)

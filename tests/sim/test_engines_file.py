@@ -19,9 +19,14 @@ from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.group_cost import Graph
 from libra.sim.engine.iteration_cost import DecodeBatch
-from libra.sim.engines_file import EngineSection, load_engines
+from libra.sim.engines_file import load_engines
+from libra.sim.engines_keys import EngineSection
 from libra.sim.kv_network import KVNetwork
+from libra.sim.simulate import simulate
+from libra.sim.workload.request_file import read_requests
+from libra.sim.workload.requests import recorded_requests
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engines.yaml"
 SMALL: dict[str, Any] = {"name": "one", "model": "Qwen/Qwen3-0.6B", "gpu": "H100", "profile": "roofline"}
@@ -152,9 +157,9 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
             "engines.1.model is Qwen/Qwen3-14B, and engines.0.model Qwen/Qwen3-0.6B: KV differs, name one",
         ),
         (
-            [PREFILL, {**DECODE, "async_scheduling": True}],
+            [PREFILL, {**DECODE, "pipeline_parallel_size": 2}],
             {"kv_transfer": {"bandwidth": 1e9}},
-            "async_scheduling of d is True; with role decode it is not simulated: leave it out",
+            "pipeline_parallel_size of d is 2; with role decode it is not simulated: leave it out",
         ),
         (
             [PREFILL, DECODE],
@@ -218,3 +223,82 @@ def test_drafts_that_are_not_simulated_are_refused(tmp_path: Path, speculative: 
     with pytest.raises(ConfigError, match=r"engines\.0\.speculative\.") as refused:
         load(tmp_path, {"speculative": given})
     assert words in str(refused.value)
+
+
+MOE = "Qwen/Qwen3-30B-A3B"
+AFD: dict[str, Any] = {"attention": 4, "ffn": 2, "bandwidth": 50e9}
+
+
+def apart(tmp_path: Path, *others: dict[str, Any], **keys: object) -> Deployment:
+    return load(tmp_path, {"model": MOE, "max_num_batched_tokens": 2048, "afd": AFD, **keys}, *others)
+
+
+def test_attention_ranks_are_a_group_with_the_memory_that_experts_leave(tmp_path: Path) -> None:
+    ranks = apart(tmp_path, max_model_len=4096).engines
+    assert [it.name for it in ranks] == ["one-0", "one-1", "one-2", "one-3"]
+    assert {it.group.name for it in ranks if it.group is not None} == {"one"} and len({it.group for it in ranks}) == 1
+    memory = {"weight_bytes": 2, "kv_bytes": 2, "batched_tokens": 2048}
+    model = load_model(MOE)
+    assert ranks[0].config.kv_blocks == kv_tokens(model, GPUS["H100"].memory, 0.9, 1, **memory, routed=False) // 16 - 1
+    assert ranks[0].devices == 1 and ranks[0].kv_bytes == model.kv_bytes_per_token(2)
+    two = apart(tmp_path, count=2).engines
+    assert [it.name for it in two] == [f"one-{group}-{rank}" for group in range(2) for rank in range(4)]
+    assert len({it.group for it in two}) == 2
+
+
+def test_what_the_cpu_adds_comes_to_an_iteration_of_the_group(tmp_path: Path) -> None:
+    def ticks_of(**keys: object) -> int:
+        group = apart(tmp_path, **keys).engines[0].group
+        assert group is not None
+        return max(factor * 10**7 + more for factor, more in group.cost.together(Graph("NONE"), 32, 0).lines)
+
+    slow = {"iteration": 1.0, "request": 0.5}
+    assert ticks_of(overhead=slow) - ticks_of() == pytest.approx(ticks(1.0 + 0.5 * 8), rel=1e-9)
+    assert ticks_of(host="default") > ticks_of()
+    assert ticks_of(afd={**AFD, "ffn_gpu": "L40S", "bandwidth": 1e15}) > ticks_of(afd={**AFD, "bandwidth": 1e15})
+
+
+@pytest.mark.parametrize("role", ["colocated", "decode"])
+def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(tmp_path: Path, role: str) -> None:
+    others, keys = [], {}
+    if role == "decode":
+        others = [{"name": "prefill", "role": "prefill", "model": MOE, "tensor_parallel_size": 2}]
+        keys = {"kv_transfer": {"bandwidth": 1e9}}
+    engine = {"model": MOE, "afd": {**AFD, "micro_batches": 3}, "role": role, "max_num_seqs": 4, "max_model_len": 4096}
+    found = load(tmp_path, engine, *[{**it, "max_model_len": 4096} for it in others], **keys)
+    asked = read_requests(EXAMPLE.with_name("requests.jsonl"))
+    results = [
+        simulate(
+            found.engines,
+            recorded_requests([it for it in asked if it.prompt_tokens < 3000], rate_scale=8),
+            "round-robin",
+            kv_transfer=found.kv_transfer,
+            decode_route=found.decode_policy(),
+            exact=exact,
+        )
+        for exact in (False, True)
+    ]
+    assert results[0].groups == results[1].groups and results[0].groups[0].bounded_ticks
+    for column in ("finish", "first_token", "prefill_end", "engine", "status"):
+        assert getattr(results[0].requests, column).tolist() == getattr(results[1].requests, column).tolist()
+    assert (results[0].requests.status == 0).sum() >= 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"model": "Qwen/Qwen3-0.6B"}, "engines.0.afd: Qwen/Qwen3-0.6B has no experts"),
+        ({"afd": {**AFD, "attention": 5}}, "engines.0.afd.attention is 5, no multiple of ffn 2"),
+        ({"afd": {**AFD, "attention": 3, "ffn": 3}}, "engines.0.afd.ffn is 3; it must divide the 128 experts"),
+        ({"afd": {**AFD, "ffn": 1}, "gpu": "L40S"}, "engines.0.afd.ffn is 1: an FFN rank needs"),
+        ({"afd": {**AFD, "ffn_gpu": "H1000"}}, "engines.0.afd.ffn_gpu: unknown GPU 'H1000'"),
+        ({"pipeline_parallel_size": 2}, "engines.0.afd with pipeline_parallel_size is not simulated"),
+        ({"async_scheduling": True}, "engines.0.afd with async_scheduling is not simulated"),
+        ({"afd": {"attention": 4, "ffn": 2}}, "engines.0.afd.bandwidth"),
+        ({"afd": {**AFD, "micro_batches": 0}}, "engines.0.afd.micro_batches"),
+    ],
+)
+def test_what_cannot_be_apart_is_refused_with_its_key(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        apart(tmp_path, **keys)
+    assert says in str(error.value) and "\n" not in str(error.value)

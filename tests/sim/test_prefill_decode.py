@@ -163,7 +163,10 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
         if request.cancel_at is not None:
             request.cancel_at *= cost.step
     config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
-    larger = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)))
+    larger = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 2)), async_scheduling=random.random() < 0.5)
+    config = replace(config, async_scheduling=random.random() < 0.5)
+    for request in requests:
+        request.stop = random.choice(("length", "eos")) if request.output_tokens > 1 else "length"
     specs = [EngineSpec(f"p{number}", larger, cost, role=PREFILL) for number in range(random.randint(1, 3))]
     kv_bytes = random.choice((1.0, 37.0, 1000.0))
     specs += [
@@ -240,8 +243,8 @@ def test_engines_that_cannot_work_together_are_refused() -> None:
     assert "block_size of D is 16, that of P 4" in refused(
         [prefill, replace(decode, config=replace(CONFIG, block_size=16))]
     )
-    assert "async_scheduling of D is True" in refused(
-        [prefill, replace(decode, config=replace(CONFIG, async_scheduling=True))]
+    assert "pipeline_parallel_size of D is 2" in refused(
+        [prefill, replace(decode, config=replace(CONFIG, pipeline_parallel_size=2))]
     )
     assert "kv_bytes of D is 0.0" in refused([prefill, replace(decode, kv_bytes=0.0)])
     for name, value in (("bandwidth", 0.0), ("lease", -1.0), ("latency", -1.0), ("local_below", -1)):

@@ -14,9 +14,11 @@ from libra.config.recipe import Recipe
 from libra.config.run import load_config
 from libra.cost.device import EngineCost
 from libra.cost.sources.files import load_profile
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.offline import gather, request_from
-from libra.plan.options.price import bucket_prices
-from libra.plan.plan import Plan, make_plan
+from libra.plan.options.price import bucket_prices, solution
+from libra.plan.options.slots import EngineShape, LentSlots, SlotRequest
+from libra.plan.plan import Plan, answer, make_plan
 from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.published import PublishedCMLFQ
@@ -103,6 +105,19 @@ def test_engines_are_named_after_their_gpus() -> None:
         place, _, gpus = engine.name.partition("/")
         assert place == f"{group.pool}-{group.nodes[0]}"
         assert [int(gpu) for gpu in gpus.split("-")] == sorted({group.gpus[0], group.gpus[-1]})
+
+
+def test_a_lent_slot_is_as_slow_as_its_share() -> None:
+    own = slot_plan().request
+    assert isinstance(own, SlotRequest)
+    request = replace(own, lent=LentSlots(EngineShape("lent", 64, 8, 512), 2, 0.5))
+    menu, longest = request.menu(), own.workload.longest_context
+    generating = own.fleet.devices - own.fleet.core
+    buckets = (Bucket("lent", 2, 0, 64), Bucket(own.shapes[-1].name, generating, 64, longest))
+    plan = answer(request, menu, solution(menu.problem, Allocation(own.fleet.core, buckets)))
+    costs = [engine.cost.line(DecodeBatch(4), 200)[0] for engine in planned_engines(plan)]
+    assert len(costs) == 2 + generating and costs[0] == costs[1]
+    assert costs[0] == pytest.approx(2 * costs[-1], rel=1e-6)
 
 
 def test_slots_have_the_shapes_and_times_of_the_configuration() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def made_run() -> Rows:
     return {**segments, "metrics": metrics, "trajectories": trajectories, "journal": journal, "summary": [summary]}
 
 
-def wrong(directory: Path, rows: Rows) -> set[str]:
+def wrong(directory: Path, rows: Rows, sizes: Sizes = SIZES) -> set[str]:
     """The names of the checks that do not hold, by their first words."""
     run, kept = directory / "run", directory / "kept"
     run.mkdir()
@@ -98,7 +99,7 @@ def wrong(directory: Path, rows: Rows) -> set[str]:
         (run / f"{name}.json").write_text("{}")
     (run / "report.html").write_text("<svg>")
     Segments(run, kept).look()
-    return {check.name for check in accounts(run, kept, SIZES) if not check.held}
+    return {check.name for check in accounts(run, kept, sizes) if not check.held}
 
 
 ONCE = "every trajectory is started, finished and trained once"
@@ -181,6 +182,15 @@ def test_one_thing_that_is_wrong_is_found(tmp_path: Path, change: Callable[[Rows
     rows = made_run()
     change(rows)
     assert wrong(tmp_path, rows) == found
+
+
+def test_only_lent_engines_may_have_older_weights_than_an_episode_had_before(tmp_path: Path) -> None:
+    rows = made_run()
+    rows[SECOND][1]["version"] = 1  # it began before the last publication
+    rows[SECOND][2]["episode"].update(versions=[-1, 2, 2, 1, 1, 1, 2])
+    for lent, found in ((False, {VERSIONS}), (True, set())):
+        (tmp_path / str(lent)).mkdir()
+        assert wrong(tmp_path / str(lent), rows, replace(SIZES, lent=lent)) == found
 
 
 def test_a_file_that_is_no_json_is_found(tmp_path: Path) -> None:

@@ -154,6 +154,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def away_seconds(self) -> float:
+        """For how long it was away so far, in all; 0 where its device is its own."""
+        ...
+
+    @property
     def loan(self) -> LoanState | None:
         """What came of the loan, as of its last report; None: its device is its own, or it has said nothing yet."""
         ...

@@ -53,6 +53,13 @@ def simulate(
         list[Path] | None,
         typer.Option("--traffic", help="What each of those engines serves, a file for each --lender, in their order."),
     ] = None,
+    kv_quota: Annotated[
+        bool,
+        typer.Option(
+            "--kv-quota",
+            help="KV memory of those devices changes hands as their users need it, instead of what is certified.",
+        ),
+    ] = False,
     concurrency: Annotated[
         int | None,
         typer.Option(help="Most trajectories in flight (default: all; for a plan, as many as its staleness allows)."),
@@ -151,10 +158,13 @@ def simulate(
                 as_json=as_json,
                 lenders=lender or [],
                 traffic=traffic or [],
+                kv_quota=kv_quota,
             )
             return
-        if lender or traffic:
-            raise ValueError("--lender and --traffic are for a whole run of a plan that borrows: give --steps")
+        if lender or traffic or kv_quota:
+            raise ValueError(
+                "--lender, --traffic and --kv-quota are for a whole run of a plan that borrows: give --steps"
+            )
         work = asked(what, trajectories, requests, given, seed)
         deployment = _routed(work.deployment, route)
         policy = deployment.policy(seed)

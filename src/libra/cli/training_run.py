@@ -47,6 +47,7 @@ def run_of_plan(
     as_json: bool,
     lenders: Sequence[Path],
     traffic: Sequence[Path],
+    kv_quota: bool,
 ) -> None:
     """Simulate, print and write. Raises ValueError in words for whoever called the command, and OSError where a file
     cannot be read."""
@@ -66,7 +67,7 @@ def run_of_plan(
     log = list(read_workload(trajectories, plan.request.recipe.max_length, truncate))
     learned = () if learn_from is None else read_trajectories(learn_from)
     named = DEFAULT_ROUTE if route is None else route
-    tenancy = _tenancy(plan, lenders, traffic)
+    tenancy = _tenancy(plan, lenders, traffic, kv_quota)
     if tenancy is not None and (report is not None or timeline is not None):
         tenancy = replace(tenancy, watched=True)
     outcome = simulate_run(plan, log, steps, named, learned=learned, seed=seed, exact=exact, tenancy=tenancy)
@@ -127,7 +128,7 @@ def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
     }
 
 
-def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path]) -> Tenancy | None:
+def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
     """What serves on the devices that the plan borrows; None where nothing is said of it."""
     from libra.lend.recall import RecallPolicy
     from libra.plan.options.cluster_request import ClusterRequest
@@ -136,6 +137,8 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path]) -> Te
     from libra.sim.workload.request_file import read_requests
 
     if not lenders and not traffic:
+        if kv_quota:
+            raise ValueError("--kv-quota is of the engines that --lender describes: give it, or leave the quota out")
         return None
     if len(lenders) != len(traffic):
         raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
@@ -157,7 +160,7 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path]) -> Te
                 f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
                 f" {lender.pool}: give one"
             )
-    return tenancy_of(plan, serving, RecallPolicy())
+    return tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota)
 
 
 def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:

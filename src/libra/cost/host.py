@@ -56,7 +56,7 @@ class HostCost:
         seconds = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.type == "float"}
         return replace(self, **seconds)
 
-    def seconds(self, requests: int) -> float:
+    def seconds(self, requests: float) -> float:
         """Of an iteration of so many requests."""
         return self.iteration + self.request * requests
 

@@ -72,7 +72,7 @@ class StepCost:
         if self._fit is not None:
             self._compare(shape, seconds)
         if self.seen >= _FIRST_FIT and (self._fit is None or self._since_fit >= min(_REFIT, self.seen // 2)):
-            self._learn()
+            self.learn()
 
     def predicted(self, shape: StepShape) -> float | None:
         """Seconds of such a step; None until a few were seen."""
@@ -99,7 +99,8 @@ class StepCost:
         assert predicted is not None
         self._bound.observe(predicted, seconds)
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
+        """Fit to all steps that count, as is done every so many steps."""
         rows = np.array([(1, it.sequences, it.new_tokens, it.context) for it, _ in self._steps], float)
         base, *slopes = non_negative(rows, np.array([seconds for _, seconds in self._steps])).tolist()
         self._fit = max(base, _RIDGE), slopes[0], slopes[1], slopes[2]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +29,7 @@ from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCos
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.lines import LinearFit, fit_linear
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
-from libra.loop.fleet import ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.process_controller import RunExecutor
 
 _REPEATS = 3
@@ -82,6 +84,20 @@ async def measure_plain(
     if executor.allocation() != workers:
         raise WorkerLostError(_FEWER)
     return replace(profile, engine=EngineCost(*fit.coefficients), heldout_error=fit.heldout_error)
+
+
+async def try_loans(fleet: ServingFleet, size: ShapeConfig) -> None:
+    """Keep every lent engine, all of this size, busy with turns that nobody needs, until this is cancelled: what they
+    are granted meanwhile is what a run can count on before its first step."""
+
+    async def busy(entry: ServingEngine) -> None:
+        with suppress(WorkerLostError):
+            for number in count():
+                while entry.handle.version < 0 or entry.handle.away:
+                    await fleet.changed()
+                await _closed_loop(entry, size.max_num_seqs, _CONTEXTS[0], f"loan-{number}")
+
+    await asyncio.gather(*(busy(entry) for entry in fleet.instances() if entry.handle.lent))
 
 
 def profile_words(profile: DeviceProfile) -> str:

@@ -5,7 +5,8 @@ Invariant: everything was measured by this run, or is in its calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -55,31 +56,37 @@ class EngineCounters:
 
 
 class LoanCounters:
-    """How much of its time an engine has a lent device, of the time in which it has turns to make."""
+    """How much of its time an engine has a lent device: what it is granted of the time in which it has turns to make,
+    while the device is lent, and for how much of the time that is."""
 
-    def __init__(self) -> None:
-        self._seen: dict[WorkerLink, tuple[float, float]] = {}
-        self._share = Ratio()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[WorkerLink, tuple[float, float, float, float]] = {}
+        self._granted, self._there = Ratio(), Ratio()
         self.last: dict[str, StepLoan] = {}  # of every lent engine, between the last two looks
 
     @property
     def share(self) -> float:
         """1 before anything was seen."""
-        return min(1.0, max(_LEAST_SHARE, self._share.value))
+        return min(1.0, max(_LEAST_SHARE, self._granted.value * self._there.value))
 
     def observe(self, instances: Iterable[ServingEngine]) -> None:
         """What came of the loans since the last call."""
-        self.last = {}
+        self.last, now, there, seconds = {}, self._clock(), 0.0, 0.0
         for engine in (entry.handle for entry in instances):
             loan = engine.loan
             if loan is not None:
-                lent, wanted = self._seen.get(engine.link, (0.0, 0.0))
+                gone = engine.away_seconds
+                lent, wanted, away, at = self._seen.get(engine.link, (0.0, 0.0, gone, now))
                 self.last[engine.name] = StepLoan(loan.wanted - wanted, loan.lent - lent, engine.version, loan.away)
-                self._seen[engine.link] = loan.lent, loan.wanted
+                self._seen[engine.link] = loan.lent, loan.wanted, gone, now
+                there, seconds = there + max(0.0, now - at - (gone - away)), seconds + now - at
         wanted = sum(loan.wanted for loan in self.last.values())
         lent = sum(loan.lent for loan in self.last.values())
         if wanted > 0:
-            self._share.observe(lent, wanted)
+            self._granted.observe(lent, wanted)
+        if seconds > 0:
+            self._there.observe(there, seconds)
 
 
 def _work(engine: Engine) -> EngineWork:

@@ -245,7 +245,9 @@ class SlotProcesses:
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self.settings.seed * 1000 + self.pool[name].slot,
-                share=self.settings.share,
+                # A lent device's pace is kept in its grants. What the engine does besides is of no device: if it paused
+                # for that too, serving would have the device after each of its steps.
+                share=self.settings.share if loan is None else 1.0,
                 cores=(handle.link.core,),
                 refresh_kv=self.settings.training.kv_on_update == "refresh",
                 kv=self._kv_place(handle),

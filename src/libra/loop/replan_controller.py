@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libra.exec.executor import Executor
 from libra.exec.pool import fitted
@@ -65,9 +65,14 @@ class ReplanController:
         self.changed()
 
     def begin(self, step: int) -> None:
-        """The first period begins after `step`."""
+        """The first period begins after `step`. A run that borrows plans before its first step: whether a loan pays,
+        and for which contexts, depends on what is granted, which nobody knew who wrote down how the run begins."""
         self._step = step
         self._lost = self._any_idle()  # lost before there was somebody to plan around it
+        borrows = any(worker.lent is not None for worker in self.executor.pool.healthy())
+        if step == 0 and self.adaptive and borrows and not self._lost:
+            self._task = asyncio.create_task(self._decide(self.steps, untried=True))
+            self._task.add_done_callback(lambda task: self.changed())
         self._begin_period(switching=False)
 
     def stepped(self, step: int, seconds: float) -> None:
@@ -151,8 +156,9 @@ class ReplanController:
     def _site(self, current: Allocation | None) -> SlotSite:
         return self.observations.site(self.executor.pool.devices(), current)
 
-    async def _decide(self, steps_left: int) -> None:
-        """Plan, decide, and carry the decision out, while the steps go on."""
+    async def _decide(self, steps_left: int, untried: bool = False) -> None:
+        """Plan, decide, and carry the decision out, while the steps go on. What is in force and `untried` is no safer
+        than what is proposed: that the work is uncertain is no reason to keep it."""
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
             # Without a lent device nothing is wrong; but one that came back is borrowed again.
@@ -166,6 +172,8 @@ class ReplanController:
         began = time.monotonic()
         replanner = self.observations.replanner
         outlook = replanner.outlook(self._site(current), steps_left)
+        if untried:
+            outlook = replace(outlook, uncertainty=0.0)
         proposal = await asyncio.to_thread(outlook.propose, self.seed)
         if self.executor.pool.healthy() != workers:
             self.worker_lost()  # it was planned for others

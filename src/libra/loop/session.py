@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,6 +28,7 @@ from libra.loop.checkpoint import Interrupted, Recorded, allocation_in_force, mi
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import RunObserver, ServingFleet
 from libra.loop.groups import Groups
+from libra.loop.measure import try_loans
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.observations import Observations
 from libra.loop.process_controller import RunExecutor, SlotProcesses, WorkerSettings, begin_session
@@ -253,10 +255,18 @@ class Session:
             return before.state.started
         self.progress.phase(f"evaluating on {len(parts.heldout)} held-out questions")
         evaluating = evaluate(parts.rollout, parts.heldout, "start", 0, self.config.training.temperature)
-        started, episodes = await workers.recovery.during(evaluating)
+        fleet, lending = workers.executor.processes.fleet, self.config.lending
+        observations.loans.observe(fleet.instances())
+        trying = None if lending is None else asyncio.create_task(try_loans(fleet, lending.engine))
+        try:
+            started, episodes = await workers.recovery.during(evaluating)
+        finally:
+            if trying is not None:
+                trying.cancel()
+                await asyncio.gather(trying, return_exceptions=True)
         observations.observe(episodes, [bucket.up_to for bucket in workers.allocation.buckets])
-        instances = workers.executor.processes.fleet.instances()
-        observations.observe_engines(observations.counters.gained(instances))
+        observations.observe_engines(observations.counters.gained(fleet.instances()))
+        observations.loans.observe(fleet.instances())
         return started
 
     def _make_loop(self, records: _Records, workers: _Workers, parts: _Rollouts, started: Evaluation) -> TrainingLoop:

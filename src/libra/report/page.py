@@ -6,7 +6,7 @@ escaped, so nothing that a run wrote can end up as a tag.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from json import dumps
 from typing import Any
@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from libra.plan.transition import Role
 from libra.records.causes import Cause
 from libra.report import words
+from libra.report.charts import Figure
 
 # One colour for each role and each cause, wherever a person sees it: what makes tokens or gradients is in full colour,
 # what waits is pale, what changes or fails has the colour of that role. Those of roles are from the palette of Okabe
@@ -66,6 +67,24 @@ class Bar:
 
     words: str
     part: float
+
+
+@dataclass(frozen=True, slots=True)
+class CardTable:
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str | Bar]]
+    kind: str = ""  # class of the style sheet
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """A chapter of a page: figures, and tables below them."""
+
+    title: str
+    figures: tuple[Figure, ...]
+    tables: tuple[CardTable, ...]
 
 
 def render(template: str, title: str, **facts: Any) -> str:

@@ -6,6 +6,7 @@ What does not fit on a chart is said in its note.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from libra.report.vega import Axis, Marker
 from libra.report.words import count, fine_duration
 from libra.sim.clock import TICKS, seconds
 from libra.sim.outcome.metrics import Durations, Spread, durations, spread
+from libra.sim.outcome.over_time import mean_present_by
 
 Rows = NDArray[np.float64]  # [engine, bin]
 
@@ -49,43 +51,70 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
     )
 
 
-def time_figures(view: SimulationView) -> tuple[Figure, ...]:
-    """What came and went, and, where it was recorded, what the engines ran and held."""
-    result = view.result
-    if not result.makespan:
-        return (Figure("Over time", "Everything happened at one instant."),)
-    edges = np.unique(
-        np.linspace(result.start, result.start + result.makespan, MAX_POINTS + 1).round().astype(np.int64)
-    )
-    scale, unit = time_unit(seconds(result.makespan))
-    x_axis = Axis(f"time since the first arrival ({unit})", (0.0, seconds(result.makespan) / scale))
-    since = (edges - result.start) / (TICKS * scale)
-    middles = (since[:-1] + since[1:]) / 2
-    names = [engine.name for engine in result.engines]
-    markers = _pauses(view, scale)
+@dataclass(frozen=True, slots=True)
+class TimeAxis:
+    """Stretches of equal length, from the first arrival to the last end, as an axis."""
 
-    def of_engines(title: str, label: str, values: Rows, more: str = "") -> Figure:
-        """A line an engine; of many engines the extremes and the mean."""
-        stretches = f"means over {count(len(middles))} stretches of equal length."
+    edges: NDArray[np.int64]  # ticks
+    since: NDArray[np.float64]  # the first arrival, of each edge, in the axis' unit
+    axis: Axis
+    markers: Sequence[Marker]  # engines stop for new weights
+
+    @property
+    def middles(self) -> NDArray[np.float64]:
+        return (self.since[:-1] + self.since[1:]) / 2
+
+    def points(self, values: NDArray[np.float64]) -> list[tuple[float, float]]:
+        """Of a value for each stretch."""
+        return list(zip(self.middles.tolist(), values.tolist(), strict=True))
+
+    def lines(self, title: str, label: str, names: Sequence[str], values: Rows, of: str, more: str = "") -> Figure:
+        """A line for each of them; of many the extremes and the mean."""
+        stretches = f"means over {count(len(self.middles))} stretches of equal length."
         if len(names) <= _MOST_LINES:
             lines, note = dict(zip(names, values, strict=True)), stretches.capitalize()
         else:
             lines = {"largest": values.max(axis=0), "mean": values.mean(axis=0), "smallest": values.min(axis=0)}
-            note = f"Over {count(len(names))} engines, of each its {stretches}"
-        note += more + (" Dashed: engines stopped for new weights." if markers else "")
+            note = f"Over {count(len(names))} {of}, of each its {stretches}"
+        note += more + (" Dashed: engines stopped for new weights." if self.markers else "")
         series = [
-            Series(name, colour, list(zip(middles.tolist(), line.tolist(), strict=True)))
+            Series(name, colour, self.points(line))
             for (name, line), colour in zip(lines.items(), COLOURS, strict=False)
         ]
-        return line_figure(title, note, series, x_axis, Axis(label), markers)
+        return line_figure(title, note, series, self.axis, Axis(label), self.markers)
 
-    waiting = _waiting(view, edges)
+
+def time_axis(view: SimulationView) -> TimeAxis | None:
+    """None: everything happened at one instant."""
+    result = view.result
+    if not result.makespan:
+        return None
+    edges = np.unique(
+        np.linspace(result.start, result.start + result.makespan, MAX_POINTS + 1).round().astype(np.int64)
+    )
+    scale, unit = time_unit(seconds(result.makespan))
+    axis = Axis(f"time since the first arrival ({unit})", (0.0, seconds(result.makespan) / scale))
+    return TimeAxis(edges, (edges - result.start) / (TICKS * scale), axis, _pauses(view, scale))
+
+
+def time_figures(view: SimulationView) -> tuple[Figure, ...]:
+    """What came and went, and, where it was recorded, what the engines ran and held."""
+    time = time_axis(view)
+    if time is None:
+        return (Figure("Over time", "Everything happened at one instant."),)
+    result = view.result
+    names = [engine.name for engine in result.engines]
+
+    def of_engines(title: str, label: str, values: Rows, more: str = "") -> Figure:
+        return time.lines(title, label, names, values, "engines", more)
+
+    waiting = _waiting(view, time.edges)
     figures = [
-        _flow_figure(view, edges, since, x_axis),
+        _flow_figure(view, time),
         of_engines("Waiting requests", "requests not yet in a batch", waiting, " Preempted ones are not counted."),
     ]
     if result.series:
-        running, held = np.array([series.over(edges) for series in result.series]).swapaxes(0, 1)
+        running, held = np.array([series.over(time.edges) for series in result.series]).swapaxes(0, 1)
         blocks = np.array([[engine.config.kv_blocks] for engine in result.engines])
         figures.append(of_engines("Running requests", "requests in the batch", running))
         figures.append(of_engines("KV held", "KV blocks held (%)", 100 * held / blocks))
@@ -96,34 +125,26 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
-    """Requests from their arrival to their first iteration (or to their end without one), [engine, bin]: means."""
-    requests, result = view.result.requests, view.result
+    """Requests from their arrival to their first iteration (or to their end without one), [engine, bin]: means. Those
+    that are handed over wait where their prompts are computed, and then for their pull."""
+    requests, result, transfers = view.result.requests, view.result, view.result.transfers
     ended = np.where(requests.finish < 0, result.end, requests.finish)
     until = np.where(requests.scheduled < 0, ended, requests.scheduled)
-    by_engine = np.argsort(requests.engine, kind="stable")
-    firsts = np.searchsorted(requests.engine[by_engine], np.arange(len(result.engines) + 1))
-    means = np.zeros((len(result.engines), len(edges) - 1))
-    for engine in range(len(result.engines)):
-        its = by_engine[firsts[engine] : firsts[engine + 1]]
-        waited = _since(requests.arrival[its], edges) - _since(until[its], edges)
-        means[engine] = np.diff(waited) / np.diff(edges)
-    return np.maximum(means, 0.0)  # sums of many ticks as floats may miss zero by a trifle
-
-
-def _since(moments: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """At each edge the sum of the times that have passed since the moments before it."""
-    passed = np.sort(moments - edges[0]).astype(np.float64)
-    sums = np.concatenate(([0.0], np.cumsum(passed)))
-    counts = np.searchsorted(passed, edges - edges[0], "right")
-    times: NDArray[np.float64] = counts * (edges - edges[0]).astype(np.float64) - sums[counts]
-    return times
+    where, begins, ends = [requests.engine.copy()], [requests.arrival], [until]
+    if transfers is not None:
+        where[0][transfers.row] = transfers.source
+        where.append(transfers.target)
+        begins.append(transfers.computed)
+        ends.append(np.where(transfers.begun < 0, ended[transfers.row], transfers.begun))
+    engine, since, till = (np.concatenate(columns) for columns in (where, begins, ends))
+    return mean_present_by(engine, len(result.engines), since, till, edges)
 
 
 def _distribution(title: str, curves: Sequence[tuple[str, Durations]], *, wide: bool) -> Figure:
     found: Spread | None = spread(curves[0][1])
     assert found is not None
     limit = found.max if found.max <= _LONG * found.p99 else found.p99 * _LONG
-    scale, unit = _fine_unit(limit)
+    scale, unit = fine_unit(limit)
     series = [
         Series(name, colour, [(x / scale, y) for x, y in _cumulative(values) if x <= limit])
         for (name, values), colour in zip(curves, COLOURS, strict=False)
@@ -148,26 +169,26 @@ def _cumulative(values: Durations) -> list[tuple[float, float]]:
     return [(times[0], 0.0), *zip(times, (100 * ranks / total).tolist(), strict=True)]
 
 
-def _fine_unit(longest: float) -> tuple[float, str]:
+def fine_unit(longest: float) -> tuple[float, str]:
     if longest < 1e-3:
         return 1e-6, "µs"
     return (1e-3, "ms") if longest < 1 else time_unit(longest)
 
 
-def _flow_figure(view: SimulationView, edges: NDArray[np.int64], since: NDArray[np.float64], x_axis: Axis) -> Figure:
+def _flow_figure(view: SimulationView, time: TimeAxis) -> Figure:
     requests = view.result.requests
     series = []
     for name, colour, ticks in (
         ("arrived", _NEUTRAL, np.sort(requests.arrival)),
         ("finished", COLOURS[0], np.sort(requests.finish[requests.ended("finished")])),
     ):
-        so_far = np.searchsorted(ticks, edges[1:], "right")
-        series.append(Series(name, colour, list(zip(since[1:].tolist(), so_far.tolist(), strict=True))))
+        so_far = np.searchsorted(ticks, time.edges[1:], "right")
+        series.append(Series(name, colour, list(zip(time.since[1:].tolist(), so_far.tolist(), strict=True))))
     note = "Between the two lines: requests that queue, run, or will not finish."
     if view.tail is not None and not view.result.partial:
         last = fine_duration(view.tail * view.metrics.makespan)
         note += f" The last tenth of those that finish takes {last}."
-    return line_figure("Arrived and finished", note, series, x_axis, Axis("requests so far"))
+    return line_figure("Arrived and finished", note, series, time.axis, Axis("requests so far"))
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:

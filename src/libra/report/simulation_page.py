@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from libra.report.page import Bar, Tile, flatten, render
+from libra.report.roles_chapter import roles_chapter
 from libra.report.simulation_figures import latency_figures, time_figures
 from libra.report.simulation_table import (
     ENGINE_NUMBERS,
@@ -42,9 +43,15 @@ def simulation_page(view: SimulationView, title: str) -> str:
             for name, spread in shown_spreads(view)
         ],
         phases=_phases(view),
+        chapters=[chapter for chapter in (roles_chapter(view),) if chapter is not None],
         over_time=time_figures(view),
-        engine_columns=("Engine", "Bucket", *(_capital(DEFINITIONS[key].name) for key in ENGINE_NUMBERS)),
-        engines=[_engine(engine) for engine in engines],
+        engine_columns=(
+            "Engine",
+            *(("Role",) if view.roles else ()),
+            "Bucket",
+            *(_capital(DEFINITIONS[key].name) for key in ENGINE_NUMBERS),
+        ),
+        engines=[_engine(engine, roles=view.roles is not None) for engine in engines],
         left_out=left_out,
         endings=[(ending.status, count(ending.count), ending.reason) for ending in view.endings],
         numbers=shown_numbers(view),
@@ -68,7 +75,7 @@ def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
             "Finished",
             f"{count(metrics.finished)} of {count(metrics.requests)}",
             ended or worded(metrics.request_rate, "requests/s"),
-            alarming=bool(metrics.refused or metrics.unfinished),
+            alarming=bool(metrics.refused or metrics.failed or metrics.unfinished),
         ),
         Tile(
             "Generated",
@@ -104,8 +111,8 @@ def _phases(view: SimulationView) -> list[tuple[str | Bar, ...]]:
     return [(it.name, Bar(fine_duration(it.seconds), it.seconds / longest), percent(it.share)) for it in view.phases]
 
 
-def _engine(engine: EngineMetrics) -> list[str | Bar]:
-    cells: list[str | Bar] = [engine.name, str(engine.bucket)]
+def _engine(engine: EngineMetrics, *, roles: bool) -> list[str | Bar]:
+    cells: list[str | Bar] = [engine.name, *([engine.role] if roles else []), str(engine.bucket)]
     for key, words in zip(ENGINE_NUMBERS, engine_cells(engine), strict=True):
         # Half as long as other bars: there are many columns.
         cells.append(Bar(words, (engine.busy_share or 0.0) / 2) if key == "busy_share" else words)

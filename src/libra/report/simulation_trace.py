@@ -1,14 +1,15 @@
 """A simulation as a trace: what each request did on its engine, and how full the engine was.
 
-A group for each engine: its counters, a row of pauses for new weights, and rows of requests (queued, prefill, KV
-transfer, decode). Slices of a row never overlap, and rows are as few as requests are there at once. Where requests are
-too many for the file, one in k is drawn, and the trace says so. Times are to the nanosecond.
+A group for each engine: its counters (its network's, too, where KV is transferred), a row of pauses for new weights,
+and rows of requests (queued, prefill, decode; with roles also KV kept, waiting to pull, and KV transfer). Slices of a
+row never overlap, and rows are as few as requests are there at once. Where requests are too many for the file, one in k
+is drawn, and the trace says so. Times are to the nanosecond.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -22,15 +23,20 @@ from libra.records.trace import MAX_EVENTS, TraceFile
 from libra.sim.clock import TICKS
 from libra.sim.outcome.occupancy import EngineSeries
 from libra.sim.outcome.result import ENDS, SimulationResult
+from libra.sim.outcome.transfers import Transfers, link_use
 
 _COUNTERS = 0.4  # of the events at most
 _NANOSECOND = TICKS // 10**9
 _NOWHERE = 0  # group of requests that were sent to no engine; those of engines follow
 _PAUSES = 1  # row of a group; those of requests follow
-_PHASES = ("queued", "prefill", "KV transfer", "decode")
+_PHASES = ("queued", "prefill", "decode")
+_MOST_SLICES = 6  # of a request
+_LINK_BINS = 1_000  # of a counter
 _COLOURS = {
     "queued": "grey",
     "prefill": "rail_response",
+    "KV kept": "rail_idle",
+    "waiting to pull": "grey",
     "KV transfer": "yellow",
     "decode": "rail_load",
     "new weights": "thread_state_iowait",
@@ -47,6 +53,7 @@ def write_simulation_trace(result: SimulationResult, path: Path | str, max_event
             trace.name_group(_NOWHERE, "no engine", _NOWHERE)
         rows = sum(len(series) + 1 for series in result.series)
         merge = -(-2 * rows // max(1, int(_COUNTERS * max_events)))
+        _network(trace, result, int(_COUNTERS * max_events) // 2)
         for index, series in enumerate(result.series):
             if series.pauses:
                 trace.name_lane(index + 1, _PAUSES, "weight updates", _PAUSES)
@@ -69,27 +76,50 @@ def _counters(trace: TraceFile, series: EngineSeries, group: int, blocks: int) -
         trace.counter(group, "KV held", at, {"share": round(held, 6)})
 
 
+def _network(trace: TraceFile, result: SimulationResult, most: int) -> None:
+    """What each engine sends or receives over time, of KV."""
+    transfers = result.transfers
+    if transfers is None or not len(transfers) or not result.makespan:
+        return
+    ways = [engine.role for engine in result.engines]
+    bins = min(_LINK_BINS, most // sum(role != "colocated" for role in ways))
+    if bins < 1:
+        return
+    edges = np.unique(np.linspace(result.start, result.start + result.makespan, bins + 1).round().astype(np.int64))
+    sends, receives = link_use(transfers, edges)
+    for engine, role in enumerate(ways):
+        use = sends if role == "prefill" else receives
+        if role != "colocated":
+            for tick, used, sharing in zip(edges.tolist(), use.used[engine], use.sharing[engine], strict=False):
+                about = {"used": round(float(used), 6), "transfers": round(float(sharing), 3)}
+                trace.counter(engine + 1, "KV out" if role == "prefill" else "KV in", _microseconds(tick), about)
+
+
 def _requests(trace: TraceFile, result: SimulationResult) -> None:
     came = np.flatnonzero(result.requests.arrival <= result.end)
-    every = -(-len(_PHASES) * len(came) // trace.room) if trace.room else 0
+    slices = len(_PHASES) if result.transfers is None else _MOST_SLICES
+    most = trace.room // slices
+    every = -(-len(came) // most) if most else 0
     if len(came) and every != 1:
         drawn = f"1 in {every:,}" if every else "none"
         note = f"{drawn} of {len(came):,} requests is drawn: all are more than the file may hold"
         trace.room += 1  # for this note
         trace.instant(_NOWHERE, 0, note, _microseconds(result.start), {}, scope="g")
     rows: defaultdict[int, _Rows] = defaultdict(_Rows)
-    for request in _drawn(result, came[::every] if every else came[:0]):
-        slices = request.slices
-        if not slices:
-            name = f"{request.about['status']}: request {request.about['request']}"
-            trace.instant(request.group, 0, name, _microseconds(request.arrival), request.about, scope="p")
+    stays = _drawn(result, came[::every] if every else came[:0])
+    if result.transfers is not None:  # those on decode engines do not begin in the order of arrival
+        stays = iter(sorted(stays, key=lambda stay: stay.slices[0][1] if stay.slices else stay.arrival))
+    for stay in stays:
+        if not stay.slices:
+            name = f"{stay.about['status']}: request {stay.about['request']}"
+            trace.instant(stay.group, 0, name, _microseconds(stay.arrival), stay.about, scope="p")
             continue
-        row = rows[request.group].take(slices[0][1], slices[-1][2])
-        if row > rows[request.group].named:
-            rows[request.group].named = row
-            trace.name_lane(request.group, _PAUSES + row, f"requests {row}", _PAUSES + row)
-        for name, since, until in slices:
-            _slice(trace, request.group, _PAUSES + row, name, since, until, request.about)
+        row = rows[stay.group].take(stay.slices[0][1], stay.slices[-1][2])
+        if row > rows[stay.group].named:
+            rows[stay.group].named = row
+            trace.name_lane(stay.group, _PAUSES + row, f"requests {row}", _PAUSES + row)
+        for name, since, until in stay.slices:
+            _slice(trace, stay.group, _PAUSES + row, name, since, until, stay.about)
 
 
 class _Rows:
@@ -115,14 +145,16 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class _Stay:
+    """Of a request on one engine."""
+
     group: int
     arrival: int
     slices: tuple[tuple[str, int, int], ...]  # (name, start, end), each from the end of the one before
     about: dict[str, Any]
 
 
-def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Drawn]:
+def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Stay]:
     requests = result.requests
     columns = (
         requests.engine,
@@ -141,9 +173,22 @@ def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Dra
         requests.trajectory,
         requests.turn,
     )
-    for engine, arrival, *times, code, number, prompt, output, cached, preemptions, reason, trajectory, turn in zip(
-        *(column[indices].tolist() for column in columns), strict=True
-    ):
+    handed = {} if result.transfers is None else {row: at for at, row in enumerate(result.transfers.row.tolist())}
+    for (
+        row,
+        engine,
+        arrival,
+        *times,
+        code,
+        number,
+        prompt,
+        output,
+        cached,
+        preemptions,
+        reason,
+        trajectory,
+        turn,
+    ) in zip(indices.tolist(), *(column[indices].tolist() for column in columns), strict=True):
         status = ENDS[code]
         about: dict[str, Any] = {
             "request": number,
@@ -158,15 +203,39 @@ def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Dra
         if reason >= 0:
             about["reason"] = requests.reasons[reason]
         queued = engine >= 0 and status != "refused"
-        yield _Drawn(engine + 1, arrival, tuple(_slices(arrival, times, result.end)) if queued else (), about)
+        scheduled, prefill_end, _, finish = times
+        at = handed.get(row)
+        if at is not None and result.transfers is not None:
+            yield from _handed_over(result, result.transfers, at, (arrival, scheduled, prefill_end, finish), about)
+            continue
+        phases = zip(_PHASES, (scheduled, prefill_end, finish), strict=True)
+        yield _Stay(engine + 1, arrival, tuple(_slices(arrival, phases, result.end, finish)) if queued else (), about)
 
 
-def _slices(since: int, times: Sequence[int], end: int) -> Iterator[tuple[str, int, int]]:
-    """What a request went through, as far as it came by tick `end`. Phases that took no time are left out."""
-    for name, tick in zip(_PHASES, times, strict=True):
+def _handed_over(
+    result: SimulationResult, transfers: Transfers, at: int, times: tuple[int, int, int, int], about: dict[str, Any]
+) -> Iterator[_Stay]:
+    """On the engine that computed the prompt, with its KV until it was let go, and on the one that went on."""
+    arrival, scheduled, prefill_end, finish = times
+    columns = (transfers.source, transfers.target, transfers.begun, transfers.sent, transfers.came, transfers.released)
+    source, target, begun, sent, came, released = (int(column[at]) for column in columns)
+    first = [("queued", scheduled), ("prefill", prefill_end), ("KV kept", released)]
+    then = [("waiting to pull", begun), ("KV transfer", sent if came < 0 else came), ("decode", finish)]
+    yield _Stay(source + 1, arrival, tuple(_slices(arrival, first, result.end)), about)
+    slices = tuple(_slices(prefill_end, then, result.end, finish))
+    if slices:
+        yield _Stay(target + 1, prefill_end, slices, about)
+
+
+def _slices(
+    since: int, phases: Iterable[tuple[str, int]], end: int, finish: int = -1
+) -> Iterator[tuple[str, int, int]]:
+    """What a request went through, as far as it came by tick `end`: phases with the tick that each ends at, -1 if it
+    did not. Phases that took no time are left out."""
+    for name, tick in phases:
         until = end if tick < 0 else min(tick, end)
         # A request that was cancelled went no further than that.
-        until = min(until, times[-1]) if times[-1] >= 0 else until
+        until = min(until, finish) if finish >= 0 else until
         if until > since:
             yield name, since, until
         if tick < 0:

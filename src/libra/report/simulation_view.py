@@ -9,9 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from libra.report.roles_view import RolesView, roles_view
 from libra.report.words import count, fine_duration, percent, plain, plural, worded
 from libra.sim.clock import seconds
-from libra.sim.outcome.metrics import Ending, EngineMetrics, Metrics, endings, engine_metrics, metrics_of
+from libra.sim.outcome.metrics import (
+    Ending,
+    EngineMetrics,
+    Metrics,
+    bounded_shares,
+    endings,
+    engine_metrics,
+    metrics_of,
+)
 from libra.sim.outcome.result import SimulationResult
 
 LONG_QUEUE = 0.25  # of the mean latency: from here on queueing bounds a request
@@ -20,6 +29,7 @@ PAUSED = 0.2  # share of the time for which engines stand still that is worth na
 UNEVEN = 1.25  # busiest engine over the mean
 LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
 FULL = 0.95  # of seats or blocks
+MOST_GROUPS = 4  # that are told about
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +59,21 @@ class SimulationView:
     endings: tuple[Ending, ...]
     phases: tuple[LatencyPart, ...]  # none where no request finished
     waiting: Waiting | None  # None: nobody watched, or nothing waited
+    roles: RolesView | None  # where engines have them
     tail: float | None  # share of the makespan after nine in ten of the finished requests had finished
 
 
 def simulation_view(result: SimulationResult) -> SimulationView:
     metrics = metrics_of(result)
+    roles = roles_view(result, metrics)
     return SimulationView(
         result=result,
         metrics=metrics,
         engines=engine_metrics(result),
         endings=endings(result.requests),
-        phases=_phases(metrics),
+        phases=_phases(metrics, roles),
         waiting=_waiting(result),
+        roles=roles,
         tail=_tail(result),
     )
 
@@ -76,10 +89,24 @@ def headline(view: SimulationView) -> str:
         f"{count(metrics.finished)} of {plural(metrics.requests, 'request')} finished in"
         f" {fine_duration(metrics.makespan)}: {worded(metrics.generated_rate, 'tokens/s')} generated.",
         _bound(view),
+        *_groups(view),
         *_memory(view),
         *_ends(view),
     ]
     return " ".join(said)
+
+
+def _groups(view: SimulationView) -> list[str]:
+    """What bounds iterations whose attention and FFN are on different ranks."""
+    said = []
+    for group in view.result.groups[:MOST_GROUPS]:
+        shares = bounded_shares(group)
+        if shares:
+            parts = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())
+            said.append(
+                f"Iterations of {group.name} ({plural(group.ranks, 'attention rank')}) are bounded by: {parts}."
+            )
+    return said
 
 
 def notices(view: SimulationView) -> tuple[str, ...]:
@@ -100,18 +127,18 @@ def notices(view: SimulationView) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _phases(metrics: Metrics) -> tuple[LatencyPart, ...]:
+def _phases(metrics: Metrics, roles: RolesView | None) -> tuple[LatencyPart, ...]:
     if metrics.queueing is None or metrics.ttft_prefill is None or metrics.ttft is None or metrics.latency is None:
         return ()
-    ends = [
-        ("queueing", metrics.queueing.mean),
-        ("prefill", metrics.ttft_prefill.mean),
-        ("KV transfer", metrics.ttft.mean),
-        ("decode", metrics.latency.mean),
-    ]
+    ends = [("queueing", metrics.queueing.mean), ("prefill", metrics.ttft_prefill.mean)]
+    if roles is not None and roles.metrics.ttft:
+        to_pull, first = (roles.metrics.ttft[name] for name in ("waiting to pull", "first decode"))
+        ends.append(("waiting to pull", ends[-1][1] + to_pull.mean * to_pull.count / metrics.finished))
+        ends.append(("KV transfer", metrics.ttft.mean - first.mean * first.count / metrics.finished))
+    ends += [("first decode", metrics.ttft.mean), ("decode", metrics.latency.mean)]
     made, before = [], 0.0
     for name, end in ends:
-        if end > before or name != "KV transfer":
+        if end > before or name != "first decode":
             share = (end - before) / metrics.latency.mean if metrics.latency.mean else 0.0
             made.append(LatencyPart(name, end - before, share))
         before = end
@@ -137,6 +164,8 @@ def _tail(result: SimulationResult) -> float | None:
 
 def _bound(view: SimulationView) -> str:
     metrics = view.metrics
+    if view.roles is not None and view.roles.metrics.ttft:
+        return view.roles.why
     busy = metrics.busy_share or 0.0
     subject = "the engines work" if len(view.engines) > 1 else "the engine works"
     works = f"{subject} {percent(busy, 0)} of the time"
@@ -177,8 +206,9 @@ def _memory(view: SimulationView) -> list[str]:
 
 def _ends(view: SimulationView) -> list[str]:
     """What only shows where there are several engines, or towards the end."""
-    busy = view.metrics.busy_share or 0.0
     busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
+    of_role = None if view.roles is None else view.roles.busy.get(busiest.role)
+    busy = (view.metrics.busy_share or 0.0) if of_role is None else of_role
     said = []
     if busiest.busy_share is not None and busy and busiest.busy_share >= UNEVEN * busy:
         said.append(f"Load is uneven: {busiest.name} works {percent(busiest.busy_share, 0)} of the time.")

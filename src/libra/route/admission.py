@@ -9,7 +9,7 @@ that are taken in parts, as their groups are complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -36,6 +36,7 @@ class Admission(Generic[Episode]):
         self.taken = version  # batches taken so far: the version in the making, or published
         self._parts = 0  # groups taken of the batch after these
         self._groups: dict[str, _Group[Episode]] = {}  # ordered by start
+        self._complete = 0  # of these
 
     @property
     def in_flight(self) -> int:
@@ -73,6 +74,7 @@ class Admission(Generic[Episode]):
         if entry.complete:
             raise ValueError(f"group {group} has its {self.group_size} episodes already")
         entry.episodes.append(episode)
+        self._complete += entry.complete
 
     def ready(self) -> bool:
         """Whether the next batch can be taken: enough complete groups, and none that must be in it is missing."""
@@ -86,7 +88,7 @@ class Admission(Generic[Episode]):
         if chosen is None:
             raise ValueError("the next batch is not complete")
         self.taken += 1
-        return [(group, self._groups.pop(group).episodes) for group in chosen]
+        return self._taken(chosen)
 
     @property
     def lacks(self) -> int:
@@ -96,25 +98,27 @@ class Admission(Generic[Episode]):
     def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
         """The complete groups, oldest first, that may be in the next batch whatever becomes of the others; none where
         they are fewer than `least` and the batch would lack more. With the last that it lacks the batch is `taken`."""
-        started = [group.started_at for group in self._groups.values()]
+        least = min(least, self.lacks)
+        if self._complete < least:
+            return []
         chosen: list[str] = []
-        for index, (name, group) in enumerate(self._groups.items()):
+        older: list[int] = []  # versions of those that stay: whoever is younger finds room in the same batch as before
+        for name, group in self._groups.items():
             if not group.complete:
-                continue
-            place = index - len(chosen)
-            left = started[:place] + started[place + 1 :]
-            if self._in_time(left, self.lacks - len(chosen) - 1):
+                older.append(group.started_at)
+            elif self._in_time(older, self.lacks - len(chosen) - 1):
                 chosen.append(name)
-                started = left
-            if len(chosen) == self.lacks:
-                break
-        if len(chosen) < min(least, self.lacks):
+                if len(chosen) == self.lacks:
+                    break
+            else:
+                break  # nor would those that follow leave room enough for these
+        if len(chosen) < least:
             return []
         self._parts += len(chosen)
         if self._parts == self.groups_per_step:
             self._parts = 0
             self.taken += 1
-        return [(group, self._groups.pop(group).episodes) for group in chosen]
+        return self._taken(chosen)
 
     def publish(self, version: int) -> None:
         """Every engine holds `version` now."""
@@ -125,18 +129,21 @@ class Admission(Generic[Episode]):
     def _choose(self) -> list[str] | None:
         """The oldest complete groups; None while they are too few, or would leave more groups behind than the batches
         after this one can take in time."""
-        chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]
-        if len(chosen) < self.groups_per_step:
+        if self._complete < self.groups_per_step:
             return None
+        chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]
         taken = set(chosen)
         left = [group.started_at for name, group in self._groups.items() if name not in taken]
         return chosen if self._in_time(left, 0) else None
 
-    def _in_time(self, started: list[int], room: int) -> bool:
+    def _taken(self, chosen: Sequence[str]) -> list[tuple[str, list[Episode]]]:
+        self._complete -= len(chosen)
+        return [(group, self._groups.pop(group).episodes) for group in chosen]
+
+    def _in_time(self, started: Sequence[int], room: int) -> bool:
         """Whether groups that were started under these versions, oldest first, can be trained on in time if the next
-        batch has room for so many of them."""
-        for index, version in enumerate(started):
-            batches = 0 if index < room else 1 + (index - room) // self.groups_per_step
-            if self.taken + 1 + batches > version + 1 + self.max_staleness:
-                return False
-        return True
+        batch has room for so many of them. The first of each batch was started first."""
+        if room and started and self.taken > started[0] + self.max_staleness:
+            return False
+        firsts = started[room :: self.groups_per_step]
+        return all(self.taken + batch <= first + self.max_staleness for batch, first in enumerate(firsts, start=1))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from libra.route.loads import instance_of, loads_of
 from libra.route.policy import Fleet, Instance
 from libra.route.remaining import Remaining
 
@@ -58,7 +59,8 @@ class Offer:
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Offer], Offer | None]:
     """Of each bucket the least loaded instance that holds `needed` tokens, ties by id, longest bucket first; of those
-    that are lent another one; and the instance `prefix_at`, if it is there and holds them. O(instances).
+    that are lent another one; and the instance `prefix_at`, if it is there and holds them. O(instances), unless the
+    fleet is indexed (`loads_of`).
 
     `token_seconds` speaks of sequences that generate, `load_tokens` also of those that wait, for memory or a place. So
     an instance is taken to need the seconds it tells at the mean load of all that hold `needed` tokens, half of them
@@ -66,35 +68,23 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
     is not known here.
     """
     limits = fleet.limits
-    best: list[Instance | None] = [None] * (2 * len(limits))  # of each bucket one that is its own, and one that is lent
-    loads = [0] * len(best)  # of the best
-    home: Instance | None = None
-    total = count = 0
-    for instance in fleet.instances:
-        if instance.capacity_tokens < needed:
-            continue
-        load, bucket = instance.load_tokens, instance.bucket
-        total += load
-        count += 1
-        if instance.id == prefix_at:
-            home = instance
-        kind = 2 * bucket + (instance.recall_rate > 0)
-        least = best[kind]
-        if least is None or load < loads[kind] or (load == loads[kind] and instance.id < least.id):
-            best[kind], loads[kind] = instance, load
-    if not count:
+    loads = loads_of(fleet, needed)
+    if not loads.instances:
         return [], None
-    per_load = count / total if total else 0.0
+    home = None if prefix_at is None else instance_of(fleet, prefix_at)
+    if home is not None and home.capacity_tokens < needed:
+        home = None
+    per_load = loads.instances / loads.tokens if loads.tokens else 0.0
     offers: list[Offer] = []
     held: Offer | None = None
     onward: Offer | None = None
     for bucket in range(len(limits) - 1, -1, -1):
         beyond = onward
-        for kind in (2 * bucket, 2 * bucket + 1):
-            least = best[kind]
+        for lent in (False, True):
+            load, least = loads.least.get((bucket, lent), (0, None))
             if least is None:
                 continue
-            offer = _offer(least, loads[kind], per_load, limits, beyond)
+            offer = _offer(least, load, per_load, limits, beyond)
             offers.append(offer)
             if home is least:
                 held = offer

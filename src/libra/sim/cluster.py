@@ -13,9 +13,11 @@ from functools import partial
 from itertools import count
 
 from libra.route.policy import Policy
-from libra.sim.deployment import WeightUpdate, check_engines, check_roles
-from libra.sim.engine.config import EngineSpec
+from libra.sim.deployment import WeightUpdate, check_engines, check_groups, check_roles
+from libra.sim.engine.config import DECODE, EngineSpec
 from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.group import Rank, RankGroup
+from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
 from libra.sim.engine.tiers import SharedTiers
@@ -68,6 +70,7 @@ class SimCluster:
         request of its own, numbered after all others."""
         check_engines(specs, limits)
         check_roles(specs, kv_transfer is not None, [update.refresh for update in updates])
+        check_groups(specs, [update.engines for update in updates])
         entries = sum(spec.role.takes == "prompt" for spec in specs)
         if route is None and (entries > 1 or patient):
             raise ValueError(f"there are {entries} engines and no policy: say where requests go")
@@ -76,6 +79,7 @@ class SimCluster:
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
         self.engines: list[SimEngine] = []  # all that there ever were
+        self.groups: list[RankGroup] = []
         self.specs: list[EngineSpec] = []
         self.requests: list[Request] = []  # all that came, in the order in which they did
         self.now = 0
@@ -98,6 +102,7 @@ class SimCluster:
                 ended=self._ended,
                 unplaced=self._unplaced_or_refused,
                 idle=self._look_at,
+                keep=keep,
             )
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
@@ -149,29 +154,41 @@ class SimCluster:
         self._look_again()
 
     def add(self, spec: EngineSpec, make: EngineMaker = SimEngine) -> SimEngine:
-        """An engine is ready. Returns it."""
+        """An engine is ready. Returns it. Raises ValueError for a rank: groups are there from the beginning."""
+        if spec.group is not None:
+            raise ValueError(f"{spec.name} is a rank of {spec.group.name}: a group is there from the beginning")
         self._add([spec], make)
         self._look_again()
         return self.engines[-1]
 
     def close(self, name: str) -> None:
-        """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere."""
+        """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere. With a rank of
+        a group the whole group does."""
         of_pair = self.pairs is not None and name not in self.placer
         placer = self.pairs.decoders if of_pair and self.pairs is not None else self.placer
-        engine = placer.remove(name)
-        self._changed(engine, engine.close(self.now))
-        if not engine.busy:
-            self._empty(engine)
+        first = placer.remove(name)
+        group = first.clock
+        engines: Sequence[SimEngine] = group.ranks if isinstance(group, RankGroup) else (first,)
+        for engine in engines:
+            if engine is not first:
+                placer.remove(self.specs[engine.index].name)
+            self._changed(engine, engine.close(self.now))
+            if not engine.busy:
+                self._empty(engine)
 
     def _add(self, specs: Sequence[EngineSpec], make: EngineMaker = SimEngine) -> None:
         known = len(self.engines)
         engines = [
-            make(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
+            (make if spec.group is None else Rank)(
+                spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace
+            )
             for place, spec in enumerate(specs)
         ]
         for spec, engine in zip(specs, engines, strict=True):
             if engine.tiers is not None:
                 self._shared_tiers.join(engine.tiers, spec.node or spec.name)
+            engine.defers = spec.role is DECODE and spec.config.async_scheduling
+        self._group(specs, engines)
         for placer, takes in (
             (self.placer, "prompt"),
             (None if self.pairs is None else self.pairs.decoders, "context"),
@@ -181,6 +198,16 @@ class SimCluster:
                 placer.add(mine, lambda: self.now)
         self.engines += engines
         self.specs += specs
+
+    def _group(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
+        """Give the ranks of each group their clock."""
+        ranks: dict[str, tuple[GroupSpec, list[Rank]]] = {}
+        for spec, engine in zip(specs, engines, strict=True):
+            if isinstance(engine, Rank) and spec.group is not None:
+                ranks.setdefault(spec.group.name, (spec.group, []))[1].append(engine)
+        self.groups += [
+            RankGroup(group, of_it, exact=self._exact, trace=self._trace) for group, of_it in ranks.values()
+        ]
 
     def _look_again(self) -> None:
         for request in self._unplaced:
@@ -219,6 +246,10 @@ class SimCluster:
                 self.now, kind, _, what = event
                 if isinstance(what, SimEngine):
                     self._commit(what, self.now)
+                elif isinstance(what, RankGroup):
+                    for rank in what.land():
+                        self._commit(rank, self.now)
+                    what.landed()
                 elif isinstance(what, Request):
                     if kind is ARRIVAL:
                         self._arrive(what)
@@ -246,6 +277,9 @@ class SimCluster:
                 if watch is not None:
                     watch(engine, now)
             deciding.clear()
+            for group in self.groups:
+                if group.due and group.depart(now):
+                    events.end(group)
         if self._limit is not None and events.goes_on():
             self._stop(self._limit)
 
@@ -392,7 +426,7 @@ class SimCluster:
 
     def _changed(self, engine: SimEngine, sooner: bool) -> None:
         if sooner:
-            self._events.end(engine)
+            self._events.end(engine.group if isinstance(engine, Rank) else engine)
         if not engine.busy or engine.open:
             self._deciding.add(engine.index)
 

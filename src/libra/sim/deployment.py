@@ -63,6 +63,7 @@ class Deployment:
     def __post_init__(self) -> None:
         check_engines(self.engines, self.limits)
         check_roles(self.engines, self.kv_transfer is not None, [update.refresh for update in self.updates])
+        check_groups(self.engines, [update.engines for update in self.updates])
         if self.limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *self.limits))):
             raise ValueError(f"limits is {list(self.limits)}; list numbers of tokens that rise, shortest bucket first")
         if self.turn_tokens < 1:
@@ -115,12 +116,11 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
                 f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
             )
-        for option in ("pipeline_parallel_size", "async_scheduling"):
-            if getattr(engine.config, option) > 1 or getattr(engine.config, option) is True:
-                raise ValueError(
-                    f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
-                    " not simulated: leave it out"
-                )
+        if engine.config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size of {engine.name} is {engine.config.pipeline_parallel_size}; with role"
+                f" {engine.role.name} it is not simulated: leave it out"
+            )
     for engine in decode:
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
@@ -132,6 +132,30 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
             )
     if any(refreshes):
         raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")
+
+
+def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int] | None]) -> None:
+    """Raises ValueError unless the ranks of each group are alike, and updates (of engines, by number; None: of all) are
+    of whole groups."""
+    groups: dict[str, list[int]] = {}
+    for number, engine in enumerate(engines):
+        if engine.group is not None:
+            groups.setdefault(engine.group.name, []).append(number)
+    for name, ranks in groups.items():
+        first = engines[ranks[0]]
+        if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
+            raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
+        config = first.config
+        lacking = {"pipeline_parallel_size": 1, "async_scheduling": False, "speculative": None, "kv_tiers": ()}
+        for option, off in lacking.items():
+            value = getattr(config, option)
+            if value != off:
+                raise ValueError(
+                    f"{option} of {first.name} is {value}; with data_parallel_size it is not simulated: leave one of"
+                    " them out"
+                )
+        if any(it is not None and 0 < len(it.intersection(ranks)) < len(ranks) for it in updates):
+            raise ValueError(f"weight_updates name some ranks of group {name}: it pauses as a whole, name all or none")
 
 
 def check_engines(engines: Sequence[EngineSpec], limits: Sequence[int] | None) -> None:

@@ -9,140 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from libra.config.recipe import Recipe
-from libra.config.yaml_file import ConfigError, Section, read_section, refusal, unknown
-from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.config.yaml_file import ConfigError, read_section, refusal, unknown
+from libra.cost.afd import afd_refusal
+from libra.cost.engine_memory import BLOCK, ffn_rank_bytes, kv_tokens
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
-from libra.cost.sources.profiles import engine_profiles
+from libra.cost.sources.profiles import engine_profiles, stage_profile
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE, Deployment, WeightUpdate
-from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec, FailurePolicy, RoleName, SchedulingPolicy
+from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
+from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
+from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.speculative import Speculative
-from libra.sim.kv_network import DEFAULT_LEASE, KVNetwork
+from libra.sim.engines_keys import BATCHED_TOKENS, AfdSection, EngineSection, EnginesFile, OverheadSection
+from libra.sim.kv_network import KVNetwork
 
-_Count = Annotated[int, Field(strict=True, ge=1)]
-_Index = Annotated[int, Field(strict=True, ge=0)]
-_Seconds = Annotated[float, Field(ge=0)]
-_Overhead = Annotated[float, Field(ge=0, le=3600)]
-_Duration = Annotated[float, Field(gt=0)]
-_Flag = Annotated[bool, Field(strict=True)]
-
-_BATCHED_TOKENS = 8192
 _KV_BYTES = 2  # of an element
 _NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
 _NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
-
-
-class OverheadSection(Section):
-    """What the CPU does for an iteration. Times of kernels do not contain it."""
-
-    iteration: _Overhead = 0.0
-    request: _Overhead = 0.0  # for each request in the iteration
-    overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
-
-
-class SpeculativeSection(Section):
-    """Drafts, as vLLM's `speculative_config` has them. How many are accepted is said by one of rates, length and
-    `accepted`."""
-
-    method: str
-    num_speculative_tokens: Annotated[int, Field(strict=True)]
-    model: str | None = None  # with draft_model, as an engine's
-    synthetic_acceptance_rates: tuple[float, ...] = ()
-    synthetic_acceptance_length: float | None = None
-    accepted: tuple[int, ...] = ()
-    seed: _Index = 0
-
-    def drafts(self) -> Speculative:
-        """Raises ValueError that opens with the key."""
-        count, length, rates = (
-            self.num_speculative_tokens,
-            self.synthetic_acceptance_length,
-            self.synthetic_acceptance_rates,
-        )
-        if length is not None and (rates or self.accepted):
-            raise ValueError("accepted, synthetic_acceptance_rates or synthetic_acceptance_length: give one of them")
-        if length is not None:
-            drafts = Speculative.of_length(self.method, count, length, self.seed)
-        else:
-            drafts = Speculative(self.method, count, rates, self.accepted, self.seed)
-        if (self.model is None) == (self.method == "draft_model"):
-            raise ValueError(
-                f"model is {self.model}, and method {self.method}: name one with draft_model, and only there"
-            )
-        return drafts
-
-
-class EngineSection(Section):
-    """`count` engines that are alike."""
-
-    name: Annotated[str, Field(min_length=1)]
-    count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
-    model: str  # config.json, its directory, or a known name
-    gpu: str  # a known name
-    profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
-    tensor_parallel_size: _Count = 1
-    pipeline_parallel_size: _Count = 1
-    quantization: Literal["fp8"] | None = None  # of the weights
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    kv_blocks: _Count | None = None  # instead of what that leaves
-    max_model_len: _Count | None = None  # None: the model's
-    block_size: _Count = 16
-    max_num_seqs: _Count = 256
-    max_num_batched_tokens: _Count = _BATCHED_TOKENS
-    enable_chunked_prefill: _Flag = True
-    policy: SchedulingPolicy = "fcfs"
-    enable_prefix_caching: _Flag = True
-    watermark: float = 0.0
-    reserve_full_prompt: _Flag = True
-    capture_sizes: tuple[_Count, ...] = ()
-    async_scheduling: _Flag = False
-    speculative: SpeculativeSection | None = None
-    role: RoleName = "colocated"
-    kv_load_failure_policy: FailurePolicy = "fail"
-    enforce_eager: _Flag = False  # no CUDA graphs
-    host: str = "none"  # what comes to times of kernels: none, default, or a file of a fit beside this one
-    overhead: OverheadSection = OverheadSection()
-    bucket: _Index = 0
-
-
-class UpdatesSection(Section):
-    """New weights for all engines at once, again and again."""
-
-    every: _Duration
-    times: Annotated[int, Field(strict=True, ge=1, le=100_000)]
-    pause: _Seconds
-    refresh: _Flag = False  # contexts are computed again
-
-
-class KVTransferSection(Section):
-    """From the engines with role prefill to those with role decode."""
-
-    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
-    latency: _Seconds = 0.0
-    lease: _Duration = DEFAULT_LEASE
-    local_below: _Index = 0
-    route: str = DEFAULT_DECODE_ROUTE
-
-
-class EnginesFile(Section):
-    engines: tuple[EngineSection, ...] = Field(min_length=1)
-    route: str = DEFAULT_ROUTE
-    sticky: _Flag = True
-    limits: tuple[_Count, ...] | None = None
-    turn_tokens: _Count = 1
-    kv_transfer: KVTransferSection | None = None
-    weight_updates: UpdatesSection | None = None
-    time_limit: _Duration | None = None
 
 
 def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None) -> Deployment:
@@ -193,37 +83,92 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         model = load_model(section.model)
     except ConfigError as error:
         raise ValueError(f"{key}.model: {error}") from None
-    gpu = next((gpu for name, gpu in GPUS.items() if name.casefold() == section.gpu.casefold()), None)
-    if gpu is None:
-        raise ValueError(f"{key}.gpu: {unknown('GPU', section.gpu, GPUS)}")
+    gpu = _gpu(section.gpu, f"{key}.gpu")
     refused = model.tp_refusal(section.tensor_parallel_size)
     if refused is not None:
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
-    try:
-        config = _config(section, model, gpu)
-        grid = _grid(section, config, model, gpu, beside, note)
-        drafter = _drafter(section, config, model, gpu, beside, grid)
-    except ValueError as error:
-        raise ValueError(f"{key}.{error}") from None
-    overhead = section.overhead
-    try:
-        host = grid.host
-        if not host.priced:
-            host = HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
-        elif overhead != OverheadSection():
-            raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
-        elif section.async_scheduling:
-            host = replace(host, overlapped=True)
-        cost = GridCost(grid, config, host, drafter)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}; lower what goes beyond") from None
     numbers = range(section.count)
     names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
     role, tp = ROLES[section.role], section.tensor_parallel_size
     devices, kv_bytes = tp * section.pipeline_parallel_size, tp * model.kv_bytes_per_token(_KV_BYTES, tp)
-    return [
-        EngineSpec(name, config, cost, section.bucket, devices=devices, role=role, kv_bytes=kv_bytes) for name in names
-    ]
+
+    def spec(name: str, config: EngineConfig, cost: IterationCost) -> EngineSpec:
+        return EngineSpec(name, config, cost, section.bucket, devices=devices, role=role, kv_bytes=kv_bytes)
+
+    try:
+        if section.afd is not None:
+            _check_afd(section, section.afd, model, gpu)
+        config = _config(section, model, gpu)
+        if section.afd is not None:
+            apart = _apart(section, section.afd, config, model, gpu, beside, note)
+            first = spec(section.name, config, apart.own)
+            return [it for name in names for it in attention_ranks(replace(first, name=name), apart)]
+        grid = _grid(section, config, model, gpu, beside, note)
+        drafter = _drafter(section, config, model, gpu, beside, grid)
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from None
+    try:
+        cost = GridCost(grid, config, _host(section, grid.host), drafter)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}; lower what goes beyond") from None
+    return [spec(name, config, cost) for name in names]
+
+
+def _gpu(given: str, key: str) -> GPU:
+    gpu = next((gpu for name, gpu in GPUS.items() if name.casefold() == given.casefold()), None)
+    if gpu is None:
+        raise ValueError(f"{key}: {unknown('GPU', given, GPUS)}")
+    return gpu
+
+
+def _host(section: EngineSection, host: HostCost) -> HostCost:
+    """What the CPU adds, where the profile's host is this one."""
+    overhead = section.overhead
+    if not host.priced:
+        return HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")
+    if overhead != OverheadSection():
+        raise ValueError(f"host is {section.host}, and overhead is given: leave one of them out")
+    return replace(host, overlapped=True) if section.async_scheduling else host
+
+
+def _check_afd(section: EngineSection, afd: AfdSection, model: ModelSpec, gpu: GPU) -> None:
+    for option, off in (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None)):
+        if getattr(section, option) != off:
+            raise ValueError(f"afd with {option} is not simulated: leave one of them out")
+    refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
+    if refused is not None:
+        raise ValueError(refused)
+    ffn_gpu = gpu if afd.ffn_gpu is None else _gpu(afd.ffn_gpu, "afd.ffn_gpu")
+    tokens = -(-afd.attention * section.max_num_batched_tokens // afd.micro_batches)
+    held = ffn_rank_bytes(model, afd.ffn, weight_bytes=_weight_bytes(section), tokens=tokens)
+    memory = section.gpu_memory_utilization * ffn_gpu.memory
+    if held > memory:
+        raise ValueError(
+            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and what comes to them, of"
+            f" {memory / 1e9:.0f} GB: raise it, or lower max_num_batched_tokens"
+        )
+
+
+def _apart(
+    section: EngineSection,
+    afd: AfdSection,
+    config: EngineConfig,
+    model: ModelSpec,
+    gpu: GPU,
+    beside: Path,
+    note: Callable[[str], None],
+) -> AfdCost:
+    """What attention ranks and FFN ranks take together."""
+    tp = section.tensor_parallel_size
+    ffn_gpu = None if afd.ffn_gpu is None else _gpu(afd.ffn_gpu, "afd.ffn_gpu")
+    ranks = AttentionFFN(
+        afd.attention, afd.ffn, afd.bandwidth, afd.latency, afd.micro_batches, serial_links=afd.serial_links
+    )
+    try:
+        stages, host = stage_profile(*_asked(section, config, model, gpu, beside), tp, afd.ffn, note, ffn_gpu)
+        return AfdCost(stages, config, ranks, _host(section, host), tp)
+    except ConfigError as error:
+        raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
 
 
 def _check_models(file: EnginesFile) -> None:
@@ -279,6 +224,7 @@ def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
         batched_tokens=section.max_num_batched_tokens,
         pp=section.pipeline_parallel_size,
         taken=weights,
+        routed=section.afd is None,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 
@@ -290,7 +236,7 @@ def _no_room(section: EngineSection, model: ModelSpec, gpu: GPU, tokens: int, lo
         f"{model.name} leaves KV memory for {tokens:,} tokens on {gpus} x {gpu.name}, less than one request of"
         f" max_model_len {longest:,}"
     )
-    for key, usual in (("block_size", BLOCK), ("max_num_batched_tokens", _BATCHED_TOKENS)):
+    for key, usual in (("block_size", BLOCK), ("max_num_batched_tokens", BATCHED_TOKENS)):
         given = getattr(section, key)
         modest = section.model_copy(update={key: min(given, usual)})
         if _kv_blocks(modest, model, gpu) * modest.block_size >= longest:
@@ -310,17 +256,7 @@ def _grid(
     note: Callable[[str], None],
 ) -> EngineGrid:
     tp = section.tensor_parallel_size
-    source = section.profile
-    if source not in ("auto", "tables", "roofline"):
-        source = str(beside / source)
-    host = section.host if section.host in ("none", "default") else str(beside / section.host)
-    node = NodeClass(section.name, 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NETWORK)
-    recipe = Recipe(
-        batch=1,
-        samples_per_prompt=1,
-        max_length=config.max_model_len,
-        rollout_dtype=section.quantization,
-    )
+    node, model, recipe, source, host = _asked(section, config, model, gpu, beside)
     try:
         (profile,) = engine_profiles(Cluster((node,)), model, recipe, source, note, host)
     except ConfigError as error:
@@ -332,6 +268,24 @@ def _grid(
         raise ValueError(
             f"tensor_parallel_size is {tp}; engine times ({profile.source}) are known for {known}: take one"
         ) from None
+
+
+def _asked(
+    section: EngineSection, config: EngineConfig, model: ModelSpec, gpu: GPU, beside: Path
+) -> tuple[NodeClass, ModelSpec, Recipe, str, str]:
+    """What profiles are asked for: nodes, model, recipe, the source, and the host."""
+    tp, source = section.tensor_parallel_size, section.profile
+    if source not in ("auto", "tables", "roofline"):
+        source = str(beside / source)
+    host = section.host if section.host in ("none", "default") else str(beside / section.host)
+    node = NodeClass(section.name, 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NETWORK)
+    recipe = Recipe(
+        batch=1,
+        samples_per_prompt=1,
+        max_length=config.max_model_len,
+        rollout_dtype=section.quantization,
+    )
+    return node, model, recipe, source, host
 
 
 def _drafts(section: EngineSection) -> Speculative | None:

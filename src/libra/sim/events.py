@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.group import RankGroup
 from libra.sim.engine.request import Request
 
 
@@ -27,7 +28,7 @@ class Kind(IntEnum):
 END, CANCELLATION, UPDATE, ACTION, ARRIVAL = Kind
 
 Action = Callable[[int], None]  # told the tick
-Event = tuple[int, Kind, int, SimEngine | Request | WeightUpdate | Action]  # tick, kind, number, what
+Event = tuple[int, Kind, int, SimEngine | RankGroup | Request | WeightUpdate | Action]  # tick, kind, number, what
 
 
 class EventQueue:
@@ -42,8 +43,8 @@ class EventQueue:
         self._expected: Iterator[Request] = iter(())
         self._next: Request | None = None  # of those expected, the one whose arrival is an event already
 
-    def end(self, engine: SimEngine) -> None:
-        """The engine has planned, or its plan was cut."""
+    def end(self, engine: SimEngine | RankGroup) -> None:
+        """The engine, or a group of them, has planned, or its plan was cut."""
         heappush(self._heap, (engine.end, END, engine.index, engine))
 
     def act(self, tick: int, action: Action) -> None:
@@ -69,7 +70,7 @@ class EventQueue:
         heap = self._heap
         while heap:
             tick, kind, _, what = heap[0]
-            if isinstance(what, SimEngine):
+            if isinstance(what, (SimEngine, RankGroup)):
                 if not what.busy or what.end != tick:  # that plan was cut
                     heappop(heap)
                     continue
@@ -80,7 +81,7 @@ class EventQueue:
             while heap and heap[0][0] == tick:
                 event = heappop(heap)
                 what = event[3]
-                if isinstance(what, SimEngine):
+                if isinstance(what, (SimEngine, RankGroup)):
                     if not what.busy or what.end != tick:
                         continue
                 elif what is self._next:
@@ -94,7 +95,7 @@ class EventQueue:
         """Whether anything is left that happens by itself: no cancellation, no update, and no end of a plan that was
         cut."""
         return any(
-            kind >= ACTION or (isinstance(what, SimEngine) and what.busy and what.end == tick)
+            kind >= ACTION or (isinstance(what, (SimEngine, RankGroup)) and what.busy and what.end == tick)
             for tick, kind, _, what in self._heap
         )
 

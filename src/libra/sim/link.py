@@ -7,7 +7,7 @@ whole small parts, so that the order in which anything was asked does not show.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -44,11 +44,13 @@ class Transfer:
 
 
 class Network:
-    """Transfers under way, and when the next of them ends."""
+    """Transfers under way, and when the next of them ends. `passed` is told of each stretch in which a transfer had one
+    rate, since `Transfer.since`, and when that is over."""
 
-    __slots__ = ("_ends", "_serial", "_transfers")
+    __slots__ = ("_ends", "_passed", "_serial", "_transfers")
 
-    def __init__(self) -> None:
+    def __init__(self, passed: Callable[[Transfer, int], None] | None = None) -> None:
+        self._passed = passed
         self._transfers: dict[Hashable, Transfer] = {}
         self._ends: list[tuple[int, int, Transfer]] = []  # also some that are no longer true
         self._serial = 0
@@ -96,6 +98,8 @@ class Network:
         return done
 
     def _leave(self, transfer: Transfer, now: int) -> None:
+        if self._passed is not None:
+            self._passed(transfer, now)
         for link in transfer.links:
             del link.transfers[transfer]
         transfer.end = -1
@@ -112,6 +116,8 @@ class Network:
                 rate = one.share if one.share < other.share else other.share
                 if rate == transfer.rate:
                     continue
+                if self._passed is not None:
+                    self._passed(transfer, now)
                 transfer.left = max(0, transfer.left - (now - transfer.since) * transfer.rate)
                 transfer.since, transfer.rate = now, rate
                 transfer.end = now + -(-transfer.left // rate)

@@ -5,10 +5,11 @@ Invariant: a policy is told of each tool return and of each end once, and only o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from libra.route import policy
+from libra.route.loads import IndexedFleet
 from libra.route.policy import Placement, Policy
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
@@ -40,10 +41,17 @@ class EngineInstance:
     def recall_rate(self) -> float:
         return self.engine.recall_rate(self._now())
 
+    @property
+    def borrowed(self) -> bool:
+        return self.engine.borrowed
+
+    def watch(self, changed: Callable[[], object]) -> None:
+        self.engine.load_changed = changed
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """All engines in service, as a routing policy sees them."""
+    """Some of the engines in service, as a routing policy sees them."""
 
     instances: tuple[EngineInstance, ...]
     limits: tuple[int, ...]
@@ -56,7 +64,7 @@ class Placer:
     __slots__ = ("_by_name", "_destined", "_route", "behind", "fleet", "migrated_tokens", "migrations", "placements")
 
     def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
-        self.fleet = SimulatedFleet((), limits, turn_tokens)
+        self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
         self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
         self._route = route
@@ -83,11 +91,11 @@ class Placer:
                 raise ValueError(f"there is an engine {spec.name} already: close it first")
             self._by_name[spec.name] = engine
         added = (EngineInstance(spec, engine, now) for spec, engine in engines)
-        self.fleet = replace(self.fleet, instances=(*self.fleet.instances, *added))
+        self._serve((*self.fleet.instances, *added), self.fleet.limits)
 
     def remove(self, name: str) -> SimEngine:
         engine = self._by_name.pop(name)
-        self.fleet = replace(self.fleet, instances=tuple(it for it in self.fleet.instances if it.id != name))
+        self._serve([it for it in self.fleet.instances if it.id != name], self.fleet.limits)
         if self._route is not None:
             self._route.instance_gone(name)
         return engine
@@ -96,7 +104,11 @@ class Placer:
         """From now on the engines, by name, serve these buckets."""
         for instance in self.fleet.instances:
             instance.bucket = buckets[instance.id]
-        self.fleet = replace(self.fleet, limits=limits)
+        self._serve(self.fleet.instances, limits)
+
+    def _serve(self, instances: Iterable[EngineInstance], limits: tuple[int, ...]) -> None:
+        """With these from now on."""
+        self.fleet = IndexedFleet(tuple(instances), limits, self.fleet.turn_tokens)
 
     # Requests
 
@@ -183,10 +195,12 @@ class Placer:
             return route.place(asked, self._fleet(owner))
         return route.tool_returned(asked, returned, self._fleet(owner))
 
-    def _fleet(self, owner: Caller) -> SimulatedFleet:
+    def _fleet(self, owner: Caller) -> IndexedFleet[EngineInstance] | SimulatedFleet:
         """The engines whose weights are not older than those that the trajectory began with."""
         needed = owner.trajectory.policy_version
         hidden = {name for name, version in self.behind.items() if version < needed} if self.behind else ()
         if not hidden:
             return self.fleet
-        return replace(self.fleet, instances=tuple(it for it in self.fleet.instances if it.id not in hidden))
+        fleet = self.fleet
+        shown = tuple(it for it in fleet.instances if it.id not in hidden)
+        return SimulatedFleet(shown, fleet.limits, fleet.turn_tokens)

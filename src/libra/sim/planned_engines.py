@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from libra.cost.device import slowed
 from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
@@ -61,7 +62,10 @@ def beside_lent(plan: Plan) -> dict[str, LentEngine]:
 
 def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
     shapes = {shape.name: shape for shape in request.shapes}
-    cost = measured_cost(request.profile.engine)
+    costs = dict.fromkeys(shapes, measured_cost(request.profile.engine))
+    if (lent := request.lent) is not None:
+        shapes[lent.shape.name] = lent.shape
+        costs[lent.shape.name] = measured_cost(slowed(request.profile.engine, 1 / lent.share))
     engines: list[EngineSpec] = []
     for index, bucket in enumerate(plan.allocation.buckets):
         shape = shapes[bucket.shape]
@@ -72,7 +76,8 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
             max_num_seqs=shape.max_num_seqs,
         )
         engines += [
-            EngineSpec(f"{shape.name}-{index}.{number}", config, cost, index) for number in range(bucket.engines)
+            EngineSpec(f"{shape.name}-{index}.{number}", config, costs[shape.name], index)
+            for number in range(bucket.engines)
         ]
     return tuple(engines)
 

@@ -23,6 +23,22 @@ _EXTENSION = (2, 3)  # of a lease, that a heartbeat gives from then on
 
 
 @dataclass(slots=True, eq=False)
+class HandedOver:
+    """What became of the KV of one prompt. Ticks; -1 where that never happened."""
+
+    request: int  # number
+    source: int  # engine that computed the prompt
+    target: int  # and that goes on with it
+    blocks: int  # that the source keeps
+    computed: int  # the prompt
+    size: int = 0  # bytes to pull
+    begun: int = -1  # the pull, with blocks for it
+    sent: int = -1  # its last byte; or it was broken off, and nothing came
+    came: int = -1
+    released: int = -1  # by the source
+
+
+@dataclass(slots=True, eq=False)
 class Prefill:
     """The first half of a request: what computes its prompt, and the KV of it."""
 
@@ -31,6 +47,7 @@ class Prefill:
     part: Request = field(init=False)
     decoder: SimEngine | None = None  # that goes on with it
     known_since: int | None = None  # tick from which on the decoder sends heartbeats
+    record: HandedOver | None = None
 
     def __post_init__(self) -> None:
         whole = self.request
@@ -60,13 +77,16 @@ class PrefillDecode:
         ended: Callable[[Request], None],
         unplaced: Callable[[Request], None],
         idle: Callable[[SimEngine], None],
+        keep: bool,
     ) -> None:
         """`at` does something at a tick; `changed` is told of engines that may have to decide anew, `ended` of requests
         that did, `unplaced` of those that no engine goes on with, `idle` of engines that let go of blocks and have
-        nothing to decide."""
+        nothing to decide. Without `keep`, `handed_over` stays empty."""
         self.settings, self.decoders = settings, decoders
         self.transferred_bytes = 0
         self.transfers = 0
+        self.handed_over: list[HandedOver] = []  # in the order in which their prompts were computed
+        self._keep = keep
         self._specs, self._at, self._changed, self._ended, self._unplaced = specs, at, changed, ended, unplaced
         self._idle = idle
         self._latency, self._lease = ticks(settings.latency), ticks(settings.lease)
@@ -122,6 +142,11 @@ class PrefillDecode:
             self._unplaced(request)
             return
         prefill.decoder, prefill.known_since = engine, now
+        if self._keep:
+            source = prefill.engine
+            blocks = source.config.blocks(part.prompt_tokens)
+            prefill.record = HandedOver(request.number, source.index, engine.index, blocks, now)
+            self.handed_over.append(prefill.record)
         request.pull = True
         self._changed(engine, engine.submit(request, now))
         if request.status == "refused":
@@ -140,6 +165,8 @@ class PrefillDecode:
             size = round(blocks * engine.config.block_size * self._specs[engine.index].kv_bytes)
             self.transferred_bytes += size
             self._network.begin(prefill, self._link(source, True), self._link(engine, False), max(1, size), now)
+            if prefill.record is not None:
+                prefill.record.begun, prefill.record.size = now, max(1, size)
         self._set_alarm(now)
 
     def cancelled(self, request: Request, now: int) -> None:
@@ -179,6 +206,8 @@ class PrefillDecode:
             self._alarm = None
         for key in self._network.ended(now):
             assert isinstance(key, Prefill)
+            if key.record is not None:
+                key.record.sent = now
             if self._latency:
                 self._at(now + self._latency, lambda tick, it=key: self._arrived(it, tick))  # type: ignore[misc]
             else:
@@ -196,21 +225,21 @@ class PrefillDecode:
         if decoder is None or decoder.closing:
             return  # it was forgotten meanwhile
         self.transfers += 1
+        if prefill.record is not None:
+            prefill.record.came = now
         self._changed(decoder, decoder.pull_ended(prefill.request, now))
         self._let_go(prefill, now)
 
     def _lost(self, prefill: Prefill, why: str, now: int) -> None:
         decoder = prefill.decoder
-        if prefill in self._network:
-            self._network.drop(prefill, now)
+        self._break_off(prefill, now)
         if decoder is not None and not decoder.closing:
             self._changed(decoder, decoder.pull_ended(prefill.request, now, why))
         self._forget(prefill, now)
 
     def _forget(self, prefill: Prefill, now: int) -> None:
         """Nobody says any more that the KV is needed: it stays until the lease ends."""
-        if prefill in self._network:
-            self._network.drop(prefill, now)
+        self._break_off(prefill, now)
         self._prefills.pop(prefill.request, None)
         finish = prefill.part.finish
         if finish is None:
@@ -222,8 +251,16 @@ class PrefillDecode:
         prefill.decoder = None
         self._at(max(now, end), lambda tick: self._let_go(prefill, tick))
 
+    def _break_off(self, prefill: Prefill, now: int) -> None:
+        if prefill in self._network:
+            self._network.drop(prefill, now)
+            if prefill.record is not None:
+                prefill.record.sent = now
+
     def _let_go(self, prefill: Prefill, now: int) -> None:
         self._prefills.pop(prefill.request, None)
+        if prefill.record is not None:
+            prefill.record.released = now
         engine = prefill.engine
         if not engine.closed:
             sooner = engine.sent(prefill.part, now)

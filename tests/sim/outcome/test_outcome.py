@@ -85,7 +85,7 @@ def test_two_requests() -> None:
         iterations_per_event=1.0,
     )
     assert engine_metrics(result) == (
-        EngineMetrics("e", 0, 2, 2, 4, 1.0, 0.0, (2 + 4 + 2) / (64 * 3), 4 / 64, 0.0, 0, 3, 3),
+        EngineMetrics("e", 0, 2, 2, 4, 1.0, 0.0, (2 + 4 + 2) / (64 * 3), 4 / 64, 0.0, 0, 3, 3, "colocated"),
     )
     assert endings(result.requests) == ()
 
@@ -169,7 +169,7 @@ def test_a_spread_is_exact_and_of_values_that_occurred(ticks: list[int]) -> None
 
 def test_every_metric_is_defined_and_every_definition_is_of_a_metric() -> None:
     assert set(DEFINITIONS) == {field.name for field in fields(Metrics)}
-    assert {field.name for field in fields(EngineMetrics)} - {"name", "bucket"} <= set(DEFINITIONS)
+    assert {field.name for field in fields(EngineMetrics)} - {"name", "bucket", "role"} <= set(DEFINITIONS)
     assert all(it.text.endswith(".") and it.name for it in DEFINITIONS.values())
     assert len({it.name for it in DEFINITIONS.values()}) == len(DEFINITIONS)
 

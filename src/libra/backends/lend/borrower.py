@@ -161,9 +161,15 @@ class GatedBorrower:
             self._say(str(error))
         self._token.wish(0.0)
 
+    @property
+    def learning(self) -> bool:
+        """Whether more steps of serving have to be seen before anything is lent beside users."""
+        return self.serving_steps.seen < self.serving_steps.needed
+
     def rest(self) -> None:
         """There is nothing to compute: serving need not leave anything."""
         self._token.wish(0.0)
+        self._learn()
         self._say("")
         if self._record is not None:
             self._record.flush(all_of_it=True)

@@ -40,7 +40,7 @@ class BorrowingEngine:
         self._record = None if loan.record is None else LendingRecord(Path(loan.record), terms, _tell)
         self._loan = loan
         self._memory: BorrowedKV | None = None  # None: all of the engine's KV memory is its own
-        self._wanted = 0.0  # seconds with turns to make
+        self._wanted = 0.0  # seconds with turns to make, in which the device was lent
         self._since: float | None = None  # there were turns to make, up to here; None: there were none
         self._granted = 0.0  # when a step was last granted, or there was nothing to compute
         self._told = ""  # of `away`
@@ -93,7 +93,8 @@ class BorrowingEngine:
         now = self._device.clock()
         if sampled is not None:
             self._granted = now
-        self._wanted += now - (began if self._since is None else self._since)
+        if not self.away:
+            self._wanted += now - (began if self._since is None else self._since)
         self._since = now
         return sampled
 
@@ -105,15 +106,15 @@ class BorrowingEngine:
         return self._borrower.step(self._engine)
 
     def rest(self) -> float | None:
-        """There are no turns. Seconds after which to `settle` all the same, and to ask whether the device is lent
-        again; None: nothing is to be given back, and nothing was recalled."""
+        """There are no turns. Seconds after which to `settle` all the same, ask whether the device is lent again, or
+        see what steps of serving take; None: nothing is to be given back or was recalled, and enough is known."""
         self._since = None
         if self.away:
             self._borrower.watch()
             return _LOOK
         self._granted = self._device.clock()
         self._borrower.rest()
-        return _LOOK if self._memory is not None and self._memory.own else None
+        return _LOOK if self._borrower.learning or (self._memory is not None and self._memory.own) else None
 
     @property
     def away(self) -> str:

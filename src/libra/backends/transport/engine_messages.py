@@ -175,7 +175,7 @@ class LoanState(msgspec.Struct, frozen=True, array_like=True):
     """What came of a loan since the engine started. Seconds."""
 
     away: str  # why nothing is lent for the time being; empty: it is lent
-    wanted: float  # with turns to make
+    wanted: float  # with turns to make, and not away
     lent: float  # of them, in which the device was had
     grants: int
     overstayed: int  # grants that serving did not wait out

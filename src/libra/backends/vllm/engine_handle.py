@@ -62,6 +62,7 @@ class EngineHandle(Handle):
         self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
+        self._away, self._away_since = 0.0, self._began  # seconds, of the recalls that are over; when this one began
         self._turns: dict[str, _Turn] = {}
         self._transfers: dict[tuple[type[Saved | Fetched], int], asyncio.Future[Any]] = {}
         self._reports = 0
@@ -86,6 +87,11 @@ class EngineHandle(Handle):
     @property
     def recall_rate(self) -> float:
         return self._recalls / max(1.0, time.monotonic() - self._began)
+
+    @property
+    def away_seconds(self) -> float:
+        """For which its device was recalled, so far."""
+        return self._away + (time.monotonic() - self._away_since if self.away else 0.0)
 
     @property
     def running(self) -> int:
@@ -197,6 +203,10 @@ class EngineHandle(Handle):
         before, self.loan = self.away, message.loan
         if self._on_recall is not None and bool(before) != bool(self.away):
             self._recalls += bool(self.away)
+            if self.away:
+                self._away_since = time.monotonic()
+            else:
+                self._away += time.monotonic() - self._away_since
             self._on_recall(self)
 
     def _fail_waiters(self) -> None:

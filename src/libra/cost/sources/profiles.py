@@ -20,17 +20,18 @@ from libra.config.cache import cache_directory, cache_key
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.cost import grid, lines, transfer
+from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineProfile
-from libra.cost.host import HostCost, default_host
+from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import KernelTerms, default_terms
 from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.files import load_calibration, load_fit, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
-from libra.cost.sources.roofline import node_roofline, tensor_degrees
-from libra.cost.sources.tables import NoTablesError, tables
+from libra.cost.sources.roofline import node_roofline, stage_roofline, tensor_degrees
+from libra.cost.sources.tables import NoTablesError, stage_tables, tables
 from libra.hardware import cluster as clusters
-from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 
 _LEAST_SHARE = 0.05  # of its data sheet that a GPU reaches in matrix products; CPUs are below it
@@ -57,6 +58,49 @@ def engine_profiles(
     return tuple(profile if added is None else profile.beside(*added) for profile in kernels)
 
 
+def stage_profile(
+    nodes: NodeClass,
+    model: ModelSpec,
+    recipe: Recipe,
+    source: str,
+    host: str,
+    tp: int,
+    ffn: int,
+    note: Callable[[str], None] = lambda _: None,
+    ffn_gpu: GPU | None = None,
+) -> tuple[StageGrid, HostCost]:
+    """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from where
+    `engine_profiles` has them. Raises as it does, and ValueError where a degree does not divide the model."""
+    stages = _stages(nodes, model, recipe, tp, ffn, source, note, ffn_gpu)
+    added = _host(host, model, note)
+    if added is None:
+        return stages, NO_HOST
+    return replace(stages, attention=replace(stages.attention, terms=added[1])), added[0]
+
+
+def _stages(
+    nodes: NodeClass,
+    model: ModelSpec,
+    recipe: Recipe,
+    tp: int,
+    ffn: int,
+    source: str,
+    note: Callable[[str], None],
+    ffn_gpu: GPU | None,
+) -> StageGrid:
+    width = recipe.rollout_weight_bytes
+    if source in ("auto", "tables"):
+        try:
+            _require_bf16(width)
+            return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu)
+        except NoTablesError as error:
+            if source == "tables":
+                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
+            note(f"{nodes.name}: times of attention and FFN are the roofline's: {error}")
+    calibration = _calibration(nodes, source, note)
+    return stage_roofline(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, dtype_bytes=width, calibration=calibration)
+
+
 def _host(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
     if host == "none":
         return None
@@ -77,12 +121,17 @@ def _profile(
             if source == "tables":
                 raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
             note(f"{nodes.name}: engine times are the roofline's: {error}")
-    calibration: Calibration | None = None
-    if source not in ("auto", "roofline"):
-        calibration = load_calibration(Path(source))
-        _require_same_device(calibration, nodes, source)
-        note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
-    return node_roofline(nodes, model, recipe, calibration)
+    return node_roofline(nodes, model, recipe, _calibration(nodes, source, note))
+
+
+def _calibration(nodes: NodeClass, source: str, note: Callable[[str], None]) -> Calibration | None:
+    """What was measured of these nodes' GPU, where `source` is a file."""
+    if source in ("auto", "roofline"):
+        return None
+    calibration = load_calibration(Path(source))
+    _require_same_device(calibration, nodes, source)
+    note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
+    return calibration
 
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
@@ -104,11 +153,7 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
-    if recipe.rollout_weight_bytes != 2:
-        raise NoTablesError(
-            f"tables are read for 16-bit weights, the request asks for {recipe.rollout_weight_bytes} bytes; use a"
-            " roofline"
-        )
+    _require_bf16(recipe.rollout_weight_bytes)
     degrees = tensor_degrees(model, nodes)
     try:
         installed = version("aiconfigurator-core")
@@ -128,6 +173,11 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     except OSError:
         pass  # a cache that cannot be written costs time, nothing else
     return found
+
+
+def _require_bf16(width: int) -> None:
+    if width != 2:
+        raise NoTablesError(f"tables are read for 16-bit weights, the request asks for {width} bytes; use a roofline")
 
 
 @cache

@@ -17,7 +17,6 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.running import (
     count_iteration,
     finish,
-    nothing_fits,
     schedule,
     start_generating,
     tell_asked,
@@ -26,21 +25,22 @@ from libra.sim.engine.running import (
 from libra.sim.engine.state import EngineState
 
 
-def plan_ahead(state: EngineState, now: int) -> None:
+def plan_ahead(state: EngineState, now: int) -> bool:
     """Decide the iteration after the one that begins now; from rest, that one first. There is a request, or one is
-    under way."""
+    under way. False: nothing fits."""
     if state.under_way is None:
         if not schedule(state, now, 0):
-            raise nothing_fits(state)
-        _depart(state, state.end - now)
+            return False
+        _depart(state, state.end - now, set(state.running))
     under_way = state.under_way
     assert under_way is not None
     begin = now + under_way.ticks
     most = 1 if state.exact or under_way.eventful else UNLIMITED
-    decided = schedule(state, begin, most) if state.running or state.waiting else False
+    decided = schedule(state, begin, most) if state.running or state.waiting or state.ready else False
     if not state.steps:
         state.ticks = state.end - begin if decided else 0
         state.end = begin
+    return True
 
 
 def drain_ahead(state: EngineState, now: int) -> None:
@@ -55,20 +55,32 @@ def complete_ahead(state: EngineState) -> list[Request]:
     before, now = state.under_way, state.end
     assert before is not None
     if state.steps:
-        _land(state, count_stretch(state), before.stopping)
+        last = count_stretch(state)
+        _let_go_deferred(state, before)
+        _land(state, last, before.stopping)
     else:
         count_iteration(state)
-        _depart(state, state.ticks, before.stopping)
+        _let_go_deferred(state, before)
+        _depart(state, state.ticks, before.absent, before.stopping)
     return _results(state, before, now)
 
 
-def _depart(state: EngineState, ticks: int, stopped: Collection[Request] = ()) -> None:
-    """The iteration that was decided begins, if any was."""
+def _let_go_deferred(state: EngineState, before: UnderWay) -> None:
+    """Nothing writes any more to the blocks of those who left while an iteration had them."""
+    for request, path, tokens, known in before.deferred:
+        request.path = path
+        state.let_go_blocks(request, tokens, known)
+        request.path = ()
+
+
+def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()) -> None:
+    """The iteration that was decided begins, if any was. `late` were not in the one before."""
     if not ticks:
         state.under_way = None
         return
     generation = state.flight.generation
-    state.under_way = UnderWay(ticks, generation.stalled if isinstance(generation, Even) else ())
+    absent = generation.stalled if isinstance(generation, Even) else ()
+    state.under_way = UnderWay(ticks, absent, late, state.chunk)
     _land(state, generation.advance(1), stopped)
 
 
@@ -88,7 +100,7 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
         request.computed, _ = stop_generating(state, request)
         tokens = request.computed
         if state.pool.caching and (request.chain is not None or request.written):
-            state.write(request, tokens - 1)
+            state.write(request, tokens - (request not in under_way.late))
         ending.append(request)
     for request in flight.finishing:
         under_way.started.append(request)
@@ -132,11 +144,11 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
             state.blocked = False
             request.status, request.finish, request.path = "finished", now, ()
             if request not in state.leaving:
-                state.load_tokens -= request.prompt_tokens
+                state.carry(-request.prompt_tokens)
         elif request.flight < 0:
             finish(state, request, request.computed, request.computed, now)
         else:
             tokens, _ = stop_generating(state, request)
             row = int(state.under_way is not None and request not in state.under_way.absent)
-            finish(state, request, tokens, tokens - row, now)
+            finish(state, request, tokens, tokens - row, now, row=row > 0)
     return [request for _, request in done]

@@ -175,7 +175,7 @@ def see(state: EngineState, now: int) -> None:
                 _let_go(state, request)
                 request.status, request.reason, request.finish = "failed", notice.failure, now
                 if request not in state.leaving:
-                    state.load_tokens -= request.prompt_tokens
+                    state.carry(-request.prompt_tokens)
                 state.failed.append(request)
                 continue
             state.ready += 1

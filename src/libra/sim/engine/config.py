@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
@@ -188,3 +189,4 @@ class EngineSpec:
     devices: int = 1  # GPUs
     role: EngineRole = COLOCATED
     kv_bytes: float = 0.0  # of a token, on all devices together: what a pull of it reads
+    group: GroupSpec | None = None  # whose rank it is; its cost is the group's then

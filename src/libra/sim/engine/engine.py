@@ -13,7 +13,7 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.admission import cached_blocks, refusal, take_in
 from libra.sim.engine.ahead import complete_ahead, drain_ahead, plan_ahead
 from libra.sim.engine.arriving import see
-from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settle
+from libra.sim.engine.jump import catch_up, cut_stretch, cut_to, ended_by, settle
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
@@ -66,7 +66,7 @@ class SimEngine(EngineState):
             request.output_tokens = room
         if self.pool.caching:
             request.path = self.pool.path(request)
-        self.load_tokens += request.prompt_tokens
+        self.carry(request.prompt_tokens)
         if not self.waiting.push(request) and self.blocked:
             return False  # it waits behind one that does not fit
         self.blocked = False
@@ -142,7 +142,7 @@ class SimEngine(EngineState):
         if not steps and self.under_way is not None:  # that token is under way
             self.under_way.asks.append((request, tokens))
             steps = 1
-        return self.busy and steps < self.steps and cut_stretch(self, end_of(self.pieces, steps))
+        return cut_to(self, steps)
 
     def pull_ended(self, request: Request, now: int, failure: str | None = None) -> bool:
         """The KV of a request's prompt has come, or did not, and why: seen at the end of the iteration under way. Of a
@@ -260,11 +260,10 @@ class SimEngine(EngineState):
         self.start = now
         self.busy = True
         self.events += 1
-        if self.config.async_scheduling:
-            plan_ahead(self, now)
-        elif self.tiers is not None:
+        if self.tiers is not None:
             return self._iterate_with(self.tiers, now)
-        elif not schedule(self, now, self.most_steps):
+        ahead = self.config.async_scheduling
+        if not (plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps)):
             if not (self.arriving or self.orphans or self.sending):
                 raise nothing_fits(self)
             self.events -= 1

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from libra.sim.engine.generation import Generation
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Path, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,10 @@ class UnderWay:
 
     ticks: int
     absent: Collection[Request] = ()  # that generate, but are not in it
+    late: Collection[Request] = ()  # that were not in the one before: what they compute in this one is known already
+    chunk: Request | None = None  # whose prompt it computes a part of, and not the last
+    # Requests that left, whose blocks it may still write: of so many tokens, and so many of these known
+    deferred: list[tuple[Request, Path, int, int]] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)  # whose prompts are computed with it
     ending: list[Request] = field(default_factory=list)  # of which it is the last: their length is known
     stopping: list[Request] = field(default_factory=list)  # the same, but that is seen only when it has ended
@@ -41,7 +45,7 @@ class UnderWay:
     @property
     def eventful(self) -> bool:
         """Whether anything but tokens comes with its end."""
-        return bool(self.started or self.ending or self.stopping or self.asks or self.stale)
+        return bool(self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred)
 
     def forget(self, request: Request) -> None:
         """A request leaves: its token will be dropped."""

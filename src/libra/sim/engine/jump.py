@@ -41,11 +41,23 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
 
 def cut_stretch(state: EngineState, now: int) -> bool:
     """End the planned iterations at the first boundary at or after `now`. True: that is sooner."""
+    if state.clock is not None:
+        return state.clock.cut(state, now)
     before = state.steps
     if before <= 1 or not state.busy:
         return False
     state.steps, state.end = cut(state.pieces, before, now)
     return state.steps < before
+
+
+def cut_to(state: EngineState, steps: int) -> bool:
+    """End the planned iterations after `steps` >= 1 of them. True: that is sooner."""
+    if not state.busy or steps >= state.steps:
+        return False
+    if state.clock is not None:
+        return state.clock.limit(state, steps)
+    state.steps, state.end = cut(state.pieces, state.steps, end_of(state.pieces, steps))
+    return True
 
 
 def count_stretch(state: EngineState) -> list[Request]:
@@ -66,13 +78,16 @@ def count_stretch(state: EngineState) -> list[Request]:
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context_after(steps - 1)
         base, slope, _ = state.cost.line(batch, context)
-        state.under_way = UnderWay(base + slope * context)
+        late = state.under_way.absent if steps == 1 else ()
+        state.under_way = UnderWay(base + slope * context, late=late)
     return generation.advance(steps)
 
 
 def catch_up(state: EngineState, now: int) -> None:
     """Count those of the planned iterations that ended before now, but not the last one: the rest stays planned as it
     is."""
+    if state.clock is not None:
+        state.clock.bring(state)
     steps, pieces = state.steps, state.pieces
     ended = cut([*pieces], steps, now)[0] - 1
     if not ended:
@@ -80,7 +95,9 @@ def catch_up(state: EngineState, now: int) -> None:
     state.steps, state.end = cut(pieces, steps, end_of(pieces, ended))
     count_stretch(state)
     state.start, state.steps, state.taken = state.end, steps - ended, 0
-    if state.under_way is None:
+    if state.clock is not None:
+        state.clock.forward(state, ended)
+    elif state.under_way is None:
         state.pieces, state.end = _of_batch(state, state.start, state.steps)
     else:
         _plan_after(state, state.start, state.under_way.ticks)
@@ -95,6 +112,8 @@ def settle(state: EngineState, now: int) -> int:
         return 0
     if state.steps > 1:
         catch_up(state, now)
+    elif state.clock is not None:
+        state.clock.bring(state)
     if now > state.start:  # the one that is under way has its blocks
         demand = state.flight.generation.demand() - state.taken
         state.pool.take(demand)
@@ -106,6 +125,8 @@ def ended_by(state: EngineState, now: int) -> int:
     """Planned iterations that have ended by now, and are not counted yet."""
     if not state.busy or not state.steps:
         return 0
+    if state.clock is not None:
+        state.clock.bring(state)
     steps, end = cut([*state.pieces], state.steps, now)
     return steps if end <= now else steps - 1
 
@@ -217,6 +238,14 @@ def end_of(pieces: list[Piece], steps: int) -> int:
     """The tick at which the first `steps` >= 1 iterations have ended."""
     before, start, first, growth = next(piece for piece in reversed(pieces) if piece[0] < steps)
     return start + ticks_of(steps - before, first, growth)
+
+
+def after(pieces: list[Piece], steps: int) -> list[Piece]:
+    """What is left of the pieces when the first `steps` iterations have ended."""
+    left = [(before - steps, start, first, growth) for before, start, first, growth in pieces if before > steps]
+    before, start, first, growth = next(piece for piece in reversed(pieces) if piece[0] <= steps)
+    ended = steps - before
+    return [(0, start + ticks_of(ended, first, growth), first + ended * growth, growth), *left]
 
 
 def ticks_of(steps: int, first: int, growth: int) -> int:

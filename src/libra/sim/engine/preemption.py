@@ -35,6 +35,8 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], in
             needed = generation.needs(request, new)
         while needed > pool.free:
             victim = _victim(state)
+            if state.defers and state.is_under_way(victim):
+                return preempted, scheduled, chunk  # its blocks would not be free yet
             row = scheduled.pop(victim, 0)
             if row:
                 budget += row + config.input_slots
@@ -67,7 +69,10 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
     if _let_go(state, request, row) and under_way is not None:
-        under_way.stale.append((admission, request))
+        if request.keeps:  # the KV that another engine waits for is lost, so the token does not count
+            under_way.forget(request)
+        else:
+            under_way.stale.append((admission, request))
     request.status = "waiting"
     state.waiting.requeue(request)
 
@@ -76,7 +81,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None
     """Stop running a request that is not finished, but may end at a tick. Returns how many of its iterations are under
     way."""
     lag, under_way = 0, state.under_way
-    request.reserves = False
+    request.reserves, in_iteration = False, state.is_under_way(request)
     if request is state.partial:
         state.partial = None
         tokens, known = state.slots(request), request.computed
@@ -100,13 +105,13 @@ def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None
             # While its batch is under way its next token has a place already.
             tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
     # The token that is under way is not known yet, but what is computed of a prompt always is.
-    if lag:
+    if under_way is not None and lag and request not in under_way.late:
         known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)
     if state.tiers is not None and ends is not None:
         state.tiers.end(request, known, ends)
-    state.release(request, tokens, known)
+    state.release(request, tokens, known, row=in_iteration)
     return lag
 
 
@@ -129,7 +134,7 @@ def refresh(state: EngineState) -> None:
 def mark(state: EngineState, request: Request, status: Status) -> None:
     """Let a request leave at the next boundary, with this status."""
     if request not in state.leaving:
-        state.load_tokens -= request.prompt_tokens
+        state.carry(-request.prompt_tokens)
     state.leaving[request] = status
     request.ask_at = None
 

@@ -20,6 +20,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     """Schedule an iteration of the batch that is looked at, of any kind, or `most` that only generate; they begin now,
     and end at `state.end`. False: nothing fits."""
     config, pool, generation = state.config, state.pool, state.flight.generation
+    state.chunk = None
     demand, partial = generation.demand(), state.partial
     left = config.step_budget - generation.rows - config.input_slots * generation.count  # of the budget
     fits = demand <= pool.free and left >= -config.input_slots
@@ -35,7 +36,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()
     cut: Mapping[Request, int] = {}
-    if fits and demand + blocks <= pool.free:
+    if fits and demand + blocks <= pool.free and (partial is None or partial is next(reversed(state.running))):
         pool.take(demand + blocks)
     else:
         preempted, rows, chunk = make_room(state)
@@ -44,9 +45,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         skipped = {it for it in members if it not in rows}
         cut = {it: row for it, row in rows.items() if row < generation.row(it)}
         left = config.step_budget - sum(rows.values()) - config.input_slots * len(rows)
-        batch = state.batch(len(rows))
-        if rows or chunk:
-            context = generation.stall(skipped, cut)
+        batch, context = state.batch(len(rows)), generation.context
     generating = batch.requests
     chunks: list[Chunk] = []
     if partial is not None and chunk:
@@ -57,6 +56,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     contexts = 0
     if not preempted:
         contexts = admit(state, left, now, chunks, cached, generating)
+    if (skipped or cut) and (generating or chunks):
+        context = generation.stall(set(skipped), cut)
     if state.tiers is not None and (state.tiers.restless or _admits(state)):
         most = 0
     plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
@@ -79,17 +80,22 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     if state.tiers is not None:
         state.tiers.send(state.end)
     if state.trace is not None and (ticks or preempted):
-        gone = {*preempted, *skipped, *state.ending, partial}
-        scheduled = [(request.number, generation.row(request)) for request in order if request not in gone]
-        new = [tokens for tokens, _ in chunks]
-        if partial is not None and chunk:
-            scheduled.append((partial.number, new.pop(0)))
+        gone = {*preempted, *skipped, *state.ending, *([] if chunk else [partial])}
+        scheduled = [
+            (request.number, chunk if request is partial else generation.row(request))
+            for request in order
+            if request not in gone
+        ]
+        new = [tokens for tokens, _ in chunks[1 if chunk else 0 :]]
         scheduled += zip((number for number, _ in cached), new, strict=True)
         numbers = tuple(request.number for request in preempted)
         state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))
     if generating or chunks:
         return True
-    # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way.
+    # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way, or
+    # others compute meanwhile.
+    if state.clock is not None:
+        return bool(preempted)
     return bool(preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
 
 
@@ -206,14 +212,14 @@ def start_generating(state: EngineState, request: Request) -> None:
             )
 
 
-def finish(state: EngineState, request: Request, tokens: int, known: int, now: int) -> None:
+def finish(state: EngineState, request: Request, tokens: int, known: int, now: int, *, row: bool = False) -> None:
     """End a request that has generated all its tokens; `tokens` of its context are computed, and so many of them
-    known."""
+    known. `row`: it is in the iteration under way, in vain."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now
     if request not in state.leaving:
-        state.load_tokens -= request.prompt_tokens
+        state.carry(-request.prompt_tokens)
     if state.pool.caching and (request.chain is not None or request.written or state.tiers is not None):
         state.write(request, known)
     if state.tiers is not None:
@@ -221,5 +227,5 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     if request.keeps:
         state.keep(request, tokens, known)
         return
-    state.release(request, tokens, known)
+    state.release(request, tokens, known, row=row)
     request.path = ()

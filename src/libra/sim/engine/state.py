@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Literal
+from typing import Literal, Protocol
 
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
@@ -128,6 +128,31 @@ class Pause:
     refresh: bool  # contexts are computed again, with the new weights
 
 
+class Clock(Protocol):
+    """Says how long an engine's iterations take, where that is not the engine's own: `pieces` are right after `bring`
+    only, and as far as what the clock has under way."""
+
+    index: int  # among events
+    busy: bool  # until `end`
+    end: int
+
+    def bring(self, state: EngineState) -> None:
+        """Count the engine's iterations that had ended at the clock's latest boundary."""
+        ...
+
+    def forward(self, state: EngineState, steps: int) -> None:
+        """So many more of its iterations are counted; they have ended."""
+        ...
+
+    def cut(self, state: EngineState, now: int) -> bool:
+        """Let the engine decide at the first boundary at or after `now`. True: the clock's end is sooner."""
+        ...
+
+    def limit(self, state: EngineState, steps: int) -> bool:
+        """Let it decide after so many of its planned iterations, fewer than planned. True: as with `cut`."""
+        ...
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class EngineState:
     """State and its smallest changes; the rules are in `running`, `admission`, `preemption` and `jump`.
@@ -141,6 +166,7 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
+    clock: Clock | None = field(default=None, init=False)  # that it shares with others
     pool: BlockPool = field(init=False)
     tiers: Tiers | None = field(default=None, init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
@@ -157,6 +183,8 @@ class EngineState:
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
+    chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
+    defers: bool = field(default=False, init=False)  # what an iteration under way may write is let go with its end
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
@@ -178,6 +206,7 @@ class EngineState:
     taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
     # Counted
     load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
+    load_changed: Callable[[], object] | None = field(default=None, init=False)  # to be called when they have
     events: int = field(default=0, init=False)
     iterations: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
@@ -196,6 +225,12 @@ class EngineState:
         self.overlapping = stages > 1
         self.uneven = self.cost.uneven
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
+
+    def carry(self, tokens: int) -> None:
+        """Requests of so many prompt tokens more, or fewer, are accepted and not finished."""
+        self.load_tokens += tokens
+        if self.load_changed is not None:
+            self.load_changed()
 
     def count_held(self, now: int) -> None:
         """Count the blocks held from the last count until `now`."""
@@ -236,6 +271,13 @@ class EngineState:
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
+    def is_under_way(self, request: Request) -> bool:
+        """Whether a running request is in the iteration under way."""
+        under_way = self.under_way
+        if under_way is None:
+            return False
+        return under_way.chunk is request if request is self.partial else request not in under_way.absent
+
     def generation_of(self, request: Request) -> Generation | None:
         """The `Generation` that a request is in; None if it does not generate."""
         if request.flight < 0:
@@ -268,9 +310,10 @@ class EngineState:
         if request.computed == request.target:
             request.flight = self.flight.index
             self.flight.finishing.append(request)
-            self.partial = None
+            if request is self.partial:
+                self.partial = None
         else:
-            self.partial = request
+            self.partial = self.chunk = request
             request.reserves = True
 
     def write(self, request: Request, tokens: int) -> None:
@@ -292,11 +335,15 @@ class EngineState:
         """Whether another request generates on a chain that this one's context follows."""
         return any(owner in self.writers for owner, _, _ in request.path)
 
-    def release(self, request: Request, tokens: int, known: int) -> None:
-        """Stop running a request, and release the blocks of its computed tokens; so many of them are known."""
+    def release(self, request: Request, tokens: int, known: int, *, row: bool = False) -> None:
+        """Stop running a request, and release the blocks of its computed tokens; so many of them are known. `row` says
+        whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
-        self.let_go_blocks(request, tokens, known)
+        if row and self.defers and self.under_way is not None:
+            self.under_way.deferred.append((request, request.path, tokens, known))
+        else:
+            self.let_go_blocks(request, tokens, known)
 
     def keep(self, request: Request, tokens: int, known: int) -> None:
         """Stop running a request, and keep its blocks."""

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.sim.clock import TICKS, seconds
+from libra.sim.engine.config import RoleName
 from libra.sim.engine.request import Status
-from libra.sim.outcome.result import ENDS, RequestColumns, SimulationResult
+from libra.sim.outcome.result import ENDS, GroupResult, RequestColumns, SimulationResult
 
 Durations = NDArray[np.int64] | NDArray[np.float64]  # ticks
 
@@ -87,6 +88,7 @@ class EngineMetrics:
     preemptions: int
     iterations: int
     events: int
+    role: RoleName
 
 
 _UNSAID: dict[Status, str] = {  # why a request ended that has no reason of its own
@@ -147,10 +149,17 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
     requests, makespan = result.requests, result.makespan
     placed = requests.engine >= 0
     finished, admitted = requests.ended("finished"), requests.scheduled >= 0
+    prompts_at, transfers = requests.engine, result.transfers
+    if transfers is not None:
+        prompts_at = prompts_at.copy()
+        prompts_at[transfers.row] = transfers.source
+    handed_over = [0] * len(result.engines) if transfers is None else _counts(transfers.source, len(result.engines))
 
-    def by_engine(which: NDArray[np.bool_], values: NDArray[np.int64] | None = None) -> list[int]:
+    def by_engine(
+        which: NDArray[np.bool_], values: NDArray[np.int64] | None = None, at: NDArray[np.int64] = requests.engine
+    ) -> list[int]:
         sums = np.zeros(len(result.engines), np.int64)
-        np.add.at(sums, requests.engine[which], 1 if values is None else values[which])
+        np.add.at(sums, at[which], 1 if values is None else values[which])
         counted: list[int] = sums.tolist()
         return counted
 
@@ -158,7 +167,7 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
         EngineMetrics(
             name=engine.name,
             bucket=engine.bucket,
-            requests=count,
+            requests=count + handed,
             finished=done,
             generated_tokens=tokens,
             busy_share=_share(engine.busy_ticks, makespan),
@@ -169,15 +178,17 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
             preemptions=engine.preemptions,
             iterations=engine.iterations,
             events=engine.events,
+            role=engine.role,
         )
-        for index, (engine, count, done, tokens, cached, prompts) in enumerate(
+        for index, (engine, count, handed, done, tokens, cached, prompts) in enumerate(
             zip(
                 result.engines,
                 by_engine(placed),
+                handed_over,
                 by_engine(placed & finished),
                 by_engine(placed & finished, requests.generated),
-                by_engine(admitted, requests.cached),
-                by_engine(admitted, requests.prompt),
+                by_engine(admitted, requests.cached, prompts_at),
+                by_engine(admitted, requests.prompt, prompts_at),
                 strict=True,
             )
         )
@@ -245,9 +256,21 @@ def _peak(result: SimulationResult, index: int) -> float:
     return result.series[index].most_held / result.engines[index].config.kv_blocks
 
 
+def _counts(values: NDArray[np.int64], most: int) -> list[int]:
+    counted: list[int] = np.bincount(values, minlength=most).tolist()
+    return counted
+
+
 def _rate(count: int, ticks: int) -> float | None:
     return count * TICKS / ticks if ticks else None
 
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def bounded_shares(group: GroupResult) -> dict[str, float]:
+    """Of the time of a group's iterations, by what bounded them, the largest first."""
+    total = sum(group.bounded_ticks.values())
+    ordered = sorted(group.bounded_ticks.items(), key=lambda it: (-it[1], it[0]))
+    return {name: ticks / total for name, ticks in ordered if ticks}

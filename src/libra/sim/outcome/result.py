@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sim.engine.request import Request, Status
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
+from libra.sim.outcome.transfers import Transfers, transfers_of
 from libra.sim.workload.caller import Caller
 
 ENDS: tuple[Status, ...] = ("finished", "interrupted", "cancelled", "refused", "unfinished", "failed")
@@ -70,6 +71,16 @@ class EngineResult:
     iterations: int
     events: int
     preemptions: int
+    role: RoleName = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """Ranks that began each iteration together."""
+
+    name: str
+    ranks: int
+    bounded_ticks: Mapping[str, int]  # of iterations that ended, by what bounded them; empty where that is no question
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +91,8 @@ class SimulationResult:
     series: tuple[EngineSeries, ...]  # one an engine, or none where nobody watched
     partial: bool  # the time limit came before the end
     end: int  # tick of the last thing that happened, or the time limit
+    groups: tuple[GroupResult, ...] = ()
+    transfers: Transfers | None = None  # of KV, where engines have roles
 
     @property
     def start(self) -> int:
@@ -112,12 +125,15 @@ def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> 
                 iterations=engine.iterations,
                 events=engine.events,
                 preemptions=engine.preemptions,
+                role=spec.role.name,
             )
             for spec, engine in zip(cluster.specs, cluster.engines, strict=True)
         ),
         series=() if watcher is None else tuple(watcher.series(it.index, cluster.now) for it in cluster.engines),
         partial=cluster.partial,
         end=cluster.now,
+        groups=tuple(GroupResult(it.spec.name, len(it.ranks), dict(it.bounded(cluster.now))) for it in cluster.groups),
+        transfers=transfers_of(cluster),
     )
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.config import EngineConfig
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
-from libra.sim.outcome.metrics import endings, engine_metrics, metrics_of
+from libra.sim.outcome.metrics import bounded_shares, endings, engine_metrics, metrics_of
 from libra.sim.outcome.result import ENDS, RequestColumns, SimulationResult
+from libra.sim.outcome.transfer_metrics import transfer_metrics
 
 FORMAT = 1
 
@@ -26,6 +27,10 @@ def document(result: SimulationResult) -> dict[str, Any]:
     by its place in `configs`: most have the same."""
     configs: dict[EngineConfig, int] = {}
     places = [configs.setdefault(engine.config, len(configs)) for engine in result.engines]
+    transfers = transfer_metrics(result)
+    engines = [asdict(metrics) for metrics in engine_metrics(result)]
+    for engine in engines if transfers is None else ():
+        del engine["role"]  # all have the same
     return {
         "format": FORMAT,
         "partial": result.partial,
@@ -34,14 +39,22 @@ def document(result: SimulationResult) -> dict[str, Any]:
         "metrics": asdict(metrics_of(result)),
         "endings": [asdict(ending) for ending in endings(result.requests)],
         "configs": [asdict(config) for config in configs],
-        "engines": [
-            {**asdict(metrics), "config": place} for metrics, place in zip(engine_metrics(result), places, strict=True)
-        ],
+        "engines": [{**engine, "config": place} for engine, place in zip(engines, places, strict=True)],
+        **({} if transfers is None else {"transfers": asdict(transfers)}),
+        **_groups(result),
         "definitions": {
             "all": COMPLETED,
             **{key: {"name": it.name, "unit": it.unit, "text": it.text} for key, it in DEFINITIONS.items()},
         },
     }
+
+
+def _groups(result: SimulationResult) -> dict[str, Any]:
+    """Groups of ranks, and the share of the time of their iterations that was bounded by each of what may."""
+    told = [
+        {"name": group.name, "ranks": group.ranks, "bounded_share": bounded_shares(group)} for group in result.groups
+    ]
+    return {"groups": told} if told else {}
 
 
 FIELDS = {

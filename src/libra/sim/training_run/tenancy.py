@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from libra.cost.engine_memory import BLOCK, held_bytes
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import LentEngine
 from libra.plan.plan import Plan
 from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
@@ -69,10 +71,13 @@ class TenantEngine:
     requests: tuple[RecordedRequest, ...]
 
 
-def tenancy_of(plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy) -> Tenancy:
+def tenancy_of(
+    plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy, *, quota: bool = False
+) -> Tenancy:
     """The gate, inside its certificate's envelope, on each device that the plan borrows; `serving` by the name of the
     pool. Devices begin at moments of the traffic that are evenly spaced. A version takes as long as the pool's network
-    needs for all of it.
+    needs for all of it. With a `quota` a lent engine has the KV memory beside the serving engine's and what that cedes
+    at the time, and what the plan counts on at most; else it has that always.
 
     Raises ValueError where something else serves than is certified, or nothing is said of a pool.
     """
@@ -91,9 +96,27 @@ def tenancy_of(plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPo
         slo, grant = certificate.slo, certificate.longest_grant
         case = LendingCase(here.spec, here.model, here.hardware, slo, here.traffic, here.requests, grant)
         rule = partial(_watched, certificate, recall)
-        devices[name] = ServingDevice(case, certificate.use, rule, engine.share, begins=number / len(lent))
+        kv = _kv_terms(request, engine, here.spec) if quota else None
+        devices[name] = ServingDevice(case, certificate.use, rule, engine.share, kv, number / len(lent))
         weights = max(weights, version / request.lending_nodes(engine.lender).inter_bandwidth)
     return Tenancy(devices, weights=weights)
+
+
+def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) -> KVTerms:
+    """The serving engine has the memory that its description says, all of its KV blocks among it. Raises ValueError
+    where that leaves no room for the weights of the other."""
+    model, recipe, tp = request.model, request.recipe, lent.lender.devices
+    held = held_bytes(model, tp, weight_bytes=recipe.rollout_weight_bytes, batched_tokens=lent.batched_tokens)
+    serves = held_bytes(lent.lender.model, tp, weight_bytes=2, batched_tokens=serving.config.max_num_batched_tokens)
+    block = int(serving.kv_bytes * serving.config.block_size)
+    memory = request.lending_nodes(lent.lender).gpu.memory * recipe.gpu_memory_utilization
+    beside = int(tp * (memory - serves - held)) - serving.config.kv_blocks * block
+    if beside < 0:
+        raise ValueError(
+            f"{lent.lender.pool}: the serving engine leaves {-beside / 1e9:.1f} GB too little for the weights of"
+            f" {model.name} beside it: lower its gpu_memory_utilization, or its kv_blocks"
+        )
+    return KVTerms(block, int(model.kv_bytes_per_token(recipe.kv_bytes, tp) * tp * BLOCK), beside)
 
 
 def _watched(certificate: Certificate, recall: RecallPolicy) -> SharingRule:

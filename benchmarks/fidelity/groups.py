@@ -1,0 +1,183 @@
+"""Data-parallel ranks that step together: simulated, and vLLM's schedulers with what vLLM does between ranks.
+
+Invariant: every decision is vLLM's: each rank's scheduler and its dispatcher of CUDA graphs, `dp_utils` for the kind
+and the padding that hold for all, and `DPEngineCoreProc` for when the group stops. Both sides have the same costs. At a
+tick steps end, requests are cancelled, requests arrive, the next steps are scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from vllm.config import CUDAGraphMode, ParallelConfig
+from vllm.v1.engine.core import DPEngineCoreProc
+from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_dp_padding
+
+from benchmarks.fidelity.graphs import dispatcher
+from benchmarks.fidelity.pulls import alarms_of
+from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
+from libra.cost.graphs import capture_sizes
+from libra.route.baselines import RoundRobin
+from libra.route.policy import Fleet, Placement, TurnRequest
+from libra.sim.cluster import SimCluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.request import Request
+from libra.sim.engine.state import Iteration
+from libra.sim.workload.requests import Requests
+
+_KINDS = {"NONE": 0, "PIECEWISE": 3, "FULL": 1}  # ticks of launching
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A step takes `step + own * tokens of the rank that has most + each * tokens of all + its graph's` ticks, padding
+    counted among all tokens."""
+
+    step: int
+    own: int
+    each: int
+
+    def rank(self, graph: Graph) -> AffineCost:
+        return AffineCost(self.step, per_sequence=self.own, per_new_token=self.own)
+
+    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+        return Together(((1, self.each * tokens + _KINDS[graph.kind]),))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    count: int
+    config: EngineConfig
+    cost: StepCost
+    sync_interval: int
+
+
+def random_ranks(seed: int) -> tuple[Ranks, tuple[Request, ...]]:
+    """The random case of a seed for ranks like its engine, with CUDA graphs or without."""
+    config, requests = random_case(seed)
+    random = Random(seed)
+    cost = StepCost(random.randint(1, 50), random.randint(0, 2), random.randint(0, 1))
+    for request in requests:
+        request.arrival *= cost.step
+        if request.cancel_at is not None:
+            request.cancel_at *= cost.step
+    if random.random() < 0.7:
+        config = replace(config, capture_sizes=capture_sizes(config.max_num_seqs, config.max_num_batched_tokens))
+    return Ranks(random.randint(2, 6), config, cost, random.choice((1, 3, 16, 16))), requests
+
+
+class _ByNumber(RoundRobin):
+    """Requests go to the rank of their number."""
+
+    def __init__(self, requests: Sequence[Request], count: int) -> None:
+        super().__init__()
+        self._priorities = {str(request.number): request.priority for request in requests}
+        self._count = count
+
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement:
+        name = request.trajectory_id
+        return Placement(f"rank {int(name) % self._count}", 0, False, "its number", self._priorities[name])
+
+
+def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = False) -> list[tuple[Step, ...]]:
+    """The steps of each rank but its dummy batches."""
+    iterations: list[Iteration] = []
+    ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
+    group = GroupSpec("group", ranks.cost, ranks.sync_interval)
+    cost = ranks.cost.rank(Graph("NONE"))
+    specs = [EngineSpec(f"rank {place}", ranks.config, cost, group=group) for place in range(ranks.count)]
+    workload = Requests(lambda: ordered, {})
+    SimCluster(specs, workload, _ByNumber(requests, ranks.count), exact=exact, trace=iterations.append).run()
+    return [
+        tuple(
+            Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks)
+            for it in iterations
+            if it.engine == place
+        )
+        for place in range(ranks.count)
+    ]
+
+
+def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ...]]:
+    """The same of vLLM."""
+    engines = [VllmEngine(ranks.config) for _ in range(ranks.count)]
+    steps: list[list[Step]] = [[] for _ in engines]
+    wave: Any = SimpleNamespace(
+        step_counter=0, dp_sync_interval=ranks.sync_interval, dp_group=None, pending_pause=False
+    )
+    alarms = alarms_of(requests)
+    came: list[tuple[bool, Request]] = []  # since the step under way began
+    began, end = 0, None
+    running = False
+    under_way: list[int] = []
+    while alarms or end is not None:
+        now = min([tick for tick, *_ in alarms[:1]] + ([] if end is None else [end]))
+        if end == now:
+            for place in under_way:
+                steps[place].append(replace(engines[place].end_oldest(began), finished=()))
+            for arrives, request in came:  # aborts are handled with the step's end
+                if not arrives:
+                    engines[request.number % ranks.count].cancel(request.number)
+            running = _goes_on(wave, any(engine.unfinished for engine in engines))
+            end = None
+        while alarms and alarms[0][0] <= now:
+            _, arrives, _, request = alarms.pop(0)
+            came.append((arrives, request))
+        if end is not None:
+            continue
+        for arrives, request in came:
+            if arrives:
+                engines[request.number % ranks.count].add(request)
+        for arrives, request in came:
+            if not arrives:
+                engines[request.number % ranks.count].cancel(request.number)
+        came = []
+        running = running or any(engine.unfinished for engine in engines)
+        if running:
+            under_way, ticks = _step(ranks, engines)
+            began, end = now, now + ticks
+    return [tuple(of_rank) for of_rank in steps]
+
+
+def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
+    """Schedule a step of every rank. Returns those that have one, and its ticks."""
+    config, dispatch = ranks.config, None
+    if config.capture_sizes:
+        dispatch = dispatcher("FULL_AND_PIECEWISE", config.max_num_seqs, config.capture_sizes, 1)
+    under_way, tokens, told = [], [], []
+    for place, engine in enumerate(engines):
+        rows = [1]  # a dummy batch
+        if engine.unfinished:
+            engine.schedule()
+            rows = engine.scheduled_rows or rows
+            under_way.append(place)
+        kind, size = CUDAGraphMode.NONE, sum(rows)
+        if dispatch is not None:
+            # `GPUModelRunner._is_uniform_decode`
+            kind, graph = dispatch.dispatch(sum(rows), uniform_decode=max(rows) == 1)
+            size = graph.num_tokens
+        tokens.append(sum(rows))
+        told.append((sum(rows), size, 0, kind.value))
+    synchronised = torch.tensor(told, dtype=torch.int32).T
+    mode = _post_process_cudagraph_mode(synchronised)
+    padded = int(_post_process_dp_padding(synchronised, should_dp_pad=mode != 0).sum())
+    cost = ranks.cost
+    return under_way, cost.step + cost.own * max(tokens) + cost.each * padded + _KINDS[CUDAGraphMode(mode).name]
+
+
+def _goes_on(wave: Any, unfinished: bool) -> bool:
+    """Whether the ranks begin another step, as each of them finds out."""
+    with patch.object(ParallelConfig, "sync_dp_state", lambda *_, **__: (unfinished, False)):
+        running = bool(DPEngineCoreProc._has_global_unfinished_reqs(cast(DPEngineCoreProc, wave), unfinished))
+    if not running:
+        wave.step_counter = 0
+    return running

@@ -1,0 +1,187 @@
+"""Prefill and decode apart, as a chapter of a simulation's page: where requests are, links, blocks kept for pulls, and
+the parts of TTFT."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.report.charts import Figure, Series, column_figure, line_figure
+from libra.report.page import Bar, CardTable, Chapter
+from libra.report.roles_view import NAMES, Bottleneck, RolesView
+from libra.report.simulation_figures import COLOURS, Rows, TimeAxis, fine_unit, time_axis
+from libra.report.simulation_view import SimulationView
+from libra.report.vega import Axis
+from libra.report.words import MISSING, count, fine_duration, percent, plural, size
+from libra.sim.clock import TICKS
+from libra.sim.outcome.over_time import mean_present
+from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.transfer_metrics import finished_transfers, kept_blocks, ttft_parts
+from libra.sim.outcome.transfers import Transfers, link_use
+
+# What waits is pale, what works is in full colour.
+_COLOURS = ("#bcdaf0", "#0072b2", "#f6dda0", "#e69f00", "#009e73")
+_STAGES = ("waiting for prefill", "prefill", "waiting to pull", "KV transfer", "decode")
+_ARRIVALS = 60  # stretches of time whose requests have a column
+
+
+def roles_chapter(view: SimulationView) -> Chapter | None:
+    """None where engines have no roles."""
+    roles, transfers = view.roles, view.result.transfers
+    if roles is None or transfers is None:
+        return None
+    tables = (_bounds_table(roles), *([_parts_table(roles)] if roles.metrics.ttft else ()))
+    return Chapter("Prefill and decode apart", _figures(view, transfers), tables)
+
+
+def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
+    time = time_axis(view)
+    if time is None or not len(transfers):
+        return (Figure("Over time", "No prompt was handed over."),)
+    sends, receives = link_use(transfers, time.edges)
+    names = [engine.name for engine in view.result.engines]
+    kept = kept_blocks(transfers, view.result.end)
+    prefill = [index for index, engine in enumerate(view.result.engines) if engine.role == "prefill"]
+    blocks = np.array([[view.result.engines[index].config.kv_blocks] for index in prefill])
+    return (
+        _stages_figure(view.result, transfers, time),
+        _links_figure(
+            "Use of links",
+            Axis("share of the bandwidth (%)", (0.0, 100.0)),
+            view,
+            time,
+            100 * sends.used,
+            100 * receives.used,
+        ),
+        _links_figure("Transfers that share a link", Axis("transfers"), view, time, sends.sharing, receives.sharing),
+        _ttft_figure(view.result, transfers, time),
+        time.lines(
+            "KV kept for pulls",
+            "KV blocks of a prefill engine (%)",
+            [names[index] for index in prefill],
+            100 * np.array([kept.over(time.edges, index) for index in prefill]) / blocks,
+            "prefill engines",
+            " From a prompt's end until its KV was pulled, or its lease ended; blocks that prompts share count twice.",
+        ),
+    )
+
+
+def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
+    """All requests; those that stay where their prompts are computed have no transfer."""
+    requests, rows = result.requests, transfers.row
+    end = np.where(requests.finish < 0, result.end, requests.finish)
+    moments = [requests.arrival, requests.scheduled, requests.prefill_end, *(requests.prefill_end.copy() for _ in "ab")]
+    moments[3][rows], moments[4][rows] = transfers.begun, np.where(transfers.came < 0, transfers.sent, transfers.came)
+    reached = [np.where(its < 0, end, np.minimum(its, end)) for its in moments]
+    edges = [*np.maximum.accumulate(np.array(reached), axis=0), np.maximum(end, requests.arrival)]
+    came = requests.arrival < result.end
+    parts = [
+        Series(name, colour, time.points(mean_present(since[came], until[came], time.edges)))
+        for name, colour, since, until in zip(_STAGES, _COLOURS, edges[:-1], edges[1:], strict=True)
+    ]
+    note = "Requests in each stage, one above the other. Decode includes waiting there for the first iteration."
+    return column_figure("Where requests are", note, parts, time.axis, Axis("requests"), time.markers, wide=True)
+
+
+def _links_figure(
+    title: str, y_axis: Axis, view: SimulationView, time: TimeAxis, sends: Rows, receives: Rows
+) -> Figure:
+    """A line for each engine's network in the direction of its role; of many the largest and the mean."""
+    engines = view.result.engines
+    lines: dict[str, NDArray[np.float64]] = {}
+    for role, way, values in (("prefill", "out of", sends), ("decode", "into", receives)):
+        its = [index for index, engine in enumerate(engines) if engine.role == role]
+        if len(engines) <= len(COLOURS):
+            lines |= {f"{way} {engines[index].name}": values[index] for index in its}
+        elif its:
+            lines |= {
+                f"{way} {role}, busiest": values[its].max(axis=0),
+                f"{way} {role}, mean": values[its].mean(axis=0),
+            }
+    note = "Each engine's network in one direction"
+    note += "." if len(engines) <= len(COLOURS) else f": the busiest and the mean of {count(len(engines))} engines."
+    series = [
+        Series(name, colour, time.points(line)) for (name, line), colour in zip(lines.items(), COLOURS, strict=False)
+    ]
+    return line_figure(title, note, series, time.axis, y_axis, time.markers)
+
+
+def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis) -> Figure:
+    """Means of the requests that arrive in the same stretch."""
+    handed = finished_transfers(result.requests, transfers)
+    title = "TTFT of requests by their arrival"
+    if not len(handed):
+        return Figure(title, "No request that was handed over finished.")
+    edges = np.linspace(result.start, result.start + result.makespan, _ARRIVALS + 1)
+    of = np.clip(np.searchsorted(edges, result.requests.arrival[transfers.row[handed]], "right") - 1, 0, _ARRIVALS - 1)
+    counts = np.maximum(np.bincount(of, minlength=_ARRIVALS), 1)
+    middles = (edges[:-1] + edges[1:]) / 2 - result.start
+    places = (middles * (time.since[-1] / result.makespan)).tolist()
+    parts = {
+        name: np.bincount(of, ticks.astype(np.float64), _ARRIVALS) / (counts * TICKS)
+        for name, ticks in ttft_parts(result.requests, transfers, handed).items()
+    }
+    scale, unit = fine_unit(max(float(np.sum(list(parts.values()), axis=0).max()), 1e-9))
+    series = [
+        Series(name, colour, list(zip(places, (values / scale).tolist(), strict=True)))
+        for (name, values), colour in zip(parts.items(), _COLOURS, strict=True)
+    ]
+    note = "Means over the requests of each stretch of time that were handed over and finished."
+    return column_figure(title, note, series, time.axis, Axis(f"TTFT ({unit})"), time.markers)
+
+
+def _bounds_table(roles: RolesView) -> CardTable:
+    """What may bound the run, and which of it does."""
+    found = roles.metrics
+    engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
+    pulls = f"{plural(found.pulls, 'pull')}, {size(found.bytes)}"
+    if found.broken:
+        pulls += f"; {count(found.broken)} broken off"
+    if roles.waited_seats is not None:
+        engines["decode"] += f"; {percent(roles.waited_seats, 0)} of the wait while seats were taken"
+    lines: tuple[tuple[Bottleneck | None, Bar, str], ...] = (
+        ("prefill", Bar(f"{percent(roles.busy['prefill'])} busy", roles.busy["prefill"]), engines["prefill"]),
+        (None, Bar(f"{percent(found.kept_share)} of the blocks", found.kept_share), "computed, not pulled yet"),
+        ("link", Bar(f"{percent(roles.links)} of the bandwidth", roles.links), pulls),
+        ("decode", Bar(f"{percent(roles.busy['decode'])} busy", roles.busy["decode"]), engines["decode"]),
+    )
+    bound: Bottleneck = "decode" if roles.bottleneck == "decode blocks" else roles.bottleneck
+    rows = [
+        (
+            "Blocks of prefill engines, kept for pulls" if name is None else _named(roles, name, bound),
+            used,
+            fine_duration(roles.waits[name]) if name is not None and name in roles.waits else MISSING,
+            detail,
+        )
+        for name, used, detail in lines
+    ]
+    return CardTable("What bounds it", roles.why, ("What", "Used, mean", "Requests wait, mean", "Of it"), rows)
+
+
+def _named(roles: RolesView, name: Bottleneck, bound: Bottleneck) -> str:
+    if name != bound:
+        return NAMES[name].capitalize()
+    return f"{NAMES[roles.bottleneck].capitalize()}: the bottleneck"
+
+
+def _parts_table(roles: RolesView) -> CardTable:
+    parts = roles.metrics.ttft
+    whole = sum(part.mean for part in parts.values()) or 1.0
+    alone = roles.metrics.transfer_alone
+    note = (
+        f"Of {count(next(iter(parts.values())).count)} requests that were handed over and finished. To pull takes a"
+        " free seat and blocks on the decode engine. The first decode is the iteration that gives the first token, with"
+        " the wait for it."
+    )
+    if alone is not None:
+        note += f" With its links to itself a pull takes {fine_duration(alone.mean)} in the mean."
+    rows: list[tuple[str | Bar, ...]] = [
+        (
+            name,
+            Bar(fine_duration(part.mean), part.mean / whole),
+            percent(part.mean / whole),
+            *(fine_duration(value) for value in (part.p50, part.p90, part.p99)),
+        )
+        for name, part in parts.items()
+    ]
+    return CardTable("TTFT in its parts", note, ("Part", "Mean", "Share", "P50", "P90", "P99"), rows, "numbers")

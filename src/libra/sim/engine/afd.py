@@ -1,0 +1,134 @@
+"""What an iteration takes whose attention and experts are on different ranks: micro-batches go round between them.
+
+Invariant: the group's lines are `alike_makespan` of the layers with experts, for any part of the slowest attention
+rank; attention ranks are a data-parallel group, FFN ranks work for all of them and decide nothing.
+
+An FFN rank starts on a micro-batch of a layer when it has it of all its attention ranks, and these wait for each other
+at every layer: so the slowest attention rank is the stage. Micro-batches are taken to be alike, each with its share of
+a rank's tokens: vLLM cuts a batch by tokens, prompts included. Layers without experts, and the output head, come before
+and after; their attention takes as long as that of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from libra.cost.afd import StageGrid
+from libra.cost.grid import EngineGrid
+from libra.cost.host import NO_HOST, HostCost
+from libra.sim.clock import ticks
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.iteration_cost import IterationCost
+
+Bound = Literal["attention", "ffn", "link", "round trip", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFFN:
+    """Ranks and what connects them. A link is a stage if it carries one micro-batch at a time, else a delay."""
+
+    attention: int  # ranks, a multiple of `ffn`
+    ffn: int  # ranks of one GPU
+    bandwidth: float  # bytes/s of each GPU's network, in each direction
+    latency: float = 0.0  # seconds of a transfer beside its bytes
+    micro_batches: int = 2  # those of afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
+    serial_links: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth is {self.bandwidth}; give bytes/s of each GPU's network, above 0")
+        if self.latency < 0:
+            raise ValueError(f"latency is {self.latency}; it is 0 or more")
+
+
+class AfdCost:
+    """`GroupCost` of attention ranks that share FFN ranks. A rank's own part is its attention of one micro-batch in one
+    layer. Raises ValueError where the grid does not reach, as `GridCost`."""
+
+    def __init__(
+        self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1
+    ) -> None:
+        self._stages, self._config, self._afd, self._host = stages, config, afd, host
+        self._grid = _of_micro_batch(stages, afd.micro_batches)
+        self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
+        self._ranks: dict[int, GridCost] = {}
+        self.own = self.rank(Graph("NONE"))
+        self._together = lru_cache(1 << 14)(self._lines)
+
+    def rank(self, graph: Graph) -> IterationCost:
+        cost = self._ranks.get(graph.size)
+        if cost is None:
+            sizes = (graph.size,) if graph.size else ()
+            cost = GridCost(self._grid, replace(self._config, capture_sizes=sizes), NO_HOST)
+            self._ranks[graph.size] = cost
+        return cost
+
+    @property
+    def attention(self) -> int:
+        """Ranks."""
+        return self._afd.attention
+
+    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+        return self._together(graph, tokens)
+
+    def stages(self, tokens: int) -> tuple[int, int]:
+        """Ticks of FFN, and of a link, for one micro-batch of so many tokens of all attention ranks."""
+        afd, each = self._afd, tokens / self._afd.micro_batches
+        link = each * self._stages.token_bytes / self._rate + afd.latency
+        return ticks(self._stages.experts_seconds(each)), ticks(link)
+
+    def _lines(self, graph: Graph, tokens: int) -> Together:
+        stages, count, host = self._stages, self._afd.micro_batches, self._host
+        ffn, link = self.stages(tokens)
+        others, slower = ffn + 2 * link, self._afd.serial_links and link > ffn
+        longest = link if slower else ffn
+        of_rank = tokens / self._afd.attention
+        cpu = host.seconds(of_rank)
+        outside = ticks(stages.outside_seconds(of_rank) + (0.0 if host.overlapped else cpu))
+        dense, layers = stages.dense * count, stages.layers
+        # `alike_makespan` is the longest of these, whichever stage is longest and whether it or going round counts.
+        lines: list[tuple[Bound, int, int]] = [
+            ("attention", layers * count, others),
+            ("round trip", layers + count - 1, layers * others),
+            ("link" if slower else "ffn", 1, others + (layers * count - 1) * longest),
+            ("round trip", layers, layers * others + (count - 1) * longest),
+        ]
+        made = [(name, dense + factor, outside + more) for name, factor, more in lines]
+        least = ticks(host.beside(host.launching(graph.kind), cpu))
+        if least:
+            made.append(("host", 0, least))
+        return Together(tuple((factor, more) for _, factor, more in made), names=tuple(name for name, _, _ in made))
+
+
+def attention_ranks(first: EngineSpec, cost: AfdCost) -> list[EngineSpec]:
+    """The attention ranks of a group: engines like `first`, which has the group's name."""
+    group = GroupSpec(first.name, cost)
+    return [replace(first, name=f"{first.name}-{rank}", cost=cost.own, group=group) for rank in range(cost.attention)]
+
+
+def _of_micro_batch(stages: StageGrid, count: int) -> EngineGrid:
+    """A rank's attention of one of `count` micro-batches in one layer, by what the rank has in all of them. Of a
+    chunk, each has as many tokens, which attend to half of those in the others too. A single request, or token, is in
+    one of them only."""
+    grid = stages.attention
+    if count == 1:
+        return grid.slowed(1 / stages.layers)
+    batches, chunks = sorted({1, *grid.batches}), sorted({1, *grid.chunks})
+    more = (count - 1) / 2
+    return replace(
+        grid.slowed(1 / stages.layers),
+        batches=(1, *(count * batch for batch in batches)),
+        decode=tuple(
+            tuple(grid.decode_seconds(batch, context) / stages.layers for context in grid.contexts)
+            for batch in (1, *batches)
+        ),
+        chunks=(1, *(count * chunk for chunk in chunks)),
+        prefill=tuple(
+            tuple(grid.prefill_seconds(chunk, prefix + more * (chunk - 1)) / stages.layers for prefix in grid.prefixes)
+            for chunk in (1, *chunks)
+        ),
+    )

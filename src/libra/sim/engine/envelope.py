@@ -1,0 +1,42 @@
+"""The slowest of several engines in each of the iterations that follow: the upper envelope of their lines.
+
+Invariant: whole ticks; the envelope is the largest line at every iteration, wherever it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from libra.sim.engine.speculative import Ints
+
+
+def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, int, int]]:
+    """(iterations, ticks of the first, growth, line) of the pieces of the envelope over `steps` >= 1 iterations. Line
+    `i` takes `first[i] + k * growth[i]` ticks in iteration `k`; of several that are the largest, the one that grows
+    least is named."""
+    at = 0
+    while at < steps:
+        values = first + growth * at
+        top = values.max()
+        of_top = values == top
+        flattest = growth[of_top].min()
+        steeper = growth > flattest
+        done = steps - at
+        if done > 1 and steeper.any():
+            # The first iteration in which it is above: the quotient is rounded down, and one more.
+            done = min(done, int(((top - values[steeper]) // (growth[steeper] - flattest)).min()) + 1)
+        yield done, int(top), int(flattest), int((of_top & (growth == flattest)).argmax())
+        at += done
+
+
+def scaled(ticks: Ints, growth: Ints, lines: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
+    """The lines that an iteration follows of which the engines' own part is `ticks`, growing by `growth`: the longest
+    of `factor * own + more`, for each (factor, more)."""
+    if len(lines) == 1 and lines[0][0] == 1:
+        return ticks + lines[0][1], growth
+    return (
+        np.concatenate([factor * ticks + more for factor, more in lines]),
+        np.concatenate([factor * growth for factor, _ in lines]),
+    )

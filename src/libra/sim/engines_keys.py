@@ -1,0 +1,141 @@
+"""The keys of a YAML file that describes engines, with their types and defaults.
+
+Invariant: what vLLM has a name for has that name. Lengths are tokens, times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from libra.config.yaml_file import Section
+from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
+from libra.sim.engine.config import FailurePolicy, RoleName, SchedulingPolicy
+from libra.sim.engine.speculative import Speculative
+from libra.sim.kv_network import DEFAULT_LEASE
+
+_Count = Annotated[int, Field(strict=True, ge=1)]
+_Index = Annotated[int, Field(strict=True, ge=0)]
+_Seconds = Annotated[float, Field(ge=0)]
+_Overhead = Annotated[float, Field(ge=0, le=3600)]
+_Duration = Annotated[float, Field(gt=0)]
+_Flag = Annotated[bool, Field(strict=True)]
+
+BATCHED_TOKENS = 8192  # of an iteration, unless told
+
+
+class OverheadSection(Section):
+    """What the CPU does for an iteration. Times of kernels do not contain it."""
+
+    iteration: _Overhead = 0.0
+    request: _Overhead = 0.0  # for each request in the iteration
+    overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
+
+
+class SpeculativeSection(Section):
+    """Drafts, as vLLM's `speculative_config` has them. How many are accepted is said by one of rates, length and
+    `accepted`."""
+
+    method: str
+    num_speculative_tokens: Annotated[int, Field(strict=True)]
+    model: str | None = None  # with draft_model, as an engine's
+    synthetic_acceptance_rates: tuple[float, ...] = ()
+    synthetic_acceptance_length: float | None = None
+    accepted: tuple[int, ...] = ()
+    seed: _Index = 0
+
+    def drafts(self) -> Speculative:
+        """Raises ValueError that opens with the key."""
+        count, length, rates = (
+            self.num_speculative_tokens,
+            self.synthetic_acceptance_length,
+            self.synthetic_acceptance_rates,
+        )
+        if length is not None and (rates or self.accepted):
+            raise ValueError("accepted, synthetic_acceptance_rates or synthetic_acceptance_length: give one of them")
+        if length is not None:
+            drafts = Speculative.of_length(self.method, count, length, self.seed)
+        else:
+            drafts = Speculative(self.method, count, rates, self.accepted, self.seed)
+        if (self.model is None) == (self.method == "draft_model"):
+            raise ValueError(
+                f"model is {self.model}, and method {self.method}: name one with draft_model, and only there"
+            )
+        return drafts
+
+
+class AfdSection(Section):
+    """Attention and FFN apart: the engine is a group of attention ranks, and of FFN ranks that have the experts."""
+
+    attention: _Count  # ranks of tensor_parallel_size GPUs
+    ffn: _Count  # ranks of a GPU
+    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
+    latency: _Seconds = 0.0
+    micro_batches: _Count = 2  # as afd-plugin for vLLM has it
+    serial_links: _Flag = True  # a link carries one micro-batch at a time
+    ffn_gpu: str | None = None  # a known name, where FFN ranks are of another type
+
+
+class EngineSection(Section):
+    """`count` engines that are alike."""
+
+    name: Annotated[str, Field(min_length=1)]
+    count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
+    model: str  # config.json, its directory, or a known name
+    gpu: str  # a known name
+    profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
+    tensor_parallel_size: _Count = 1
+    pipeline_parallel_size: _Count = 1
+    quantization: Literal["fp8"] | None = None  # of the weights
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_blocks: _Count | None = None  # instead of what that leaves
+    max_model_len: _Count | None = None  # None: the model's
+    block_size: _Count = 16
+    max_num_seqs: _Count = 256
+    max_num_batched_tokens: _Count = BATCHED_TOKENS
+    enable_chunked_prefill: _Flag = True
+    policy: SchedulingPolicy = "fcfs"
+    enable_prefix_caching: _Flag = True
+    watermark: float = 0.0
+    reserve_full_prompt: _Flag = True
+    capture_sizes: tuple[_Count, ...] = ()
+    async_scheduling: _Flag = False
+    speculative: SpeculativeSection | None = None
+    afd: AfdSection | None = None
+    role: RoleName = "colocated"
+    kv_load_failure_policy: FailurePolicy = "fail"
+    enforce_eager: _Flag = False  # no CUDA graphs
+    host: str = "none"  # what comes to times of kernels: none, default, or a file of a fit beside this one
+    overhead: OverheadSection = OverheadSection()
+    bucket: _Index = 0
+
+
+class UpdatesSection(Section):
+    """New weights for all engines at once, again and again."""
+
+    every: _Duration
+    times: Annotated[int, Field(strict=True, ge=1, le=100_000)]
+    pause: _Seconds
+    refresh: _Flag = False  # contexts are computed again
+
+
+class KVTransferSection(Section):
+    """From the engines with role prefill to those with role decode."""
+
+    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
+    latency: _Seconds = 0.0
+    lease: _Duration = DEFAULT_LEASE
+    local_below: _Index = 0
+    route: str = DEFAULT_DECODE_ROUTE
+
+
+class EnginesFile(Section):
+    engines: tuple[EngineSection, ...] = Field(min_length=1)
+    route: str = DEFAULT_ROUTE
+    sticky: _Flag = True
+    limits: tuple[_Count, ...] | None = None
+    turn_tokens: _Count = 1
+    kv_transfer: KVTransferSection | None = None
+    weight_updates: UpdatesSection | None = None
+    time_limit: _Duration | None = None

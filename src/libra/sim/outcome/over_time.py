@@ -1,0 +1,42 @@
+"""Means over stretches of time of what begins and ends."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ticks = NDArray[np.int64]
+Means = NDArray[np.float64]
+
+
+def mean_present(begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None) -> Means:
+    """Of intervals, how many there are at a time, in the mean between neighbouring `edges`, which rise; or what they
+    weigh."""
+    passed = _since(begins, edges, weights) - _since(ends, edges, weights)
+    # Sums of many ticks as floats may miss zero by a trifle.
+    return np.maximum(np.diff(passed) / np.diff(edges), 0.0)
+
+
+def mean_present_by(
+    owners: Ticks, count: int, begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None
+) -> Means:
+    """The same for each of `count` owners, [owner, stretch]: `owners` says whose each interval is, -1 nobody's."""
+    ordered = np.argsort(owners, kind="stable")
+    firsts = np.searchsorted(owners[ordered], np.arange(count + 1))
+    made = np.zeros((count, len(edges) - 1))
+    for owner in np.flatnonzero(np.diff(firsts)).tolist():
+        its = ordered[firsts[owner] : firsts[owner + 1]]
+        made[owner] = mean_present(begins[its], ends[its], edges, None if weights is None else weights[its])
+    return made
+
+
+def _since(moments: Ticks, edges: Ticks, weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """At each edge the sum of the times that have passed since the moments before it."""
+    order = np.argsort(moments, kind="stable")
+    passed = (moments[order] - edges[0]).astype(np.float64)
+    heavy = np.ones(len(passed)) if weights is None else weights[order]
+    at = (edges - edges[0]).astype(np.float64)
+    before = np.searchsorted(passed, at, "right")
+    counts = np.concatenate(([0.0], np.cumsum(heavy)))[before]
+    times: NDArray[np.float64] = counts * at - np.concatenate(([0.0], np.cumsum(passed * heavy)))[before]
+    return times

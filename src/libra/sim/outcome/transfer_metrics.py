@@ -1,0 +1,109 @@
+"""The numbers of handing over KV: what a first token waits for, and what came of the pulls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.sim.outcome.metrics import Spread, spread
+from libra.sim.outcome.over_time import Ticks, mean_present
+from libra.sim.outcome.result import RequestColumns, SimulationResult
+from libra.sim.outcome.transfers import Transfers
+
+TTFT_PARTS = ("queueing", "prefill", "waiting to pull", "KV transfer", "first decode")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferMetrics:
+    """`ttft` and what follows are of finished requests that were handed over; None, or no entry, where none is."""
+
+    pulls: int
+    broken: int  # off: nothing came
+    bytes: int  # that came
+    kept_share: float  # of prefill engines' blocks, mean over the makespan: of computed prompts, until they are pulled
+    ttft: dict[str, Spread]  # by `TTFT_PARTS`, which add up to it
+    transfer_alone: Spread | None  # what a pull takes with its links to itself
+
+
+def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
+    """None where engines have no roles."""
+    transfers = result.transfers
+    if transfers is None:
+        return None
+    came = transfers.came >= 0
+    handed = finished_transfers(result.requests, transfers)
+    return TransferMetrics(
+        pulls=int((transfers.begun >= 0).sum()),
+        broken=int(((transfers.sent >= 0) & ~came).sum()),
+        bytes=int(transfers.size[came].sum()),
+        kept_share=_kept_share(result, transfers),
+        ttft={
+            name: found
+            for name, ticks in ttft_parts(result.requests, transfers, handed).items()
+            if (found := spread(ticks)) is not None
+        },
+        transfer_alone=spread(transfers.alone()[handed]),
+    )
+
+
+def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
+    """Rows of transfers: of each finished request whose KV came the last one."""
+    last = np.full(len(requests), -1)
+    came = np.flatnonzero(transfers.came >= 0)
+    last[transfers.row[came]] = came  # of several the last stays
+    handed = last[requests.ended("finished")]
+    return handed[handed >= 0]
+
+
+def ttft_parts(requests: RequestColumns, transfers: Transfers, handed: Ticks) -> dict[str, NDArray[np.int64]]:
+    """Ticks, for each of these rows of transfers."""
+    its = transfers.row[handed]
+    moments = (
+        requests.arrival[its],
+        requests.scheduled[its],
+        requests.prefill_end[its],
+        transfers.begun[handed],
+        transfers.came[handed],
+        requests.first_token[its],
+    )
+    return {name: after - before for name, before, after in zip(TTFT_PARTS, moments[:-1], moments[1:], strict=True)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldBlocks:
+    """KV blocks of engines, each from one tick to another. Of prompts that share blocks each counts all of its own."""
+
+    engine: Ticks
+    since: Ticks
+    until: Ticks
+    blocks: NDArray[np.float64]
+
+    def over(self, edges: Ticks, engine: int) -> NDArray[np.float64]:
+        """How many an engine has, in the mean between neighbouring edges."""
+        its = self.engine == engine
+        return mean_present(self.since[its], self.until[its], edges, self.blocks[its])
+
+
+def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
+    """On prefill engines, for pulls; as of tick `end`."""
+    until = np.where(transfers.released < 0, end, transfers.released)
+    return HeldBlocks(transfers.source, transfers.computed, until, transfers.blocks.astype(np.float64))
+
+
+def pulled_blocks(transfers: Transfers, end: int) -> HeldBlocks:
+    """On decode engines, of pulls under way."""
+    its = np.flatnonzero(transfers.begun >= 0)
+    over = np.where(transfers.came < 0, transfers.sent, transfers.came)[its]
+    until = np.where(over < 0, end, over)
+    return HeldBlocks(transfers.target[its], transfers.begun[its], until, transfers.blocks[its].astype(np.float64))
+
+
+def _kept_share(result: SimulationResult, transfers: Transfers) -> float:
+    blocks = sum(engine.config.kv_blocks for engine in result.engines if engine.role == "prefill")
+    if not result.makespan or not blocks:
+        return 0.0
+    kept = kept_blocks(transfers, result.end)
+    edges = np.array([result.start, result.start + result.makespan])
+    return float(mean_present(kept.since, kept.until, edges, kept.blocks).sum()) / blocks

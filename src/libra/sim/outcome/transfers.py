@@ -1,0 +1,133 @@
+"""KV that prefill engines handed over: a row for each prompt, and how full the links were.
+
+Invariant: the links' use is that of the simulation, by the same rules from the same begins; so is when each pull ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.sim.clock import TICKS
+from libra.sim.cluster import SimCluster
+from libra.sim.kv_network import KVNetwork
+from libra.sim.link import Link, Network, Transfer, link
+from libra.sim.outcome.over_time import Means, Ticks, mean_present_by
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """Read-only arrays of one entry a prompt, in the order in which they were computed. Times are ticks; what never
+    happened is -1."""
+
+    row: Ticks  # of the request, in `RequestColumns`
+    source: Ticks  # engine that computed the prompt
+    target: Ticks  # and that went on with it
+    blocks: Ticks  # that the source kept
+    computed: Ticks
+    size: Ticks  # bytes to pull
+    begun: Ticks  # with blocks taken for it
+    sent: Ticks  # the last byte; or the pull was broken off
+    came: Ticks
+    released: Ticks  # by the source
+    network: KVNetwork
+    devices: tuple[int, ...]  # of each engine
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def alone(self) -> NDArray[np.float64]:
+        """Ticks of each pull if nothing else were on its links."""
+        devices = np.array(self.devices, np.float64)
+        rate = self.network.bandwidth * np.minimum(devices[self.source], devices[self.target])
+        ticks: NDArray[np.float64] = (self.size / rate + self.network.latency) * TICKS
+        return ticks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkUse:
+    """The network of each engine in one direction, [engine, stretch of time]: means."""
+
+    used: Means  # share of the bandwidth
+    sharing: Means  # transfers
+
+
+def transfers_of(cluster: SimCluster) -> Transfers | None:
+    """Of a cluster that has run; None where engines have no roles."""
+    pairs = cluster.pairs
+    if pairs is None:
+        return None
+    rows = {request.number: row for row, request in enumerate(cluster.requests)}
+    its = pairs.handed_over
+
+    def column(name: str) -> Ticks:
+        values = np.fromiter(map(attrgetter(name), its), np.int64, len(its))
+        values.flags.writeable = False
+        return values
+
+    names = [field.name for field in fields(Transfers) if field.name not in ("row", "network", "devices")]
+    return Transfers(
+        row=np.fromiter((rows[it.request] for it in its), np.int64, len(its)),
+        **{name: column(name) for name in names},
+        network=pairs.settings,
+        devices=tuple(spec.devices for spec in cluster.specs),
+    )
+
+
+def link_use(transfers: Transfers, edges: Ticks) -> tuple[LinkUse, LinkUse]:
+    """What is sent by the engines, and what they receive, between neighbouring `edges`, which rise. What is under way
+    at the last edge is cut there."""
+    stretches, engines = _stretches(transfers, int(edges[-1])), len(transfers.devices)
+    begun = transfers.begun >= 0
+    begins, ends = transfers.begun[begun], np.where(transfers.sent < 0, edges[-1], transfers.sent)[begun]
+    rates = np.array([link(transfers.network.bandwidth * devices).rate for devices in transfers.devices], np.float64)
+    made = []
+    for whose, owners in ((stretches[:, 0], transfers.source), (stretches[:, 1], transfers.target)):
+        used = stretches[:, 4] / rates[whose]
+        made.append(
+            LinkUse(
+                mean_present_by(whose, engines, stretches[:, 2], stretches[:, 3], edges, used),
+                mean_present_by(owners[begun], engines, begins, ends, edges),
+            )
+        )
+    return made[0], made[1]
+
+
+def _stretches(transfers: Transfers, end: int) -> Ticks:
+    """(source, target, from tick, to tick, parts of bytes a tick) of each stretch in which a pull had one rate: the
+    pulls are sent again."""
+    found: list[tuple[int, int, int, int, int]] = []
+    source, target = transfers.source.tolist(), transfers.target.tolist()
+
+    def passed(transfer: Transfer, now: int) -> None:
+        if transfer.rate and now > transfer.since:
+            row = transfer.key
+            assert isinstance(row, int)
+            sent = min(now, transfer.since + -(-transfer.left // transfer.rate))
+            found.append((source[row], target[row], transfer.since, sent, transfer.rate))
+
+    network = Network(passed)
+    links: dict[tuple[int, bool], Link] = {}
+
+    def of(engine: int, out: bool) -> Link:
+        if (engine, out) not in links:
+            links[engine, out] = link(transfers.network.bandwidth * transfers.devices[engine])
+        return links[engine, out]
+
+    begins = [(tick, 1, row) for row, tick in enumerate(transfers.begun.tolist()) if tick >= 0]
+    ends = [(tick, 0, row) for row, tick in enumerate(transfers.sent.tolist()) if tick >= 0]
+    for tick, begins_now, row in [*sorted([*begins, *ends]), (end, 0, -1)]:
+        while (following := network.next_end()) is not None and following <= tick:
+            network.ended(following)
+        if begins_now:
+            size = int(transfers.size[row])
+            network.begin(row, of(source[row], True), of(target[row], False), size, tick)
+        elif row in network:  # it was broken off
+            network.drop(row, tick)
+    for row in range(len(transfers)):  # what the end cuts
+        if row in network:
+            network.drop(row, end)
+    return np.array(found, np.int64).reshape(-1, 5)

@@ -1,0 +1,142 @@
+"""Ranks with one clock: jumping changes nothing that happens, and each iteration lasts as long as the slowest needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cluster_equality import LONGEST, STEP, Scenario, assert_equal, costs, scenarios
+
+from libra.route.catalogue import policy_named
+from libra.sim.cluster import SimCluster
+from libra.sim.deployment import Deployment, WeightUpdate
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, IterationCost
+from libra.sim.engine.request import Request
+from libra.sim.workload.requests import Requests
+
+
+@dataclass(frozen=True)
+class DrawnGroupCost:
+    """Ranks that cost more with a larger graph, and something together that changes every so many iterations."""
+
+    cost: IterationCost
+    per_padding: int
+    per_token: int
+    factors: tuple[tuple[int, int], ...]  # (factor, ticks) beside what tokens take
+    every: int | None
+
+    def rank(self, graph: Graph) -> IterationCost:
+        return self.cost
+
+    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+        more = 0 if self.every is None else 3 * (iteration // self.every % 2)
+        more += self.per_padding * graph.size + self.per_token * tokens
+        holds = UNLIMITED if self.every is None else self.every - iteration % self.every
+        return Together(tuple((factor, ticks + more) for factor, ticks in self.factors), holds)
+
+
+@st.composite
+def groups(draw: st.DrawFn, lattice: bool, *, closed: bool) -> Scenario:
+    """A scenario whose engines are one group or two, and maybe one that is none's."""
+    scenario = draw(scenarios(closed=closed, lattice=lattice))
+    first = scenario.specs[0]
+    made: list[EngineSpec] = []
+    for number in range(draw(st.integers(1, 2))):
+        cost: IterationCost = draw(costs(lattice))
+        together = DrawnGroupCost(
+            cost,
+            draw(st.integers(0, 3)),
+            draw(st.integers(0, 3)),
+            ((1, 0),)
+            if lattice
+            else draw(st.sampled_from([((1, 0),), ((1, 50), (2, 0)), ((0, 600), (1, 0), (3, -700))])),
+            draw(st.none() | st.integers(1, 9)),
+        )
+        sizes = draw(st.sampled_from([(), (1, 2, 4), (2, first.config.max_num_batched_tokens)]))
+        config = replace(
+            first.config, capture_sizes=tuple(sorted({it for it in sizes if it <= first.config.max_num_batched_tokens}))
+        )
+        group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)))
+        made += [
+            EngineSpec(f"rank {number}.{place}", config, cost, first.bucket, group=group)
+            for place in range(draw(st.integers(1, 5)))
+        ]
+    if draw(st.booleans()):
+        made.append(EngineSpec("alone", first.config, first.cost, first.bucket))
+    updates = tuple(replace(it, engines=None) for it in scenario.updates)
+    return replace(scenario, specs=tuple(made), updates=updates)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups(lattice=False, closed=True))
+def test_groups_in_closed_loops(scenario: Scenario) -> None:
+    assert_equal(scenario)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups(lattice=True, closed=True))
+def test_groups_in_closed_loops_where_everything_is_a_tie(scenario: Scenario) -> None:
+    assert_equal(scenario)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups(lattice=False, closed=False))
+def test_groups_in_open_loops(scenario: Scenario) -> None:
+    assert_equal(scenario)
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups(lattice=True, closed=False))
+def test_groups_in_open_loops_where_everything_is_a_tie(scenario: Scenario) -> None:
+    assert_equal(scenario)
+
+
+def run_with_a_death(tick: int, exact: bool) -> tuple[list[tuple[int, str, int | None, int | None]], SimCluster]:
+    """Two groups of three ranks; one rank of the first dies."""
+    cost = DrawnGroupCost(AffineCost(STEP, 3, 1, 5), 2, 1, ((1, 0),), None)
+    config = EngineConfig(max_model_len=LONGEST, kv_blocks=2 * LONGEST, max_num_seqs=4, capture_sizes=(2, 4))
+    specs = [
+        EngineSpec(f"rank {number}.{place}", config, cost.cost, group=GroupSpec(f"group {number}", cost))
+        for number in range(2)
+        for place in range(3)
+    ]
+    made = [Request(number, 40 * number, 5 + number % 30, 1 + 7 * number % 40) for number in range(40)]
+    cluster = SimCluster(specs, Requests(lambda: made, {}), policy_named("round-robin"), exact=exact)
+    cluster.at(tick, lambda _: cluster.close("rank 0.1"))
+    cluster.run()
+    return [(it.number, it.status, it.engine, it.finish) for it in cluster.requests], cluster
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 6000))
+def test_with_a_rank_its_group_dies_and_nothing_is_lost(tick: int) -> None:
+    told, cluster = run_with_a_death(tick, exact=False)
+    assert told == run_with_a_death(tick, exact=True)[0]
+    assert all(engine.closed and not engine.unfinished for engine in cluster.engines[:3])
+    assert all(engine.pool.free == engine.config.kv_blocks for engine in cluster.engines)
+    finished = {number for number, status, _, _ in told if status == "finished"}
+    rest = [it for it in cluster.requests if it.status == "interrupted"]
+    assert len(told) == 40 + len(rest) and len(finished) == 40
+
+
+def test_ranks_of_a_group_are_alike() -> None:
+    cost = DrawnGroupCost(AffineCost(STEP), 0, 0, ((1, 0),), None)
+    config = EngineConfig(max_model_len=LONGEST, kv_blocks=LONGEST)
+    group = GroupSpec("g", cost)
+    rank = EngineSpec("rank 0", config, cost.cost, group=group)
+
+    def refused(other: EngineConfig, updates: tuple[WeightUpdate, ...] = ()) -> str:
+        with pytest.raises(ValueError) as error:
+            Deployment(
+                tuple(replace(rank, name=f"rank {it}", config=other if it else config) for it in (0, 1)),
+                updates=updates,
+            )
+        return str(error.value)
+
+    assert refused(replace(config, max_num_seqs=3)) == "the ranks of group g differ in their settings: make them alike"
+    update = WeightUpdate(0, 1, engines=frozenset({1}))
+    assert "pauses as a whole" in refused(config, (update,))
