@@ -1,9 +1,13 @@
-"""How long it takes to simulate engines that compute prompts and others that generate, and one that drafts.
+"""How long it takes to simulate engines that compute prompts and others that generate, ranks that divide experts, and
+an engine that drafts.
 
 Invariant: a case's time is the CPU time of a process of its own that makes the workload and runs it, with the engines'
 profiles made beforehand; memory is that process's peak.
 
     python -m benchmarks.disaggregation [--repeats N] [--json FILE]
+
+"AFD" has attention and experts of DeepSeek-V3 on 768 and 256 H800, in three micro-batches; attention ranks decide each
+for itself, and begin their iterations together.
 
 "contended" has links of 1 GB/s, of which a decode engine's is busy most of the time. The engine with drafts proposes
 three with EAGLE, and accepts 1.7 of them in the mean; the same requests come to it as to the one without.
@@ -21,17 +25,27 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from benchmarks.rows import Row, report
 from benchmarks.simulation import engine
-from libra.cost.sources.roofline import roofline
-from libra.hardware.cluster import GPUS
+from libra.cost.afd import StageGrid
+from libra.cost.experts import Balancing, power_law
+from libra.cost.graphs import capture_sizes
+from libra.cost.host import default_host
+from libra.cost.sources.expert_grids import expert_grid
+from libra.cost.sources.roofline import roofline, stage_roofline
+from libra.cost.transfer import fabric
+from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model_file import load_model
 from libra.route.baselines import RoundRobin, TwoChoices
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import DECODE, PREFILL
+from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
+from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
+from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.speculative import Speculative
 from libra.sim.kv_network import KVNetwork
 from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
@@ -40,7 +54,9 @@ from libra.sim.workload.requests import Workload
 
 MODEL = "meta-llama/Llama-3.1-8B"
 PAIRS = 512
+RANKS = 64
 MOST_MIB = 1024
+APART = AttentionFFN(768, 256, 50e9, 5e-6, 3)
 EAGLE = Speculative("eagle3", 3, (0.8, 0.55, 0.35))
 
 
@@ -98,9 +114,41 @@ def one_engine(drafts: Speculative | None) -> SimCluster:
     return SimCluster([replace(spec, config=config, cost=cost)], workload)
 
 
+@cache
+def stages() -> StageGrid:
+    return stage_roofline(GPUS["H800"], load_model("deepseek-ai/DeepSeek-V3"), 1, APART.ffn, dtype_bytes=1)
+
+
+def apart() -> SimCluster:
+    """16,384 requests of mixed lengths for one group of attention ranks."""
+    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
+    config = EngineConfig(max_model_len=16384, kv_blocks=40_000, max_num_seqs=128)
+    cost = AfdCost(stages(), config, APART)
+    ranks = attention_ranks(EngineSpec("afd", config, cost.own), cost)
+    return SimCluster(ranks, generated_requests(16_384, Poisson(1000.0), prompts, outputs, seed=0), RoundRobin())
+
+
+def expert_ranks() -> SimCluster:
+    """16,384 requests of mixed lengths for DeepSeek-V3 on 64 ranks of one H200 each, which divide its experts: these
+    are asked for by a power law, and balanced."""
+    model, gpu = load_model("deepseek-ai/DeepSeek-V3"), GPUS["H200"]
+    sizes = capture_sizes(256, 8192)
+    config = EngineConfig(max_model_len=16384, kv_blocks=20_000, max_num_seqs=256, capture_sizes=sizes)
+    nodes = NodeClass("node", 8, 8, gpu, intra_bandwidth=gpu.link, inter_bandwidth=8 * 50e9)
+    grid = expert_grid(gpu, model, 1, RANKS, "deepep_low_latency", fabric(nodes), source="roofline")
+    shares = power_law(256, 8, 0.8, model.sparse_layers, seed=0)
+    cost = ExpertCost(grid, config, ExpertLoad(lambda _: shares, 8), Balancing(64), default_host(model.layers))
+    group = GroupSpec("group", cost)
+    specs = [EngineSpec(f"rank-{rank}", config, cost.rank(Graph("NONE")), group=group) for rank in range(RANKS)]
+    prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
+    return SimCluster(specs, generated_requests(16_384, Poisson(400), prompts, outputs, seed=0), RoundRobin())
+
+
 CASES = {
     "512 + 512, 1,024 requests": Case(at_once, 0.5),
     "512 + 512, 100,000 mixed requests, contended": Case(mixed, 15, MOST_MIB),
+    "AFD, 768 attention + 256 FFN, 16,384 requests": Case(apart, 10),
+    "EP 64 with DP 64, 16,384 requests": Case(expert_ranks, 10),
     "1 engine, 100,000 requests": Case(lambda: one_engine(None)),
     "1 engine, 100,000 requests, drafts": Case(lambda: one_engine(EAGLE), 3, than="1 engine, 100,000 requests"),
 }
@@ -109,6 +157,7 @@ CASES = {
 def figures(case: Case) -> Figures:
     """Run a case in this process."""
     engine(MODEL, "A100", 1, 16384)
+    stages()
     began = time.process_time()
     run = case.make()
     run.run()

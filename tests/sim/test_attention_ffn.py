@@ -40,6 +40,7 @@ def stages(attention: float = 1e-6, per_context: float = 1e-9, ffn: float = 2e-6
         dense=dense,
         tokens=(1, 4096),
         outside=(3e-6, 5e-5),
+        head=(3e-6, 5e-5),
         experts=(5e-6 + ffn, 5e-6 + 4096 * ffn),
         ffn=2,
         token_bytes=4096.0,

@@ -104,7 +104,7 @@ def test_in_a_cluster_it_is_the_shared_device(records, rule, under_way) -> None:
     cluster = SimCluster([OWN], again := Turns(under_way, 10**9), policy_named("least-loaded"), time_limit=shared.end)
     cluster.close("own")
     cluster.at(0, lambda now: cluster.add(ROLLOUT, partial(GrantedEngine, device=device, recalled=pytest.fail)))
-    cluster._patient = True
+    cluster.frontend.patient = True
     cluster.run()
     assert came_of(device.serve_out(shared.end)) == came_of(shared.requests)
     found = {it.number: (it.first_token, it.finish) for it in again.turns}

@@ -18,6 +18,7 @@ from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, FailurePolicy
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.state import Iteration
@@ -148,13 +149,27 @@ def test_a_short_prompt_stays() -> None:
 
 
 @dataclass(frozen=True)
+class TogetherCost:
+    """Ranks that take what engines do, and a tick for each token of all."""
+
+    cost: AffineCost
+
+    def rank(self, graph: Graph) -> AffineCost:
+        return self.cost
+
+    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+        return Together(((1, tokens),))
+
+
+@dataclass(frozen=True)
 class Outcome:
     requests: list[tuple[object, ...]]
     iterations: list[Iteration]
 
 
-def with_faults(seed: int, *, exact: bool) -> Outcome:
-    """Several engines of both kinds, some of which close, or cannot be read from any more."""
+def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
+    """Several engines of both kinds, some of which close, or cannot be read from any more. With `ranks` they are those
+    of groups."""
     random = Random(seed)
     config, requests = random_case(seed)
     cost = AffineCost(random.randint(1, 2000), random.randint(0, 50), random.randint(0, 3), random.randint(0, 40))
@@ -172,6 +187,19 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
     specs += [
         EngineSpec(f"d{number}", config, cost, role=DECODE, kv_bytes=kv_bytes) for number in range(random.randint(1, 3))
     ]
+    if ranks:
+        specs = [
+            replace(
+                it,
+                name=f"{it.name}.{place}",
+                config=replace(it.config, async_scheduling=False),
+                group=GroupSpec(it.name, TogetherCost(cost), random.choice((1, 4, 16))),
+            )
+            for it in specs
+            for place in range(random.randint(1, 3))
+        ]
+        groups: dict[str, GroupSpec] = {}
+        specs = [replace(it, group=groups.setdefault(it.group.name, it.group)) for it in specs if it.group is not None]
     transfer = KVNetwork(
         bandwidth=kv_bytes * TICKS / (cost.step * random.choice((0.01, 0.2, 2))),  # a token in so many steps
         latency=random.choice((0.0, 1e-9, 1e-12)),
@@ -225,6 +253,12 @@ def with_faults(seed: int, *, exact: bool) -> Outcome:
 def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int) -> None:
     """Blocks, bytes and tokens are conserved whatever breaks; and visiting every iteration makes no difference."""
     assert with_faults(seed, exact=False) == with_faults(seed, exact=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_holds_between_groups_of_ranks(seed: int) -> None:
+    assert with_faults(seed, exact=False, ranks=True) == with_faults(seed, exact=True, ranks=True)
 
 
 def refused(specs: Sequence[EngineSpec], transfer: KVNetwork | None = BYTE_A_TICK) -> str:

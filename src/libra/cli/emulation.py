@@ -47,6 +47,8 @@ def emulate(
     try:
         _check(port, speed, default_tokens, seed)
         specs = load_engines(engines, notes.append).engines
+        if any(spec.group is not None for spec in specs):
+            raise ValueError(f"{engines}: ranks with data_parallel_size wait for each other, and are not emulated")
         for note in notes:
             typer.echo(f"note: {note}", err=True)
         with needing("http", "aiohttp", "prometheus_client"):

@@ -25,6 +25,7 @@ class StageGrid:
     dense: int  # layers without
     tokens: tuple[int, ...]  # axis of the two that follow
     outside: tuple[float, ...]  # an attention rank with so many tokens: dense MLPs and the output head
+    head: tuple[float, ...]  # of these, the head with so many logits
     experts: tuple[float, ...]  # the fullest FFN rank, one layer: so many tokens of all attention ranks
     ffn: int
     token_bytes: float  # that cross the network for each token and layer, one way
@@ -33,14 +34,29 @@ class StageGrid:
     def __post_init__(self) -> None:
         if len(self.tokens) < 2 or any(low >= high for low, high in pairwise(self.tokens)):
             raise ValueError(f"StageGrid.tokens is {self.tokens}; list two or more rising values")
-        if not len(self.tokens) == len(self.outside) == len(self.experts):
-            raise ValueError("StageGrid.outside and experts need a time for each of tokens; measure what is missing")
+        if not len(self.tokens) == len(self.outside) == len(self.head) == len(self.experts):
+            raise ValueError(
+                "StageGrid.outside, head and experts need a time for each of tokens; measure what is missing"
+            )
 
     def outside_seconds(self, tokens: float) -> float:
         return _between(self.tokens, self.outside, tokens)
 
+    def head_seconds(self, logits: float) -> float:
+        return _between(self.tokens, self.head, logits)
+
+    def dense_seconds(self, tokens: float) -> float:
+        """Of the layers without experts: their MLPs."""
+        return self.outside_seconds(tokens) - self.head_seconds(tokens)
+
     def experts_seconds(self, tokens: float) -> float:
         return _between(self.tokens, self.experts, tokens)
+
+    @property
+    def least_expert_seconds(self) -> float:
+        """For each token of a layer, however many there are."""
+        beyond = (self.experts[-1] - self.experts[-2]) / (self.tokens[-1] - self.tokens[-2])
+        return min(beyond, *(seconds / count for count, seconds in zip(self.tokens, self.experts, strict=True)))
 
 
 def token_copies(model: ModelSpec, ffn: int) -> float:

@@ -15,7 +15,7 @@ from libra.sizing.answer import Point, SizingAnswer
 from libra.sizing.trial import SHOWN, statistic
 
 MOST_REJECTED = 60  # of one kind: there may be thousands
-_COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2"}
+_COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2", "attention-ffn": "#009e73"}
 _HEIGHT = 260
 
 

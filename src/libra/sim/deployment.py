@@ -18,6 +18,7 @@ from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.kv_network import KVNetwork
+from libra.sim.rank_balancer import RankBalancer
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
 DEFAULT_DECODE_ROUTE = "least-loaded"
@@ -84,6 +85,8 @@ class Deployment:
 
     def policy(self, seed: int = 0) -> Policy:
         """A new one, which has seen nothing. `seed` is for the rules that draw."""
+        if self.route == RankBalancer.NAME:
+            return RankBalancer(sticky=self.sticky)
         return policy_named(self.route, sticky=self.sticky, seed=seed)
 
 

@@ -16,19 +16,24 @@ from libra.cost.afd import afd_refusal
 from libra.cost.engine_memory import BLOCK, ffn_rank_bytes, kv_tokens
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
-from libra.cost.host import HostCost
-from libra.cost.sources.profiles import engine_profiles, stage_profile
+from libra.cost.host import NO_HOST, HostCost
+from libra.cost.kernels import NO_TERMS
+from libra.cost.sources.profiles import engine_profiles, host_part, stage_profile
+from libra.cost.sources.tables import NoTablesError
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
+from libra.sim.engine.expert_cost import ExpertCost
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
 from libra.sim.engines_keys import BATCHED_TOKENS, AfdSection, EngineSection, EnginesFile, OverheadSection
+from libra.sim.expert_ranks import check_ranks, expert_bytes, group_cost
 from libra.sim.kv_network import KVNetwork
 
 _KV_BYTES = 2  # of an element
@@ -97,9 +102,16 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         return EngineSpec(name, config, cost, section.bucket, devices=devices, role=role, kv_bytes=kv_bytes)
 
     try:
+        check_ranks(section, model, tp)
         if section.afd is not None:
             _check_afd(section, section.afd, model, gpu)
         config = replace(_config(section, model, gpu), kv_tiers=_tiers(section, model))
+        if section.data_parallel_size > 1:
+            cost = _of_ranks(section, config, model, gpu, beside, note)
+            alone = spec(section.name, config, cost.rank(Graph("NONE")))
+            groups = [GroupSpec(name, cost, section.dp_sync_interval) for name in names]
+            ranks = range(section.data_parallel_size)
+            return [replace(alone, name=f"{it.name}-dp{rank}", group=it) for it in groups for rank in ranks]
         if section.afd is not None:
             apart = _apart(section, section.afd, config, model, gpu, beside, note)
             first = spec(section.name, config, apart.own)
@@ -109,10 +121,10 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
     try:
-        cost = GridCost(grid, config, _host(section, grid.host), drafter)
+        own = GridCost(grid, config, _host(section, grid.host), drafter)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
-    return [spec(name, config, cost) for name in names]
+    return [spec(name, config, own) for name in names]
 
 
 def _gpu(given: str, key: str) -> GPU:
@@ -133,8 +145,8 @@ def _host(section: EngineSection, host: HostCost) -> HostCost:
 
 
 def _check_afd(section: EngineSection, afd: AfdSection, model: ModelSpec, gpu: GPU) -> None:
-    apart = {"pipeline_parallel_size": 1, "async_scheduling": False, "speculative": None, "kv_tiers": ()}
-    for option, off in apart.items():
+    others = (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None), ("kv_tiers", ()))
+    for option, off in (*others, ("data_parallel_size", 1)):
         if getattr(section, option) != off:
             raise ValueError(f"afd with {option} is not simulated: leave one of them out")
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
@@ -171,6 +183,37 @@ def _apart(
         return AfdCost(stages, config, ranks, _host(section, host), tp)
     except ConfigError as error:
         raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+
+
+def _of_ranks(
+    section: EngineSection,
+    config: EngineConfig,
+    model: ModelSpec,
+    gpu: GPU,
+    beside: Path,
+    note: Callable[[str], None],
+) -> ExpertCost:
+    """What data-parallel ranks take together."""
+    if section.pipeline_parallel_size > 1:
+        raise ValueError("pipeline_parallel_size with data_parallel_size is not simulated: leave one of them out")
+    *_, source, host = _asked(section, config, model, gpu, beside)
+    try:
+        added = host_part(host, model, note)
+        return group_cost(
+            section,
+            model,
+            gpu,
+            section.tensor_parallel_size,
+            config,
+            source=source,
+            host=_host(section, NO_HOST if added is None else added[0]),
+            terms=NO_TERMS if added is None else added[1],
+            weight_bytes=_weight_bytes(section),
+            beside=beside,
+            note=note,
+        )
+    except (ConfigError, NoTablesError) as error:
+        raise ValueError(f"profile: {error}") from None
 
 
 def _check_models(file: EnginesFile) -> None:
@@ -239,13 +282,16 @@ def _tiers(section: EngineSection, model: ModelSpec) -> tuple[KVTier, ...]:
 
 def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
     tp, weights, more = section.tensor_parallel_size, 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
-    drafts = section.speculative
+    divided, drafts = section.data_parallel_size > 1, section.speculative
     if drafts is not None and drafts.model is not None:
         drafter = load_model(drafts.model)
         weights = drafter.weight_bytes(_KV_BYTES, tp)
         more = drafter.kv_bytes_per_token(_KV_BYTES, tp) / model.kv_bytes_per_token(_KV_BYTES, tp)
     elif drafts is not None and drafts.method != "ngram":
         weights, more = model.weight_bytes(_weight_bytes(section), tp) / model.layers, 1 / model.layers
+    if divided:
+        batched, width = section.max_num_batched_tokens, _weight_bytes(section)
+        weights += expert_bytes(section, model, tp, weight_bytes=width, batched_tokens=batched)
     tokens = kv_tokens(
         model,
         gpu.memory,
@@ -256,7 +302,7 @@ def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
         batched_tokens=section.max_num_batched_tokens,
         pp=section.pipeline_parallel_size,
         taken=weights,
-        routed=section.afd is None,
+        routed=section.afd is None and not divided,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 

@@ -14,6 +14,7 @@ from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
 from libra.sim.engine.chunk_cache import CachePolicy
 from libra.sim.engine.config import FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.speculative import Speculative
+from libra.sim.expert_ranks import RanksSection
 from libra.sim.kv_network import DEFAULT_LEASE
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -91,8 +92,8 @@ class KVTierSection(Section):
     shared: _Flag = False
 
 
-class EngineSection(Section):
-    """`count` engines that are alike."""
+class EngineSection(RanksSection):
+    """`count` engines that are alike, or as many groups of ranks."""
 
     name: Annotated[str, Field(min_length=1)]
     count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1

@@ -42,6 +42,16 @@ class EngineInstance:
         return self.engine.recall_rate(self._now())
 
     @property
+    def requests(self) -> tuple[int, int]:
+        """(waiting, running)"""
+        return len(self.engine.waiting) + len(self.engine.arriving), len(self.engine.running)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that are held."""
+        return self.engine.kv_usage(self._now())
+
+    @property
     def borrowed(self) -> bool:
         return self.engine.borrowed
 
@@ -72,6 +82,11 @@ class Placer:
         self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
 
     # Engines in service
+
+    @property
+    def routed(self) -> bool:
+        """Whether a policy says where requests go."""
+        return self._route is not None
 
     def engines(self) -> list[SimEngine]:
         return list(self._by_name.values())

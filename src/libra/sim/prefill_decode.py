@@ -8,127 +8,146 @@ pull mode: the first engine is asked for one token, the second one computes the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from libra.sim.clock import ticks
-from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.config import DECODE, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
+from libra.sim.frontend import Frontend, Host
+from libra.sim.handover import KVMoves
 from libra.sim.kv_network import KVNetwork
-from libra.sim.link import Link, Network, link
+from libra.sim.kv_pulls import HandedOver, Prefill, Pulls
 from libra.sim.placement import Placer
 
 _HEARTBEATS = 6  # in a lease
 _EXTENSION = (2, 3)  # of a lease, that a heartbeat gives from then on
 
 
-@dataclass(slots=True, eq=False)
-class HandedOver:
-    """What became of the KV of one prompt. Ticks; -1 where that never happened."""
-
-    request: int  # number
-    source: int  # engine that computed the prompt
-    target: int  # and that goes on with it
-    blocks: int  # that the source keeps
-    computed: int  # the prompt
-    size: int = 0  # bytes to pull
-    begun: int = -1  # the pull, with blocks for it
-    sent: int = -1  # its last byte; or it was broken off, and nothing came
-    came: int = -1
-    released: int = -1  # by the source
-
-
-@dataclass(slots=True, eq=False)
-class Prefill:
-    """The first half of a request: what computes its prompt, and the KV of it."""
-
-    request: Request  # the whole
-    engine: SimEngine
-    part: Request = field(init=False)
-    decoder: SimEngine | None = None  # that goes on with it
-    known_since: int | None = None  # tick from which on the decoder sends heartbeats
-    record: HandedOver | None = None
-
-    def __post_init__(self) -> None:
-        whole = self.request
-        self.part = Request(
-            whole.number,
-            whole.arrival,
-            whole.prompt_tokens,
-            1,
-            chain=whole.chain,
-            priority=whole.priority,
-            keeps=True,
-            owner=self,
-        )
-
-
-class PrefillDecode:
-    """The requests of a cluster that are handed over, and their KV on its way."""
+class PrefillDecode(Frontend):
+    """Of engines with roles: requests that are handed over, and the KV kept for that. Without `keep`, `handed_over`
+    stays empty."""
 
     def __init__(
         self,
-        settings: KVNetwork,
+        host: Host,
+        placer: Placer,
         decoders: Placer,
-        specs: Sequence[EngineSpec],
+        settings: KVNetwork,
         *,
-        at: Callable[[int, Callable[[int], None]], None],
-        changed: Callable[[SimEngine, bool], None],
-        ended: Callable[[Request], None],
-        unplaced: Callable[[Request], None],
-        idle: Callable[[SimEngine], None],
         keep: bool,
+        patient: bool,
+        kv_moves: KVMoves | None,
+        interrupted: Callable[[Request, int], Request] | None,
     ) -> None:
-        """`at` does something at a tick; `changed` is told of engines that may have to decide anew, `ended` of requests
-        that did, `unplaced` of those that no engine goes on with, `idle` of engines that let go of blocks and have
-        nothing to decide. Without `keep`, `handed_over` stays empty."""
+        super().__init__(host, placer, patient=patient, kv_moves=kv_moves, interrupted=interrupted)
         self.settings, self.decoders = settings, decoders
-        self.transferred_bytes = 0
         self.transfers = 0
         self.handed_over: list[HandedOver] = []  # in the order in which their prompts were computed
         self._keep = keep
-        self._specs, self._at, self._changed, self._ended, self._unplaced = specs, at, changed, ended, unplaced
-        self._idle = idle
-        self._latency, self._lease = ticks(settings.latency), ticks(settings.lease)
+        self._lease = ticks(settings.lease)
         self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is let go
-        self._network = Network()
-        self._links: dict[tuple[int, bool], Link] = {}  # (engine, whether out of it)
+        self._pulls = Pulls(settings, host.specs, host.at, self._arrived)
         self._broken: set[int] = set()  # engines that nothing can be read from
-        self._alarm: int | None = None  # tick of the earliest action that looks at the network
 
     @property
     def idle(self) -> bool:
         """Whether nothing is handed over, or kept for that."""
-        return not self._prefills and not len(self._network)
+        return not self._prefills and not len(self._pulls)
+
+    @property
+    def transferred_bytes(self) -> int:
+        return self._pulls.bytes
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
         """Sent by all engines, and received: of transfers that ended."""
-        moved = [(out, it.moved) for (_, out), it in self._links.items()]
-        return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
+        return self._pulls.moved_bytes
 
-    def stays(self, request: Request, now: int) -> SimEngine | None:
+    @property
+    def placers(self) -> Sequence[Placer]:
+        return self.placer, self.decoders
+
+    def placer_of(self, spec: EngineSpec) -> Placer:
+        return self.decoders if spec.role.takes == "context" else self.placer
+
+    def add(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
+        super().add(specs, engines)
+        for spec, engine in zip(specs, engines, strict=True):
+            engine.defers = spec.role is DECODE and spec.config.async_scheduling
+
+    # The way of a request
+
+    def place(self, request: Request, again: bool) -> SimEngine | None:
+        return self._stays(request) or self.placer.place(request, again=again)
+
+    def _stays(self, request: Request) -> SimEngine | None:
         """The engine that generates, if it computes the prompt, too: little of that is missing there."""
         if not self.settings.local_below:
             return None
         engine = self.decoders.place(request, again=True)
         if engine is None:
             return None
-        missing = request.prompt_tokens - engine.cached_tokens(request, now)
+        missing = request.prompt_tokens - engine.cached_tokens(request, self.host.now)
         return engine if missing < self.settings.local_below else None
 
-    def begin(self, request: Request, engine: SimEngine) -> Request:
-        """Its prompt is computed on this engine: what is to be submitted there."""
+    def send(self, request: Request, engine: SimEngine) -> None:
+        """Where an engine hands over, only the prompt is computed there."""
+        host = self.host
+        if not host.specs[engine.index].role.hands_over:
+            super().send(request, engine)
+            return
         prefill = self._prefills[request] = Prefill(request, engine)
         request.engine = engine.index
-        return prefill.part
+        host.changed(engine, engine.submit(prefill.part, host.now))
+        if prefill.part.status == "refused":
+            del self._prefills[request]
+            request.status, request.reason, request.finish = "refused", prefill.part.reason, host.now
+            host.ended(request)
+        elif request.cancel_at is not None:
+            host.cancel_at(request.cancel_at, request)
 
-    def part_of(self, request: Request) -> tuple[SimEngine, Request] | None:
-        """Where a request is whose prompt is not computed yet."""
-        prefill = self._prefills.get(request)
-        return (prefill.engine, prefill.part) if prefill is not None and prefill.decoder is None else None
+    def finished(self, request: Request, now: int) -> bool:
+        if not isinstance(request.owner, Prefill):
+            return super().finished(request, now)
+        self._prefilled(request.owner, now)
+        return False
 
-    def prefilled(self, prefill: Prefill, now: int) -> None:
+    def planned(self, engine: SimEngine, now: int) -> None:
+        """Pulls of KV that begin, or failed, with an engine's plan."""
+        for request in engine.failed:
+            self.host.ended(request)
+        for request, blocks in engine.pulls:
+            prefill = self._prefills[request]
+            source = prefill.engine
+            if source.closing or source.index in self._broken:
+                why = self._why(source)
+                self.host.at(now, lambda tick, it=prefill, why=why: self._lost(it, why, tick))  # type: ignore[misc]
+                continue
+            self._pulls.begin(prefill, engine, blocks, now)
+        self._pulls.look_again(now)
+
+    def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
+        prefill, now = self._prefills.get(request), self.host.now
+        if prefill is not None and prefill.decoder is None:  # its prompt is not computed yet
+            del self._prefills[request]
+            request.status, request.finish = "cancelled", now
+            engine, submitted = prefill.engine, prefill.part
+        elif prefill is not None and request.pull:  # nobody will read its KV
+            self._let_go(prefill, now)
+        super().give_up(request, engine, submitted)
+
+    def resume(self, engine: SimEngine, request: Request, now: int) -> None:
+        if isinstance(request.owner, Prefill):
+            del self._prefills[request.owner.request]
+            self.arrive_again(request.owner.request)
+        else:
+            super().resume(engine, request, now)
+
+    def under_way(self) -> Sequence[Request]:
+        """Requests whose prompts are not computed yet."""
+        return [it.request for it in self._prefills.values() if it.decoder is None]
+
+    def _prefilled(self, prefill: Prefill, now: int) -> None:
         """The prompt is computed: another engine goes on."""
         request, part = prefill.request, prefill.part
         _copy(part, request)
@@ -137,9 +156,9 @@ class PrefillDecode:
             return
         engine = self.decoders.place(request, again=True)
         if engine is None:
-            self._at(now + self._lease, lambda tick: self._let_go(prefill, tick))
+            self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
             del self._prefills[request]
-            self._unplaced(request)
+            self.not_placed(request)
             return
         prefill.decoder, prefill.known_since = engine, now
         if self._keep:
@@ -148,39 +167,18 @@ class PrefillDecode:
             prefill.record = HandedOver(request.number, source.index, engine.index, blocks, now)
             self.handed_over.append(prefill.record)
         request.pull = True
-        self._changed(engine, engine.submit(request, now))
+        self.host.changed(engine, engine.submit(request, now))
         if request.status == "refused":
             self._let_go(prefill, now)
-            self._ended(request)
+            self.host.ended(request)
 
-    def pull(self, engine: SimEngine, now: int) -> None:
-        """Pulls that begin with an engine's plan."""
-        for request, blocks in engine.pulls:
-            prefill = self._prefills[request]
-            source = prefill.engine
-            if source.closing or source.index in self._broken:
-                name = self._specs[source.index].name
-                self._at(now, lambda tick, it=prefill, name=name: self._lost(it, f"nothing comes from {name}", tick))  # type: ignore[misc]
-                continue
-            size = round(blocks * engine.config.block_size * self._specs[engine.index].kv_bytes)
-            self.transferred_bytes += size
-            self._network.begin(prefill, self._link(source, True), self._link(engine, False), max(1, size), now)
-            if prefill.record is not None:
-                prefill.record.begun, prefill.record.size = now, max(1, size)
-        self._set_alarm(now)
-
-    def cancelled(self, request: Request, now: int) -> None:
-        """A request was given up whose KV may not be on its way: nobody will read it then."""
-        prefill = self._prefills.get(request)
-        if prefill is not None and request.pull:
-            self._let_go(prefill, now)
+    # What is lost
 
     def fail(self, engine: SimEngine, now: int) -> None:
         """Nothing can be read from an engine any more: what is on its way is lost."""
         self._broken.add(engine.index)
-        name = self._specs[engine.index].name
-        for prefill in [it for it in self._prefills.values() if it.engine is engine and it in self._network]:
-            self._lost(prefill, f"nothing comes from {name}", now)
+        for prefill in [it for it in self._prefills.values() if it.engine is engine and it in self._pulls]:
+            self._lost(prefill, self._why(engine), now)
 
     def closed(self, engine: SimEngine, now: int) -> None:
         """An engine stopped for good: nobody reads what it had, nor what was kept for it."""
@@ -188,37 +186,10 @@ class PrefillDecode:
         for prefill in [it for it in self._prefills.values() if it.decoder is engine]:
             self._forget(prefill, now)
 
-    def stopped(self, part: Request) -> Request:
-        """The whole of a part that its engine gave back."""
-        prefill = part.owner
-        assert isinstance(prefill, Prefill)
-        del self._prefills[prefill.request]
-        return prefill.request
+    def _why(self, source: SimEngine) -> str:
+        return f"nothing comes from {self.host.specs[source.index].name}"
 
-    def under_way(self) -> list[Request]:
-        """Requests whose prompts are not computed yet."""
-        return [it.request for it in self._prefills.values() if it.decoder is None]
-
-    # KV on its way
-
-    def _look(self, now: int) -> None:
-        if self._alarm == now:
-            self._alarm = None
-        for key in self._network.ended(now):
-            assert isinstance(key, Prefill)
-            if key.record is not None:
-                key.record.sent = now
-            if self._latency:
-                self._at(now + self._latency, lambda tick, it=key: self._arrived(it, tick))  # type: ignore[misc]
-            else:
-                self._arrived(key, now)
-        self._set_alarm(now)
-
-    def _set_alarm(self, now: int) -> None:
-        tick = self._network.next_end()
-        if tick is not None and (self._alarm is None or tick < self._alarm):
-            self._alarm = max(tick, now)
-            self._at(self._alarm, self._look)
+    # KV that is kept
 
     def _arrived(self, prefill: Prefill, now: int) -> None:
         decoder = prefill.decoder
@@ -227,19 +198,19 @@ class PrefillDecode:
         self.transfers += 1
         if prefill.record is not None:
             prefill.record.came = now
-        self._changed(decoder, decoder.pull_ended(prefill.request, now))
+        self.host.changed(decoder, decoder.pull_ended(prefill.request, now))
         self._let_go(prefill, now)
 
     def _lost(self, prefill: Prefill, why: str, now: int) -> None:
         decoder = prefill.decoder
-        self._break_off(prefill, now)
+        self._pulls.drop(prefill, now)
         if decoder is not None and not decoder.closing:
-            self._changed(decoder, decoder.pull_ended(prefill.request, now, why))
+            self.host.changed(decoder, decoder.pull_ended(prefill.request, now, why))
         self._forget(prefill, now)
 
     def _forget(self, prefill: Prefill, now: int) -> None:
         """Nobody says any more that the KV is needed: it stays until the lease ends."""
-        self._break_off(prefill, now)
+        self._pulls.drop(prefill, now)
         self._prefills.pop(prefill.request, None)
         finish = prefill.part.finish
         if finish is None:
@@ -249,13 +220,7 @@ class PrefillDecode:
         numerator, denominator = _EXTENSION
         end = max(finish + self._lease, beat + self._lease * numerator // denominator)
         prefill.decoder = None
-        self._at(max(now, end), lambda tick: self._let_go(prefill, tick))
-
-    def _break_off(self, prefill: Prefill, now: int) -> None:
-        if prefill in self._network:
-            self._network.drop(prefill, now)
-            if prefill.record is not None:
-                prefill.record.sent = now
+        self.host.at(max(now, end), lambda tick: self._let_go(prefill, tick))
 
     def _let_go(self, prefill: Prefill, now: int) -> None:
         self._prefills.pop(prefill.request, None)
@@ -265,15 +230,9 @@ class PrefillDecode:
         if not engine.closed:
             sooner = engine.sent(prefill.part, now)
             if engine.busy or engine.waiting:
-                self._changed(engine, sooner)
+                self.host.changed(engine, sooner)
             else:
-                self._idle(engine)
-
-    def _link(self, engine: SimEngine, out: bool) -> Link:
-        key = (engine.index, out)
-        if key not in self._links:
-            self._links[key] = link(self.settings.bandwidth * self._specs[engine.index].devices)
-        return self._links[key]
+                self.host.look_at(engine)
 
 
 def _copy(part: Request, whole: Request) -> None:

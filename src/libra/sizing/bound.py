@@ -25,8 +25,8 @@ from libra.cost.grid import Array
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, grid_of, network
-from libra.sizing.floor import Floor, Prices, prices
+from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, grid_of, group_cost, network
+from libra.sizing.floor import Floor, Prices, group_prices, prices
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import SHOWN, statistic
@@ -114,7 +114,7 @@ class Bounds:
             if value > objective.limit:
                 return RateBound(0.0, ttft, tpot, f"{objective.name} is {value:.3g} s or more without any queue")
         limits = [self._pool(pool) for pool in candidate.pools]
-        if candidate.architecture == "prefill-decode":
+        if candidate.architecture in ("prefill-decode", "attention-ffn"):
             limits.append(self._network(candidate))
         rung, reason = min(limits, key=lambda it: it[0])
         rate = inf if rung == HIGHEST else 0.0 if rung < LOWEST else rate_of(rung)
@@ -130,10 +130,13 @@ class Bounds:
 
     def _shape(self, shape: EngineSetup) -> _ShapeFloor:
         if shape not in self._shapes:
-            config = configuration(self.question, shape)
-            self._shapes[shape] = _ShapeFloor(
-                config, prices(grid_of(self.question, shape), config, self._work.contexts), self._work
+            config, contexts = configuration(self.question, shape), self._work.contexts
+            priced = (
+                prices(grid_of(self.question, shape), config, contexts)
+                if shape.apart is None
+                else group_prices(group_cost(self.question, shape), config, contexts)
             )
+            self._shapes[shape] = _ShapeFloor(config, priced, self._work)
         return self._shapes[shape]
 
     def _latency(self, candidate: ServingCandidate, shapes: list[_ShapeFloor]) -> dict[Metric, Array]:
@@ -147,7 +150,7 @@ class Bounds:
     def _pool(self, pool: EnginePool) -> tuple[int, str]:
         """The highest rung that its engines do the work of, and what the work is."""
         if pool not in self._pools:
-            shape, capacity = self._shape(pool.shape), pool.count * pool.shape.pipeline_parallel_size
+            shape, capacity = self._shape(pool.shape), pool.ranks * pool.shape.pipeline_parallel_size
             rung, reason = HIGHEST, "nothing bounds it"
             for deadline in self._deadlines:
                 other = "prefill" if deadline.of == "finish" else "decode"
@@ -168,7 +171,7 @@ class Bounds:
         rung = HIGHEST
         for deadline in self._deadlines:
             for pool in candidate.pools:
-                rung = self._highest(size / net.bandwidth, 0.0, deadline, pool.devices, rung)
+                rung = self._highest(size / net.bandwidth, 0.0, deadline, pool.kv_devices, rung)
         return rung, "network: KV of the prompts"
 
     def _kv_bytes(self, candidate: ServingCandidate) -> Array:
@@ -180,7 +183,7 @@ class Bounds:
         """Seconds of each request's KV on an idle network."""
         net = network(self.question, candidate)
         assert net is not None
-        fewest = min(pool.shape.devices for pool in candidate.pools)
+        fewest = min(pool.shape.rank_devices for pool in candidate.pools)
         seconds: Array = self._kv_bytes(candidate) / (net.bandwidth * fewest) + net.latency
         return seconds
 

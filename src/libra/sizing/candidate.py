@@ -12,7 +12,19 @@ from typing import Literal
 
 from libra.sim.engine.config import RoleName
 
-Architecture = Literal["colocated", "prefill-decode"]
+Architecture = Literal["colocated", "prefill-decode", "attention-ffn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Attention and FFN of an engine on GPUs of their own: it is a group of so many attention ranks, then."""
+
+    attention: int
+    ffn: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return f"{self.attention}A{self.ffn}F in {self.micro_batches}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +37,27 @@ class EngineSetup:
     max_num_seqs: int
     max_num_batched_tokens: int
     async_scheduling: bool
+    apart: Apart | None = None
+
+    @property
+    def ranks(self) -> int:
+        """That schedule by themselves."""
+        return 1 if self.apart is None else self.apart.attention
+
+    @property
+    def rank_devices(self) -> int:
+        """Those that hold the KV of a request, and its links."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def devices(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.ranks * self.rank_devices + (0 if self.apart is None else self.apart.ffn)
 
     def __str__(self) -> str:
         stages = "" if self.pipeline_parallel_size == 1 else f" pp{self.pipeline_parallel_size}"
+        apart = "" if self.apart is None else f" {self.apart}"
         return (
-            f"{self.nodes} tp{self.tensor_parallel_size}{stages} seqs {self.max_num_seqs}"
+            f"{self.nodes}{apart} tp{self.tensor_parallel_size}{stages} seqs {self.max_num_seqs}"
             f" tokens {self.max_num_batched_tokens}{' async' if self.async_scheduling else ''}"
         )
 
@@ -50,6 +74,14 @@ class EnginePool:
     def devices(self) -> int:
         return self.count * self.shape.devices
 
+    @property
+    def ranks(self) -> int:
+        return self.count * self.shape.ranks
+
+    @property
+    def kv_devices(self) -> int:
+        return self.ranks * self.shape.rank_devices
+
     def __str__(self) -> str:
         return (
             f"{self.count} x {self.shape}" if self.role == "colocated" else f"{self.role}: {self.count} x {self.shape}"
@@ -58,13 +90,16 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True)
 class ServingCandidate:
-    """A colocated pool, or one that computes prompts and one that generates; a plan may mix several of each."""
+    """A colocated pool, or one that computes prompts and one that generates, where attention and FFN may be apart; a
+    plan may mix several of each."""
 
     pools: tuple[EnginePool, ...]
 
     @property
     def architecture(self) -> Architecture | Literal["mixed"]:
         roles = {pool.role for pool in self.pools}
+        if any(pool.shape.apart is not None for pool in self.pools):
+            return "attention-ffn"
         return "colocated" if roles == {"colocated"} else "mixed" if "colocated" in roles else "prefill-decode"
 
     @property

@@ -9,15 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.afd import StageGrid
+from libra.cost.engine_memory import BLOCK, ffn_rank_bytes, kv_tokens
 from libra.cost.graphs import capture_sizes
-from libra.cost.grid import EngineGrid
+from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import HostCost
+from libra.cost.sources.roofline import stage_roofline
+from libra.cost.sources.tables import NoTablesError, stage_tables
 from libra.cost.transfer import fabric
+from libra.hardware.cluster import GPU, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.kv_network import KVNetwork
-from libra.sizing.candidate import EngineSetup, ServingCandidate
+from libra.sizing.candidate import Apart, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
 
 UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
@@ -44,7 +50,10 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         kv_bytes=NUMBER_BYTES,
         batched_tokens=shape.max_num_batched_tokens,
         pp=shape.pipeline_parallel_size,
+        routed=shape.apart is None,
     )
+    if shape.apart is not None:
+        _require_ffn_memory(question, shape, shape.apart)
     blocks = max(0, tokens // BLOCK - 1)  # vLLM keeps one for itself
     if blocks * BLOCK < question.longest:
         raise NoRoomError(
@@ -74,27 +83,74 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
     return grid
 
 
+def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:
+    tokens = -(-apart.attention * shape.max_num_batched_tokens // apart.micro_batches)
+    held = ffn_rank_bytes(question.model, apart.ffn, weight_bytes=NUMBER_BYTES, tokens=tokens)
+    memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.memory
+    if held > memory:
+        raise NoRoomError(
+            f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and what comes"
+            " to them"
+        )
+
+
+def group_cost(question: SizingQuestion, shape: EngineSetup) -> AfdCost:
+    """Of an engine whose attention and FFN are apart; times are from where the profile has its own. Raises
+    `NoRoomError` where there are none."""
+    return _group_cost(
+        question.cluster.node_class(shape.nodes),
+        question.model,
+        shape,
+        configuration(question, shape),
+        question.profiles[question.cluster.nodes.index(question.cluster.node_class(shape.nodes))],
+    )
+
+
+@lru_cache(maxsize=128)
+def _group_cost(
+    nodes: NodeClass, model: ModelSpec, shape: EngineSetup, config: EngineConfig, profile: EngineProfile
+) -> AfdCost:
+    apart, source = shape.apart, profile.source.partition(":")[0]
+    assert apart is not None
+    if source not in ("tables", "roofline"):
+        raise NoRoomError(f"attention and FFN apart have no times of a {source}: give --profile roofline")
+    stages = _stages(nodes.gpu, model, shape.tensor_parallel_size, apart.ffn, source)
+    stages = replace(stages, attention=replace(stages.attention, terms=profile.terms))
+    net = fabric(nodes)
+    ranks = AttentionFFN(apart.attention, apart.ffn, net.network / net.gpus, net.network_latency, apart.micro_batches)
+    return AfdCost(stages, config, ranks, profile.host, shape.tensor_parallel_size)
+
+
+@lru_cache(maxsize=128)
+def _stages(gpu: GPU, model: ModelSpec, tp: int, ffn: int, source: str) -> StageGrid:
+    if source == "roofline":
+        return stage_roofline(gpu, model, tp, ffn)
+    try:
+        return stage_tables(gpu, model, tp, ffn)
+    except NoTablesError as error:
+        raise NoRoomError(str(error)) from None
+
+
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
     """Raises `NoRoomError` where one cannot run."""
     made = []
     for place, pool in enumerate(candidate.pools):
         shape = pool.shape
         config = configuration(question, shape)
-        grid = grid_of(question, shape)
-        cost = _cost(grid, config, grid.host)
         tp = shape.tensor_parallel_size
         kv_bytes = tp * question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
-        made += [
-            EngineSpec(
+        group = None if shape.apart is None else group_cost(question, shape)
+        grid = grid_of(question, shape)
+        for number in range(pool.count):
+            engine = EngineSpec(
                 f"{pool.role}-{place}.{number}",
                 config,
-                cost,
-                devices=shape.devices,
+                _cost(grid, config, grid.host) if group is None else group.own,
+                devices=shape.rank_devices,
                 role=ROLES[pool.role],
                 kv_bytes=kv_bytes,
             )
-            for number in range(pool.count)
-        ]
+            made += [engine] if group is None else attention_ranks(engine, group)
     return tuple(made)
 
 

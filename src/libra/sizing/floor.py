@@ -12,14 +12,17 @@ the host that overlaps with the GPU is a floor of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from libra.cost.graphs import padded
 from libra.cost.grid import Array, EngineGrid, linear_layers
 from libra.cost.lines import hull_lines, iteration_lines
+from libra.sim.clock import TICKS
+from libra.sim.engine.afd import AfdCost
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.group_cost import Graph
 
 _ROUNDING = 1e-4  # the simulator rounds slopes to whole ticks for each token of context
 _LINES = 3
@@ -80,6 +83,39 @@ def prices(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) ->
         tuple((least * part, pair * part) for least, pair in prompt),
         tuple((least * part, slope * part, chunk) for least, slope, chunk in alone),
     )
+
+
+def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+    """Of an attention rank: its own part with the least that FFN and links can take beside it, and its share of what
+    these do for all ranks.
+
+    Of an iteration's lines each is a floor, with the fewest tokens that there can be, and without padding. A rank's own
+    part is rounded to whole ticks for each token of context in every layer, so that much is taken off.
+    """
+    config = replace(config, capture_sizes=())
+    found = []
+    for factor, more in cost.together(Graph("NONE"), cost.attention, 0).lines:
+        if factor > 1:
+            found.append(prices(_of_line(cost.grid, factor, more / TICKS), config, contexts))
+    shared = Floor(0.0, 0.0, cost.attention * cost.least_token_seconds * (1 - _ROUNDING), 0.0, 0.0, 0.0)
+    return Prices(
+        (*(floor for it in found for floor in it.floors), shared),
+        0.0,
+        0.0,
+        tuple(prompt for it in found for prompt in it.prompt),
+        tuple(alone for it in found for alone in it.alone),
+    )
+
+
+def _of_line(grid: EngineGrid, factor: int, more: float) -> EngineGrid:
+    terms = grid.terms.slowed(factor)
+    more /= max(1.0, terms.linear or 0.0, terms.decode)  # which are of the rank's part only
+    decode = tuple(
+        tuple(factor * (one - batch * context / TICKS) + more for context, one in zip(grid.contexts, row, strict=True))
+        for batch, row in zip(grid.batches, grid.decode, strict=True)
+    )
+    prefill = tuple(tuple(factor * one + more for one in row) for row in grid.prefill)
+    return replace(grid, decode=decode, prefill=prefill, terms=terms)
 
 
 def _below(floor: Floor) -> Floor:

@@ -15,13 +15,24 @@ from typing import Annotated
 from pydantic import Field
 
 from libra.config.yaml_file import Section, read_section
-from libra.sizing.candidate import Architecture, EnginePool, EngineSetup, ServingCandidate
+from libra.cost.afd import afd_refusal
+from libra.hardware.model import ModelSpec
+from libra.sizing.candidate import Apart, Architecture, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
 # Engines of a pool that are told apart: some eighth of an octave.
 COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (5, 6, 7, 8)))
+
+
+class AfdMenu(Section):
+    """Groups of an engine whose attention and FFN are apart: all pairs of which one is a multiple of the other, and
+    whose FFN ranks divide the experts."""
+
+    attention: _Counts = (8, 16, 32)
+    ffn: _Counts = (8, 16)
+    micro_batches: _Counts = (2, 3)
 
 
 class MenuFile(Section):
@@ -35,6 +46,7 @@ class MenuFile(Section):
     max_num_batched_tokens: _Counts = (2048, 8192)
     async_scheduling: Annotated[tuple[Annotated[bool, Field(strict=True)], ...], Field(min_length=1)] = (True,)
     engines: _Counts | None = None  # of a pool
+    afd: AfdMenu = AfdMenu()
     cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
 
 
@@ -62,13 +74,31 @@ class ServingMenu:
             for shape in shapes:
                 yield from self._colocated(question, shape)
         if "prefill-decode" in file.architectures:
-            # A prefill engine has few requests at a time, a decode engine few prompt tokens.
-            apart = [it for it in shapes if it.pipeline_parallel_size == 1]
-            seqs, tokens = max(file.max_num_seqs), max(file.max_num_batched_tokens)
-            prefill = dict.fromkeys(replace(it, max_num_seqs=seqs, async_scheduling=False) for it in apart)
-            decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens, async_scheduling=False) for it in apart)
+            prefill, decode = self._roles(shapes)
             for one, other in product(prefill, decode):
                 yield from self._apart(question, one, other)
+        if "attention-ffn" in file.architectures:
+            prefill, groups = self._roles(shapes)
+            for one, other, apart in product(prefill, groups, self._groups(question.model)):
+                yield from self._apart(question, one, replace(other, apart=apart))
+
+    def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
+        """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
+        tokens."""
+        apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+        seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
+        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs, async_scheduling=False) for it in apart)
+        decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens, async_scheduling=False) for it in apart)
+        return list(prefill), list(decode)
+
+    def _groups(self, model: ModelSpec) -> list[Apart]:
+        """Raises ValueError where the model cannot be divided into any."""
+        pairs = list(product(self.file.afd.attention, self.file.afd.ffn, self.file.afd.micro_batches))
+        refusals = [afd_refusal(model, *it) for it in pairs]
+        found = [Apart(*it) for it, refused in zip(pairs, refusals, strict=True) if refused is None]
+        if not found:
+            raise ValueError(f"attention-ffn of the menu: {refusals[0]}")
+        return found
 
     def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster

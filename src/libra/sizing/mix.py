@@ -128,6 +128,8 @@ def single_engines(
     """What one engine of each shape serves in each role, found by simulation with more than enough engines of the other
     role; those that serve nothing are left out. A role that takes the KV of others, or gives it, is priced at the
     slowest network of the menu."""
+    if "attention-ffn" in menu.file.architectures:
+        raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))

@@ -164,8 +164,8 @@ def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]
     place = 0
     ticks = max(1, cluster.now)
     for pool in candidate.pools:
-        members = cluster.engines[place : place + pool.count]
-        place += pool.count
+        members = cluster.engines[place : place + pool.ranks]
+        place += pool.ranks
         stages = pool.shape.pipeline_parallel_size
         busy = sum(it.busy_ticks for it in members) / (ticks * len(members) * stages)
         held = sum(it.held_ticks / (2 * it.config.kv_blocks) for it in members) / (ticks * len(members))
@@ -175,6 +175,6 @@ def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]
 def _network_share(cluster: SimCluster, candidate: ServingCandidate) -> float:
     if cluster.pairs is None:
         return 0.0
-    sides = [sum(it.devices for it in candidate.pools if it.role == role) for role in ("prefill", "decode")]
+    sides = [sum(it.kv_devices for it in candidate.pools if it.role == role) for role in ("prefill", "decode")]
     narrowest = min(sides) * cluster.pairs.settings.bandwidth
     return cluster.pairs.transferred_bytes / (narrowest * max(1e-12, seconds(cluster.now)))

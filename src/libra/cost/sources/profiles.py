@@ -53,7 +53,7 @@ def engine_profiles(
     are installed and have the GPU and model, otherwise the roofline; `note` is told why not. Raises `ConfigError` when
     the source that was asked for does not have them.
     """
-    added = _host(host, model, note)
+    added = host_part(host, model, note)
     kernels = (_profile(nodes, model, recipe, source, note) for nodes in cluster.nodes)
     return tuple(profile if added is None else profile.beside(*added) for profile in kernels)
 
@@ -72,7 +72,7 @@ def stage_profile(
     """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from where
     `engine_profiles` has them. Raises as it does, and ValueError where a degree does not divide the model."""
     stages = _stages(nodes, model, recipe, tp, ffn, source, note, ffn_gpu)
-    added = _host(host, model, note)
+    added = host_part(host, model, note)
     if added is None:
         return stages, NO_HOST
     return replace(stages, attention=replace(stages.attention, terms=added[1])), added[0]
@@ -101,7 +101,8 @@ def _stages(
     return stage_roofline(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, dtype_bytes=width, calibration=calibration)
 
 
-def _host(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
+def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
+    """What `host` adds to kernels; None for `none`."""
     if host == "none":
         return None
     if host == "default":

@@ -111,6 +111,7 @@ def stage_roofline(
         dense=model.dense_layers,
         tokens=TOKENS,
         outside=tuple(layers.outside(tokens).tolist()),
+        head=tuple(layers.head(tokens).tolist()),
         experts=tuple(experts.tolist()),
         ffn=ffn,
         token_bytes=dtype_bytes * model.hidden * token_copies(model, ffn),
@@ -237,11 +238,14 @@ class _Layers:
     def outside(self, tokens: Array) -> Array:
         """MLPs of the layers without experts, and the output head."""
         model = self.model
-        seconds = self.linear(tokens, model.hidden, model.vocab / self.tp)
+        seconds = self.head(tokens)
         if model.dense_layers:
             reduce = all_reduce_seconds(self.reached, self.link, self.tp, self.width * tokens * model.hidden)
             seconds = seconds + model.dense_layers * (self._dense(tokens, model.intermediate) + reduce)
         return seconds
+
+    def head(self, logits: Array) -> Array:
+        return self.linear(logits, self.model.hidden, self.model.vocab / self.tp)
 
     def experts_of(self, tokens: Array, ranks: int) -> Array:
         """The experts of one layer on one of `ranks` GPUs that divide them, as `_experts`: of `tokens` tokens in all,

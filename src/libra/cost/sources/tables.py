@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOK
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
 
+_DEEPEP_GPUS = 8  # among which DeepEP was measured
 _WIDTH = 2  # bytes of a number: the tables are read in bf16
 
 
@@ -91,6 +92,8 @@ def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU 
     each = TOKENS[:15]  # of an FFN rank
     with _engine(other, model, 1, moe_ep_size=ffn, attention_dp_size=ffn) as engine:
         experts = [sum(_of_decode(engine, tokens, 1, _EXPERTS)) / model.layers for tokens in each]
+    # More tokens never cost less: measured tables fall here and there.
+    outside, experts = (np.maximum.accumulate(it).tolist() for it in (outside, experts))
     beyond = max(ffn * each[-1], each[-1])
     axis = tuple(tokens for tokens in TOKENS if tokens <= beyond)
     source = _source(gpu, gpu.link)
@@ -100,11 +103,73 @@ def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU 
         dense=model.dense_layers,
         tokens=axis,
         outside=tuple(outside[: len(axis)]),
+        head=tuple(outside[: len(axis)]),  # there are no layers without experts
         experts=tuple(np.interp(np.array(axis) / ffn, each, experts).tolist()),
         ffn=ffn,
         token_bytes=_WIDTH * model.hidden * token_copies(model, ffn),
         source=source if other == gpu else f"{source}; FFN: {_source(other, other.link)}",
     )
+
+
+def expert_tables(gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
+    experts are asked for alike. Raises `NoTablesError`."""
+    from aiconfigurator_core.sdk.common import MoEQuantMode
+    from aiconfigurator_core.sdk.operations.moe import MoE
+
+    experts = model.experts
+    assert experts is not None
+    shape = (model.hidden, experts.intermediate, experts.active, experts.count, 1, ranks)
+    operator = MoE("experts", 1.0, *shape, MoEQuantMode.bfloat16, "balanced", 1)
+    return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
+
+
+def exchange_tables(gpu: GPU, model: ModelSpec, way: str, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of dispatch and combine of one layer, of `each` tokens of every GPU, in bf16. Raises `NoTablesError`."""
+    from aiconfigurator_core.sdk.operations.moe_comm import MoEAllToAll
+
+    backends = {"deepep_high_throughput": "deepep_ht", "deepep_low_latency": "deepep_ll"}
+    if way not in backends or ranks != _DEEPEP_GPUS:
+        raise NoTablesError(f"the tables have DeepEP among {_DEEPEP_GPUS} GPUs, not {way} among {ranks}")
+    experts = model.experts
+    assert experts is not None
+    operators = [
+        MoEAllToAll(
+            phase,
+            1.0,
+            comm_backend=backends[way],
+            phase=phase,
+            hidden_size=model.hidden,
+            topk=experts.active,
+            num_experts=experts.count,
+            moe_ep_size=ranks,
+            node_num=1,
+            comm_dtype="default",
+        )
+        for phase in ("dispatch", "combine")
+    ]
+    return tuple(sum(_operator(gpu, model, it, tokens) for it in operators) for tokens in each)
+
+
+def _operator(gpu: GPU, model: ModelSpec, operator: Any, tokens: int) -> float:
+    from aiconfigurator_core.sdk.engine import EngineHandle, build_ops_json
+    from aiconfigurator_core.sdk.errors import PerfDataNotAvailableError
+    from aiconfigurator_core.sdk.perf_database import get_database
+
+    system = _system(gpu)
+    with _quiet():
+        try:
+            handle = EngineHandle.for_database(get_database(system.name, "vllm", system.vllm))
+            told = handle.evaluate_ops_json(
+                build_ops_json([operator]), is_context=False, batch_size=tokens, s=1, x=tokens
+            )
+        except PerfDataNotAvailableError as error:
+            raise NoTablesError(
+                f"the tables for {gpu.name} lack {operator._name} of {model.name}; use a roofline"
+                f" ({str(error).partition(' at /')[0]})"
+            ) from None
+    (_, milliseconds, *_), *_ = told
+    return float(milliseconds) / 1e3
 
 
 # Operators of an iteration that attention ranks do not have layer after layer; dispatch is for the links to pay, but

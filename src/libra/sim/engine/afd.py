@@ -53,7 +53,7 @@ class AfdCost:
         self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1
     ) -> None:
         self._stages, self._config, self._afd, self._host = stages, config, afd, host
-        self._grid = _of_micro_batch(stages, afd.micro_batches)
+        self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
         self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
         self._ranks: dict[int, GridCost] = {}
         self.own = self.rank(Graph("NONE"))
@@ -63,7 +63,7 @@ class AfdCost:
         cost = self._ranks.get(graph.size)
         if cost is None:
             sizes = (graph.size,) if graph.size else ()
-            cost = GridCost(self._grid, replace(self._config, capture_sizes=sizes), NO_HOST)
+            cost = GridCost(self.grid, replace(self._config, capture_sizes=sizes), NO_HOST)
             self._ranks[graph.size] = cost
         return cost
 
@@ -71,6 +71,12 @@ class AfdCost:
     def attention(self) -> int:
         """Ranks."""
         return self._afd.attention
+
+    @property
+    def least_token_seconds(self) -> float:
+        """Of an iteration, for each token of all ranks: what FFN, or a link, is busy with it."""
+        link = self._stages.token_bytes / self._rate if self._afd.serial_links else 0.0
+        return self._stages.layers * max(self._stages.least_expert_seconds, link)
 
     def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
         return self._together(graph, tokens)

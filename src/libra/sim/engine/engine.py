@@ -205,6 +205,11 @@ class SimEngine(EngineState):
         request those that it would not compute if it were admitted."""
         return cached_blocks(self, context, now) * self.config.block_size
 
+    def kv_usage(self, now: int) -> float:
+        """Share of the blocks that are held."""
+        settle(self, now)
+        return self.pool.held / self.pool.blocks
+
     def token_seconds(self, now: int) -> float:
         """Seconds of an iteration with one more sequence, as long as the others are on average."""
         generation = self.flight.generation

@@ -238,7 +238,7 @@ class RankGroup:
             self._bounded += self._bounding(steps)
         if self._trace is not None:
             for rank in self.ranks:
-                rank.pieces = self._pieces
+                rank.pieces = after(self._pieces, max(0, rank.begin - self.iteration))
         self._contexts += self._growths * steps
         self.iteration += steps
         self._counter += steps
@@ -264,13 +264,14 @@ class RankGroup:
                         rank.commit()
         self.unseen.clear()
 
+    def opened(self) -> list[Rank]:
+        """Ranks to which something came while others planned already: let them plan, too, before `depart`."""
+        opened, self._opened = self._opened, []
+        return [rank for rank in opened if not rank.fresh]
+
     def depart(self, now: int) -> bool:
         """All ranks that had to have planned. True: they compute something until `end`."""
         self.due = False
-        opened, self._opened = self._opened, []
-        for rank in opened:  # while others planned already
-            if not rank.fresh:
-                rank.plan(now)
         fresh, self._fresh = self._fresh, []
         for rank in fresh:
             rank.fresh = False

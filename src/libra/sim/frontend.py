@@ -1,0 +1,195 @@
+"""Where the requests of a cluster enter it: the engine that each goes to, and what becomes of it until it has ended.
+
+Invariant: a request is on one engine at a time, and every request ends or has a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Protocol
+
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.request import Request
+from libra.sim.handover import Handover, Handovers, KVMoves
+from libra.sim.placement import Placer
+from libra.sim.workload.caller import Caller, rest_of
+
+_RESTS = (1 << 60) + 1  # and more: numbers of requests that are what is left of others
+
+
+class Host(Protocol):
+    """The engines and the clock behind a front end."""
+
+    now: int
+    engines: list[SimEngine]
+    specs: list[EngineSpec]
+
+    def at(self, tick: int, action: Callable[[int], None]) -> None:
+        """Do something at a tick that is not over."""
+
+    def submit(self, request: Request) -> None:
+        """A request arrives, now or later."""
+
+    def cancel_at(self, tick: int, request: Request) -> None:
+        """A request is given up then."""
+
+    def changed(self, engine: SimEngine, sooner: bool) -> None:
+        """An engine may have to decide anew; `sooner`: what it planned ends earlier."""
+
+    def look_at(self, engine: SimEngine) -> None:
+        """An engine that has nothing to decide let go of blocks."""
+
+    def ended(self, request: Request) -> None:
+        """A request has finished, or was given up or refused."""
+
+
+class Frontend:
+    """Of engines that each do all of a request.
+
+    A request that no engine can hold is refused, or with `patient` waits until engines change. With `kv_moves` a
+    trajectory's KV follows it to another engine. `interrupted` says how a request goes on that was stopped; otherwise
+    what is left of it is a request of its own, numbered after all others.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        placer: Placer,
+        *,
+        patient: bool,
+        kv_moves: KVMoves | None,
+        interrupted: Callable[[Request, int], Request] | None,
+    ) -> None:
+        self.host, self.placer, self.patient = host, placer, patient
+        self.unplaced: list[Request] = []
+        self.again: set[Request] = set()  # that arrived before, and will once more
+        self.moved_tokens = 0
+        self._handovers = None if kv_moves is None else Handovers(kv_moves, host.engines, host.specs)
+        numbers = count(_RESTS)
+        self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
+
+    @property
+    def placers(self) -> Sequence[Placer]:
+        """For each kind of work that engines take."""
+        return (self.placer,)
+
+    def placer_of(self, spec: EngineSpec) -> Placer:
+        return self.placer
+
+    def add(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
+        """These engines are in service."""
+        for placer in self.placers:
+            mine = [it for it in zip(specs, engines, strict=True) if self.placer_of(it[0]) is placer]
+            placer.add(mine, lambda: self.host.now)
+
+    def look_again(self) -> None:
+        """Engines have changed: those without one ask again."""
+        for request in self.unplaced:
+            self.arrive_again(request)
+        self.unplaced.clear()
+
+    def refreshed(self) -> None:
+        """Weights were updated, and contexts are to be computed anew."""
+        if self._handovers is not None:
+            self._handovers.refreshes += 1
+
+    # The way of a request
+
+    def arrive(self, request: Request) -> None:
+        again, now = request in self.again, self.host.now
+        self.again.discard(request)
+        if request.cancel_at is not None and request.cancel_at <= now:
+            request.status, request.finish = "cancelled", now
+            self.host.ended(request)
+            return
+        engine = self.place(request, again)
+        if engine is None:
+            self.not_placed(request)
+        else:
+            self.send(request, engine)
+
+    def place(self, request: Request, again: bool) -> SimEngine | None:
+        """The engine that a request goes to; None: none holds it."""
+        return self.placer.place(request, again=again) if self.placer.routed else self.host.engines[0]
+
+    def not_placed(self, request: Request) -> None:
+        if self.patient:
+            self.unplaced.append(request)
+            return
+        request.status, request.finish = "refused", self.host.now
+        request.reason = self.placer.refusal(request)
+        self.host.ended(request)
+
+    def send(self, request: Request, engine: SimEngine) -> None:
+        """Submit a request to its engine, where its KV follows it after that has come."""
+        handover = None if self._handovers is None else self._handovers.begin(request, engine, self.host.now)
+        if handover is None:
+            self._submit(request, engine)
+        else:
+            self.host.at(handover.end, lambda _: self._received(handover))
+
+    def finished(self, request: Request, now: int) -> bool:
+        """What an engine was asked for is done. Returns whether a request has ended with it."""
+        # Whoever cancelled it while its last iteration was under way has gone on already.
+        return request.cancel_at is None or request.cancel_at >= now
+
+    def planned(self, engine: SimEngine, now: int) -> None:
+        """Pulls of KV that begin, or failed, with an engine's plan: there are none."""
+
+    def cancel(self, request: Request) -> None:
+        if request.status in ("waiting", "running"):
+            assert request.engine is not None
+            self.give_up(request, self.host.engines[request.engine], request)
+
+    def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
+        """A request was cancelled, of which `submitted` is on this engine."""
+        self.host.changed(engine, engine.cancel(submitted, self.host.now))
+        self.host.ended(request)
+
+    def go_on(self, engine: SimEngine, stopped: Iterable[Request], now: int) -> None:
+        """What was stopped on an engine arrives anew."""
+        for request in stopped:
+            self.resume(engine, request, now)
+
+    def resume(self, engine: SimEngine, request: Request, now: int) -> None:
+        """What is left of a request that was stopped on an engine is a request."""
+        following = self._rest(request, now)
+        self.placer_of(self.host.specs[engine.index]).goes_on(request, following)
+        self.host.submit(following)
+
+    def arrive_again(self, request: Request) -> None:
+        request.arrival = self.host.now
+        self.again.add(request)
+        self.host.submit(request)
+
+    def closed(self, engine: SimEngine, now: int) -> None:
+        """An engine stopped for good."""
+
+    def under_way(self) -> Sequence[Request]:
+        """Requests that are on no engine themselves, but are being worked at."""
+        return ()
+
+    def _submit(self, request: Request, engine: SimEngine) -> None:
+        host = self.host
+        if self._handovers is not None and isinstance(request.owner, Caller):
+            request.owner.engine = engine.index
+        host.changed(engine, engine.submit(request, host.now))
+        if request.status == "refused":
+            host.ended(request)
+        elif request.cancel_at is not None:
+            host.cancel_at(request.cancel_at, request)
+
+    def _received(self, handover: Handover) -> None:
+        """On the way the engine may have been closed, or the request given up."""
+        request, engine, now = handover.request, handover.engine, self.host.now
+        cancelled = request.cancel_at is not None and request.cancel_at <= now
+        if cancelled or not self.placer.serves(self.host.specs[engine.index].name, engine):
+            self.arrive_again(request)
+            return
+        assert self._handovers is not None
+        before = engine.end
+        self.moved_tokens += self._handovers.complete(handover, now)
+        self.host.changed(engine, engine.end < before)
+        self._submit(request, engine)

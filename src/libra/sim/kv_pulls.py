@@ -1,0 +1,131 @@
+"""KV of prompts on its way from the engine that computed it to the one that goes on with it.
+
+Invariant: an engine divides its bandwidth evenly among its transfers, in each direction; an end is told at the tick of
+the last byte, or a latency later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from libra.sim.clock import ticks
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.request import Request
+from libra.sim.kv_network import KVNetwork
+from libra.sim.link import Link, Network, link
+
+
+@dataclass(slots=True, eq=False)
+class HandedOver:
+    """What became of the KV of one prompt. Ticks; -1 where that never happened."""
+
+    request: int  # number
+    source: int  # engine that computed the prompt
+    target: int  # and that goes on with it
+    blocks: int  # that the source keeps
+    computed: int  # the prompt
+    size: int = 0  # bytes to pull
+    begun: int = -1  # the pull, with blocks for it
+    sent: int = -1  # its last byte; or it was broken off, and nothing came
+    came: int = -1
+    released: int = -1  # by the source
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """The first half of a request: what computes its prompt, and the KV of it."""
+
+    request: Request  # the whole
+    engine: SimEngine
+    part: Request = field(init=False)
+    decoder: SimEngine | None = None  # that goes on with it
+    known_since: int | None = None  # tick from which on the decoder sends heartbeats
+    record: HandedOver | None = None
+
+    def __post_init__(self) -> None:
+        whole = self.request
+        self.part = Request(
+            whole.number,
+            whole.arrival,
+            whole.prompt_tokens,
+            1,
+            chain=whole.chain,
+            priority=whole.priority,
+            keeps=True,
+            owner=self,
+        )
+
+
+class Pulls:
+    """Those of a cluster, whose engines these `specs` are. `at` does something at a tick; `came` is told whose KV has
+    come, and when."""
+
+    def __init__(
+        self,
+        settings: KVNetwork,
+        specs: Sequence[EngineSpec],
+        at: Callable[[int, Callable[[int], None]], None],
+        came: Callable[[Prefill, int], None],
+    ) -> None:
+        self.settings = settings
+        self.bytes = 0  # of those that began
+        self._specs, self._at, self._came = specs, at, came
+        self._latency = ticks(settings.latency)
+        self._network = Network()
+        self._links: dict[tuple[int, bool], Link] = {}  # (engine, whether out of it)
+        self._alarm: int | None = None  # tick of the earliest action that looks at the network
+
+    def __len__(self) -> int:
+        """Transfers under way."""
+        return len(self._network)
+
+    def __contains__(self, prefill: Prefill) -> bool:
+        return prefill in self._network
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Sent by all engines, and received: of transfers that ended."""
+        moved = [(out, it.moved) for (_, out), it in self._links.items()]
+        return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
+
+    def begin(self, prefill: Prefill, target: SimEngine, blocks: int, now: int) -> None:
+        size = round(blocks * target.config.block_size * self._specs[target.index].kv_bytes)
+        self.bytes += size
+        self._network.begin(prefill, self._link(prefill.engine, True), self._link(target, False), max(1, size), now)
+        if prefill.record is not None:
+            prefill.record.begun, prefill.record.size = now, max(1, size)
+
+    def drop(self, prefill: Prefill, now: int) -> None:
+        """Break a transfer off, if it is under way."""
+        if prefill in self._network:
+            self._network.drop(prefill, now)
+            if prefill.record is not None:
+                prefill.record.sent = now
+
+    def look_again(self, now: int) -> None:
+        """Transfers began: look when the first one ends."""
+        tick = self._network.next_end()
+        if tick is not None and (self._alarm is None or tick < self._alarm):
+            self._alarm = max(tick, now)
+            self._at(self._alarm, self._look)
+
+    def _look(self, now: int) -> None:
+        if self._alarm == now:
+            self._alarm = None
+        for key in self._network.ended(now):
+            assert isinstance(key, Prefill)
+            if key.record is not None:
+                key.record.sent = now
+            if self._latency:
+                self._at(now + self._latency, lambda tick, it=key: self._came(it, tick))  # type: ignore[misc]
+            else:
+                self._came(key, now)
+        self.look_again(now)
+
+    def _link(self, engine: SimEngine, out: bool) -> Link:
+        key = (engine.index, out)
+        if key not in self._links:
+            self._links[key] = link(self.settings.bandwidth * self._specs[engine.index].devices)
+        return self._links[key]

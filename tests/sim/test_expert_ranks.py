@@ -1,0 +1,113 @@
+"""Data-parallel ranks of an engines file: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from libra.config.yaml_file import ConfigError
+from libra.cost.experts import Balancing
+from libra.cost.sources.expert_grids import expert_grid
+from libra.cost.transfer import fabric
+from libra.hardware.cluster import GPUS, NodeClass
+from libra.hardware.model_file import load_model
+from libra.sim.deployment import Deployment
+from libra.sim.engine.expert_cost import ExpertCost
+from libra.sim.engine.group_cost import Graph
+from libra.sim.engine.iteration_cost import DecodeBatch
+from libra.sim.engines_file import load_engines
+
+MODEL = "Qwen/Qwen3-30B-A3B"
+RANKS: dict[str, Any] = {
+    "name": "q",
+    "model": MODEL,
+    "gpu": "H200",
+    "profile": "roofline",
+    "max_model_len": 8192,
+    "data_parallel_size": 8,
+    "enable_expert_parallel": True,
+}
+
+
+def load(tmp_path: Path, **keys: object) -> Deployment:
+    path = tmp_path / "engines.yaml"
+    path.write_text(yaml.safe_dump({"engines": [{**RANKS, **keys}], "route": "least-loaded"}))
+    return load_engines(path)
+
+
+def test_ranks_have_one_clock_and_their_share_of_the_experts(tmp_path: Path) -> None:
+    found = load(tmp_path, count=2, dp_sync_interval=4)
+    assert [it.name for it in found.engines][:9:8] == ["q-0-dp0", "q-1-dp0"]
+    assert len({it.group.name for it in found.engines if it.group is not None}) == 2
+    assert all(it.group is not None and it.group.sync_interval == 4 for it in found.engines)
+    eight, two = found.engines[0], load(tmp_path, data_parallel_size=2).engines[0]
+    model = load_model(MODEL)
+    freed = 2 * model.routed_parameters * (1 / 2 - 1 / 8) / model.kv_bytes_per_token(2) / 16
+    assert eight.config.kv_blocks - two.config.kv_blocks == pytest.approx(freed, rel=0.01)
+
+
+def test_prices_are_those_of_the_grid(tmp_path: Path) -> None:
+    (rank, *_) = load(tmp_path, all2all_backend="deepep_low_latency").engines
+    assert rank.group is not None
+    gpu = GPUS["H200"]
+    nodes = NodeClass("n", 1, 8, gpu, intra_bandwidth=gpu.link, inter_bandwidth=4e11)
+    grid = expert_grid(gpu, load_model(MODEL), 1, 8, "deepep_low_latency", fabric(nodes), source="roofline")
+    base, slope, _ = rank.group.cost.rank(Graph("NONE")).line(DecodeBatch(8), 8 * 1024)
+    assert (base + slope * 8192) / 1e12 == pytest.approx(grid.own.decode_seconds(8, 1024), rel=1e-6)
+    ((_, ticks),) = rank.group.cost.together(Graph("NONE"), 64 * 8, 0).lines
+    place = grid.tokens.index(64)
+    assert ticks / 1e12 == pytest.approx(grid.layers * (grid.experts[place] + grid.exchange[place]), rel=1e-6)
+    assert grid.source.endswith("deepep_low_latency: modelled at 369 GB/s in a node")
+
+
+def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text(json.dumps([[8] * 16 + [1] * 112]))  # the first GPU has the popular ones
+    given = {"expert_load": {"frequencies": "counts.json"}}
+    eplb = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 8, "step_interval": 100}}
+    cost = load(tmp_path, **given, **eplb).engines[0].group
+    assert cost is not None and isinstance(cost.cost, ExpertCost)
+    first = Balancing(8, step_interval=100).moved_at(1)
+    assert cost.cost.fullest(first - 1) > 3
+    assert cost.cost.fullest(first) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"model": "Qwen/Qwen3-8B"},
+            "data_parallel_size is 8; Qwen/Qwen3-8B has no experts, and its ranks would not wait for each other: use",
+        ),
+        ({"enable_expert_parallel": False}, "enable_expert_parallel is false, and data_parallel_size 8:"),
+        (
+            {"data_parallel_size": 1},
+            "enable_expert_parallel is given, and data_parallel_size is 1: set it to 2 or more",
+        ),
+        (
+            {"data_parallel_size": 12},
+            "data_parallel_size is 12: 128 experts of Qwen/Qwen3-30B-A3B are not divided by 12 GPUs; take a divisor",
+        ),
+        (
+            {"data_parallel_size": 12, "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}},
+            "eplb_config.num_redundant_experts is 2: 130 experts of",
+        ),
+        ({"eplb_config": {"window_size": 9}}, "eplb_config is given, and enable_eplb is false: set it to true"),
+        ({"expert_load": {"frequencies": "no.json"}}, "expert_load.frequencies: "),
+        ({"expert_load": {"frequencies": "no.json", "power_law": 1.0}}, "leave one of them out"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size with data_parallel_size is not simulated"),
+        ({"async_scheduling": True}, "async_scheduling of q-dp0 is True; with data_parallel_size it is not simulated"),
+        ({"profile": "tables", "model": "deepseek-ai/DeepSeek-V2-Lite"}, "profile: deepseek-ai/DeepSeek-V2-Lite has"),
+        ({"profile": "tables", "quantization": "fp8"}, "profile: tables are read for 16-bit weights"),
+        ({"all2all_backend": "pplx"}, "all2all_backend"),
+        ({"overhead": {"iteration": 1.0}, "host": "default"}, "host is default, and overhead is given"),
+    ],
+)
+def test_ranks_that_cannot_be_simulated_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, **keys)
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
