@@ -64,7 +64,7 @@ def several(seed: int, exact: bool) -> Outcome:
     case, requests = random_tier(seed)
     (tier,) = case.config.kv_tiers
     store = replace(tier, name="store", chunks=4 * tier.chunks, shared=True, offload_prompt_only=True)
-    host = replace(tier, offload_prompt_only=random.random() < 0.5)
+    host = replace(tier, offload_prompt_only=True)
     kinds = [(store,), (host, store), (host, replace(host, name="disk"), store)]
     tiers = random.choice(kinds)
     cost, trace = AffineCost(case.step, per_sequence=case.per_token, per_new_token=case.per_token), list[Iteration]()
@@ -134,6 +134,10 @@ def test_what_left_the_host_comes_over_it() -> None:
         ({"enable_prefix_caching": False}, "kv_tiers without enable_prefix_caching"),
         ({"async_scheduling": True}, "kv_tiers with async_scheduling are not simulated"),
         ({"pipeline_parallel_size": 2}, "kv_tiers with pipeline_parallel_size above 1"),
+        (
+            {"kv_tiers": (replace(HOST, offload_prompt_only=False), replace(DISK, shared=True))},
+            "offload_prompt_only of host is false; beside a shared tier",
+        ),
         ({"kv_tiers": (HOST, replace(DISK, blocks_per_chunk=2))}, "blocks_per_chunk of disk is 2, that of host 1"),
     ],
 )
@@ -148,7 +152,6 @@ def test_what_is_not_simulated_is_refused(more: dict[str, Any], words: str) -> N
         ({"load_bandwidth": 0.0}, "load_bandwidth of host is 0.0"),
         ({"latency": -1.0}, "latency of host is -1.0"),
         ({"policy": "fifo"}, "policy of host is 'fifo'; set it to lru or arc"),
-        ({"shared": True, "offload_prompt_only": False}, "offload_prompt_only of host is false; with shared"),
     ],
 )
 def test_a_tier_that_is_none_is_refused(more: dict[str, Any], words: str) -> None:

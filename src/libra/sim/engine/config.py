@@ -98,6 +98,11 @@ class EngineConfig:
         if self.pipeline_parallel_size > 1:
             raise ValueError("kv_tiers with pipeline_parallel_size above 1 are not simulated: leave one of them out")
         first = self.kv_tiers[0]
+        if not first.offload_prompt_only and any(tier.shared for tier in self.kv_tiers):
+            raise ValueError(
+                f"kv_tiers: offload_prompt_only of {first.name} is false; beside a shared tier it is not simulated:"
+                " leave it out"
+            )
         for tier in self.kv_tiers:
             tokens = tier.blocks_per_chunk * self.block_size
             if tier.blocks_per_chunk != first.blocks_per_chunk:

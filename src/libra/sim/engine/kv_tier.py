@@ -39,10 +39,6 @@ class KVTier:
             raise ValueError(f"kv_tiers: latency of {self.name} is {self.latency}; give seconds, 0 or more")
         if self.policy not in ("lru", "arc"):
             raise ValueError(f"kv_tiers: policy of {self.name} is {self.policy!r}; set it to lru or arc")
-        if self.shared and not self.offload_prompt_only:
-            raise ValueError(
-                f"kv_tiers: offload_prompt_only of {self.name} is false; with shared it is not simulated: leave it out"
-            )
 
 
 class Channel:
