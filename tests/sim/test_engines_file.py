@@ -157,11 +157,6 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
             "engines.1.model is Qwen/Qwen3-14B, and engines.0.model Qwen/Qwen3-0.6B: KV differs, name one",
         ),
         (
-            [PREFILL, {**DECODE, "pipeline_parallel_size": 2}],
-            {"kv_transfer": {"bandwidth": 1e9}},
-            "pipeline_parallel_size of d is 2; with role decode it is not simulated: leave it out",
-        ),
-        (
             [PREFILL, DECODE],
             {
                 "kv_transfer": {"bandwidth": 1e9},

@@ -119,11 +119,6 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
                 f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
             )
-        if engine.config.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size of {engine.name} is {engine.config.pipeline_parallel_size}; with role"
-                f" {engine.role.name} it is not simulated: leave it out"
-            )
     for engine in decode:
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")

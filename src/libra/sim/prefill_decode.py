@@ -73,7 +73,9 @@ class PrefillDecode(Frontend):
     def add(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
         super().add(specs, engines)
         for spec, engine in zip(specs, engines, strict=True):
-            engine.defers = spec.role is DECODE and spec.config.async_scheduling
+            engine.defers = spec.role is DECODE and (
+                spec.config.async_scheduling or spec.config.pipeline_parallel_size > 1
+            )
 
     # The way of a request
 

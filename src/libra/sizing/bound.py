@@ -25,8 +25,8 @@ from libra.cost.grid import Array
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, grid_of, group_cost, network
-from libra.sizing.floor import Floor, Prices, group_prices, prices
+from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, experts_of, grid_of, group_cost, network
+from libra.sizing.floor import Floor, Prices, group_prices, prices, prices_of_rank
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import SHOWN, statistic
@@ -131,11 +131,12 @@ class Bounds:
     def _shape(self, shape: EngineSetup) -> _ShapeFloor:
         if shape not in self._shapes:
             config, contexts = configuration(self.question, shape), self._work.contexts
-            priced = (
-                prices(grid_of(self.question, shape), config, contexts)
-                if shape.apart is None
-                else group_prices(group_cost(self.question, shape), config, contexts)
-            )
+            if shape.parallel is not None:
+                priced = prices_of_rank(experts_of(self.question, shape), config, contexts)
+            elif shape.apart is not None:
+                priced = group_prices(group_cost(self.question, shape), config, contexts)
+            else:
+                priced = prices(grid_of(self.question, shape), config, contexts)
             self._shapes[shape] = _ShapeFloor(config, priced, self._work)
         return self._shapes[shape]
 

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from libra.cost.collectives import AllToAll
 from libra.sim.engine.config import RoleName
 
 Architecture = Literal["colocated", "prefill-decode", "attention-ffn"]
@@ -28,6 +29,17 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
+class DataParallel:
+    """So many ranks that divide the experts of a model: one engine."""
+
+    size: int
+    all2all_backend: AllToAll = "allgather_reducescatter"
+
+    def __str__(self) -> str:
+        return f"dp{self.size} {self.all2all_backend}"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSetup:
     """How one engine is set up, in vLLM's terms. `nodes` is the class of nodes that it stands on."""
 
@@ -38,10 +50,13 @@ class EngineSetup:
     max_num_batched_tokens: int
     async_scheduling: bool
     apart: Apart | None = None
+    parallel: DataParallel | None = None
 
     @property
     def ranks(self) -> int:
         """That schedule by themselves."""
+        if self.parallel is not None:
+            return self.parallel.size
         return 1 if self.apart is None else self.apart.attention
 
     @property
@@ -56,8 +71,9 @@ class EngineSetup:
     def __str__(self) -> str:
         stages = "" if self.pipeline_parallel_size == 1 else f" pp{self.pipeline_parallel_size}"
         apart = "" if self.apart is None else f" {self.apart}"
+        ranks = "" if self.parallel is None else f" {self.parallel}"
         return (
-            f"{self.nodes}{apart} tp{self.tensor_parallel_size}{stages} seqs {self.max_num_seqs}"
+            f"{self.nodes}{apart} tp{self.tensor_parallel_size}{stages}{ranks} seqs {self.max_num_seqs}"
             f" tokens {self.max_num_batched_tokens}{' async' if self.async_scheduling else ''}"
         )
 

@@ -10,20 +10,26 @@ from dataclasses import replace
 from functools import lru_cache
 
 from libra.cost.afd import StageGrid
-from libra.cost.engine_memory import BLOCK, ffn_rank_bytes, kv_tokens
+from libra.cost.collectives import AllToAll
+from libra.cost.engine_memory import BLOCK, CONTEXT, ffn_rank_bytes, kv_tokens
+from libra.cost.expert_grid import ExpertGrid
+from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import HostCost
+from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables
-from libra.cost.transfer import fabric
+from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
+from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.kv_network import KVNetwork
-from libra.sizing.candidate import Apart, EngineSetup, ServingCandidate
+from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
 
 UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
@@ -41,6 +47,10 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
+    taken = 0.0
+    if shape.parallel is not None:
+        batched = shape.ranks * shape.max_num_batched_tokens
+        taken = ffn_rank_bytes(model, shape.devices, weight_bytes=NUMBER_BYTES, tokens=batched) - CONTEXT
     tokens = kv_tokens(
         model,
         nodes.gpu.memory,
@@ -50,7 +60,8 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         kv_bytes=NUMBER_BYTES,
         batched_tokens=shape.max_num_batched_tokens,
         pp=shape.pipeline_parallel_size,
-        routed=shape.apart is None,
+        taken=taken,
+        routed=shape.apart is None and shape.parallel is None,
     )
     if shape.apart is not None:
         _require_ffn_memory(question, shape, shape.apart)
@@ -81,6 +92,17 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
     if shape.async_scheduling and grid.host.priced:
         return replace(grid, host=replace(grid.host, overlapped=True))
     return grid
+
+
+def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
+    """What ranks that divide experts take, from the source of the profile. Raises `NoRoomError` where it has none."""
+    nodes = question.cluster.node_class(shape.nodes)
+    source = question.profiles[question.cluster.nodes.index(nodes)].source
+    if source.startswith("calibration"):
+        raise NoRoomError("a calibration has no times of experts that are divided: give another profile")
+    assert shape.parallel is not None
+    ranks = shape.tensor_parallel_size, shape.ranks, shape.parallel.all2all_backend
+    return _expert_grid(nodes.gpu, question.model, *ranks, fabric(nodes), "auto" if "tables" in source else "roofline")
 
 
 def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:
@@ -141,6 +163,9 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
         kv_bytes = tp * question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
         group = None if shape.apart is None else group_cost(question, shape)
         grid = grid_of(question, shape)
+        if shape.parallel is not None:
+            made += _ranks(question, pool, f"{pool.role}-{place}", config)
+            continue
         for number in range(pool.count):
             engine = EngineSpec(
                 f"{pool.role}-{place}.{number}",
@@ -152,6 +177,15 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
             )
             made += [engine] if group is None else attention_ranks(engine, group)
     return tuple(made)
+
+
+def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
+    """The ranks of each group."""
+    shape = pool.shape
+    cost = _expert_cost(experts_of(question, shape), config, grid_of(question, shape).host, question.model)
+    alone = EngineSpec(name, config, cost.rank(Graph("NONE")), devices=shape.rank_devices, role=ROLES[pool.role])
+    groups = [GroupSpec(f"{name}.{number}", cost) for number in range(pool.count)]
+    return [replace(alone, name=f"{it.name}-dp{rank}", group=it) for it in groups for rank in range(shape.ranks)]
 
 
 def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork | None:
@@ -169,3 +203,19 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
 def _cost(grid: EngineGrid, config: EngineConfig, host: HostCost) -> GridCost:
     """Many candidates have the same engines, in other numbers."""
     return GridCost(grid, config, host)
+
+
+@lru_cache(maxsize=128)
+def _expert_grid(
+    gpu: GPU, model: ModelSpec, tp: int, dp: int, way: AllToAll, fabric: Fabric, source: str
+) -> ExpertGrid:
+    return expert_grid(gpu, model, tp, dp, way, fabric, source=source)
+
+
+@lru_cache(maxsize=128)
+def _expert_cost(grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec) -> ExpertCost:
+    """All experts are asked for alike."""
+    experts = model.experts
+    assert experts is not None
+    shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)
+    return ExpertCost(grid, config, ExpertLoad(lambda _: shares, experts.active), None, host)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from libra.cost.expert_grid import ExpertGrid
 from libra.cost.graphs import padded
 from libra.cost.grid import Array, EngineGrid, linear_layers
+from libra.cost.host import NO_HOST
 from libra.cost.lines import hull_lines, iteration_lines
 from libra.sim.clock import TICKS
 from libra.sim.engine.afd import AfdCost
@@ -82,6 +84,35 @@ def prices(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) ->
         0.0 if host.overlapped else host.context_token * part,
         tuple((least * part, pair * part) for least, pair in prompt),
         tuple((least * part, slope * part, chunk) for least, slope, chunk in alone),
+    )
+
+
+def prices_of_rank(grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+    """Of one of several ranks that divide experts: its own part, and what all do together. That is shared by all their
+    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others."""
+    own = prices(replace(grid.own, host=NO_HOST), config, contexts)
+    ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
+    tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
+    seconds: Array = grid.layers * grid.layer_seconds(tokens / grid.gpus) * (1 - _ROUNDING)
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # tables fall here and there
+    before = np.concatenate([seconds[:1], seconds[:-1]])  # of as many tokens, or of fewer
+    lines = hull_lines(tokens.astype(float), before, _LINES)
+    alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
+
+    def with_alone(least: Array) -> Array:
+        found: Array = least + alone[: len(least)]
+        return found
+
+    return Prices(
+        tuple(
+            replace(it, iteration=it.iteration + start, token=it.token + ranks * more)
+            for it in own.floors
+            for start, more in lines
+        ),
+        own.admission,
+        own.admitted_token,
+        tuple((with_alone(least), pair) for least, pair in own.prompt),
+        tuple((with_alone(least), context, chunk) for least, context, chunk in own.alone),
     )
 
 

@@ -16,8 +16,9 @@ from pydantic import Field
 
 from libra.config.yaml_file import Section, read_section
 from libra.cost.afd import afd_refusal
+from libra.cost.collectives import AllToAll
 from libra.hardware.model import ModelSpec
-from libra.sizing.candidate import Apart, Architecture, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.candidate import Apart, Architecture, DataParallel, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -45,6 +46,8 @@ class MenuFile(Section):
     max_num_seqs: _Counts = (64, 256)
     max_num_batched_tokens: _Counts = (2048, 8192)
     async_scheduling: Annotated[tuple[Annotated[bool, Field(strict=True)], ...], Field(min_length=1)] = (True,)
+    data_parallel_size: _Counts = (1,)  # with more than one, experts are divided over the ranks
+    all2all_backend: Annotated[tuple[AllToAll, ...], Field(min_length=1)] = ("allgather_reducescatter",)
     engines: _Counts | None = None  # of a pool
     afd: AfdMenu = AfdMenu()
     cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
@@ -85,7 +88,7 @@ class ServingMenu:
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
         """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
         tokens."""
-        apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+        apart = [it for it in shapes if it.pipeline_parallel_size == 1 and it.parallel is None]
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
         prefill = dict.fromkeys(replace(it, max_num_seqs=seqs, async_scheduling=False) for it in apart)
         decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens, async_scheduling=False) for it in apart)
@@ -110,6 +113,12 @@ class ServingMenu:
                     f"tensor_parallel_size {tp} of the menu: {question.model.name} has engine times for"
                     f" {', '.join(map(str, sorted(there_are)))} on this cluster; leave it out"
                 )
+        several = [dp for dp in file.data_parallel_size if dp > 1]
+        if several and question.model.experts is None:
+            raise ValueError(
+                f"data_parallel_size {several[0]} of the menu: {question.model.name} has no experts to divide; leave it"
+                " out"
+            )
         for name in names:
             nodes = cluster.node_class(name)
             known = tuple(grid.tp for grid in question.profiles[cluster.nodes.index(nodes)].engines)
@@ -121,8 +130,15 @@ class ServingMenu:
                 file.max_num_batched_tokens,
                 file.async_scheduling,
             ):
-                if tp in known and tokens >= seqs and not (ahead and pp > 1):
+                if 1 in file.data_parallel_size and tp in known and tokens >= seqs and not (ahead and pp > 1):
                     yield EngineSetup(name, tp, pp, seqs, tokens, ahead)
+            # Ranks wait for each other; asynchronous scheduling of them is not simulated.
+            for tp, seqs, tokens, dp, way in product(
+                degrees, file.max_num_seqs, file.max_num_batched_tokens, several, file.all2all_backend
+            ):
+                experts = question.model.experts
+                if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
+                    yield EngineSetup(name, tp, 1, seqs, tokens, False, parallel=DataParallel(dp, way))
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))

@@ -133,7 +133,9 @@ def single_engines(
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))
-    apart = [replace(it, async_scheduling=False) for it in shapes if it.pipeline_parallel_size == 1]
+    apart = [
+        replace(it, async_scheduling=False) for it in shapes if it.pipeline_parallel_size == 1 and it.parallel is None
+    ]
     apart = list(dict.fromkeys(apart))
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
     if "colocated" in menu.file.architectures:

@@ -98,7 +98,11 @@ def admit(
 
 def may_admit(state: EngineState) -> bool:
     """Whether the head of the queue fits an iteration of its own."""
-    if not state.waiting or len(state.running) >= state.config.max_num_seqs:
+    if len(state.running) >= state.config.max_num_seqs:
+        return False
+    if state.ready or (state.waiting and state.waiting.head.pull):
+        return True
+    if not state.waiting:
         return False
     return _room(state, state.waiting.head, state.config.step_budget, None) is not None
 

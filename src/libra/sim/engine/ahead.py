@@ -56,21 +56,13 @@ def complete_ahead(state: EngineState) -> list[Request]:
     assert before is not None
     if state.steps:
         last = count_stretch(state)
-        _let_go_deferred(state, before)
+        state.let_go_deferred(before.deferred)
         _land(state, last, before.stopping)
     else:
         count_iteration(state)
-        _let_go_deferred(state, before)
+        state.let_go_deferred(before.deferred)
         _depart(state, state.ticks, before.absent, before.stopping)
     return _results(state, before, now)
-
-
-def _let_go_deferred(state: EngineState, before: UnderWay) -> None:
-    """Nothing writes any more to the blocks of those who left while an iteration had them."""
-    for request, path, tokens, known in before.deferred:
-        request.path = path
-        state.let_go_blocks(request, tokens, known)
-        request.path = ()
 
 
 def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()) -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Path, Request
 
+# A request that left, whose blocks an iteration under way may still write: of so many tokens, so many of them known
+Deferred = tuple[Request, Path, int, int]
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -20,6 +23,8 @@ class Flight:
     index: int
     generation: Generation
     finishing: list[Request] = field(default_factory=list)  # their prompts are computed with the iteration under way
+    chunk: Request | None = None  # a part of whose prompt, and not the last, is under way
+    deferred: list[Deferred] = field(default_factory=list)  # let go when it has landed
     under_way: bool = False
     start: int = 0  # ticks, of the iteration under way
     end: int = 0
@@ -34,8 +39,7 @@ class UnderWay:
     absent: Collection[Request] = ()  # that generate, but are not in it
     late: Collection[Request] = ()  # that were not in the one before: what they compute in this one is known already
     chunk: Request | None = None  # whose prompt it computes a part of, and not the last
-    # Requests that left, whose blocks it may still write: of so many tokens, and so many of these known
-    deferred: list[tuple[Request, Path, int, int]] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)  # whose prompts are computed with it
     ending: list[Request] = field(default_factory=list)  # of which it is the last: their length is known
     stopping: list[Request] = field(default_factory=list)  # the same, but that is seen only when it has ended

@@ -131,10 +131,11 @@ def fill(state: EngineState, now: int) -> int:
         state.events += 1
         schedule(state, now, 0)  # what does not fit waits for the batches that hold the blocks
         if flight.generation.count or flight.finishing or state.partial is not None:
+            flight.chunk = state.chunk
             flights.depart(flight, now, state.end)
     if flights.under_way:
         state.end = flights.under_way[0].end
-    elif state.waiting:
+    elif state.waiting and not (state.arriving or state.orphans or state.sending):
         raise nothing_fits(state)
     return len(flights.under_way)
 
@@ -156,6 +157,9 @@ def complete(state: EngineState) -> list[Request]:
     else:
         count_iteration(state)
         done = generation.advance(1)
+        if flight.deferred:
+            deferred, flight.deferred = flight.deferred, []
+            state.let_go_deferred(deferred)
     if generation.asks:
         for request in generation.reached():
             tell_asked(state, request, generation.generated(request))

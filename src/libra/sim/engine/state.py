@@ -7,7 +7,7 @@ the queue is the request that is admitted next; nothing overtakes it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal, Protocol
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.drawn import Drawn
-from libra.sim.engine.flight import Flight, Flights, UnderWay
+from libra.sim.engine.flight import Deferred, Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.request import Owner, Path, Request, Status
@@ -274,6 +274,8 @@ class EngineState:
     def is_under_way(self, request: Request) -> bool:
         """Whether a running request is in the iteration under way."""
         under_way = self.under_way
+        if self.overlapping:
+            return any(it.chunk is request or it.index == request.flight for it in self.flights.under_way)
         if under_way is None:
             return False
         return under_way.chunk is request if request is self.partial else request not in under_way.absent
@@ -340,10 +342,18 @@ class EngineState:
         whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
-        if row and self.defers and self.under_way is not None:
-            self.under_way.deferred.append((request, request.path, tokens, known))
+        last = self.flights.under_way[-1] if self.overlapping and self.flights.under_way else self.under_way
+        if row and self.defers and last is not None:
+            last.deferred.append((request, request.path, tokens, known))
         else:
             self.let_go_blocks(request, tokens, known)
+
+    def let_go_deferred(self, deferred: Iterable[Deferred]) -> None:
+        """Nothing writes any more to the blocks of those who left while an iteration had them."""
+        for request, path, tokens, known in deferred:
+            request.path = path
+            self.let_go_blocks(request, tokens, known)
+            request.path = ()
 
     def keep(self, request: Request, tokens: int, known: int) -> None:
         """Stop running a request, and keep its blocks."""

@@ -1,0 +1,98 @@
+"""Data-parallel ranks on the menu: what they are, and that no bound of theirs is bettered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+
+import numpy as np
+import pytest
+
+from libra.config.recipe import Recipe
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
+from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
+from libra.sizing.candidate import DataParallel, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.menu import MenuFile, ServingMenu
+from libra.sizing.objective import Objective
+from libra.sizing.question import SizingQuestion
+from libra.sizing.search import answer
+from libra.sizing.trial import trial
+from tests.sizing.small_questions import question, requests
+
+CLUSTER = Cluster((NodeClass("h200", 2, 8, GPUS["H200"], GPUS["H200"].link, 4e11),))
+MODEL = load_model("Qwen/Qwen3-30B-A3B")
+
+
+def of_experts(host: str, generator: np.random.Generator, count: int, *objectives: Objective) -> SizingQuestion:
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=4096)
+    profiles = engine_profiles(CLUSTER, MODEL, recipe, "roofline", host=host)
+    return SizingQuestion(CLUSTER, MODEL, profiles, tuple(requests(generator, count)), objectives, None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_simulation_never_betters_the_bound_of_ranks(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for _ in range(5):
+        shape = EngineSetup(
+            "h200",
+            int(generator.choice([1, 2])),
+            1,
+            int(generator.choice([2, 16, 64])),
+            int(generator.choice([128, 1024])),
+            False,
+            parallel=DataParallel(
+                int(generator.choice([2, 4])),
+                "deepep_low_latency" if generator.random() < 0.5 else "allgather_reducescatter",
+            ),
+        )
+        objectives = [Objective("ttft", "p90", float(10 ** generator.uniform(-1.5, 0.5)))]
+        if generator.random() < 0.6:
+            objectives.append(Objective("tpot", "mean", float(10 ** generator.uniform(-2.2, -1))))
+        host = str(generator.choice(["none", "default"]))
+        asked = of_experts(host, generator, int(generator.choice([4, 40])), *objectives)
+        candidate = ServingCandidate((EnginePool("colocated", shape, 1),))
+        bounds = Bounds(asked)
+        bound = bounds.of(candidate)
+        assert "memory" not in bound.reason or "KV memory" in bound.reason
+        rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
+        if isfinite(bound.rate) and bound.rate > 0:
+            rungs.append(next(rung for rung in range(LOWEST, HIGHEST + 2) if rate_of(rung) > bound.rate))
+        for rung in rungs:
+            simulated = trial(asked, candidate, rate_of(rung), to_the_end=True)
+            for objective in asked.objectives:
+                assert simulated.latency[objective.name] >= bounds.least(candidate, objective) * (1 - 1e-9)
+            assert not (simulated.passed and rate_of(rung) > bound.rate), (candidate, asked.objectives, bound)
+
+
+def test_the_menu_has_the_ranks_that_divide_the_experts() -> None:
+    asked = of_experts("none", np.random.default_rng(0), 4, Objective("ttft", "p99", 1.0))
+    menu = ServingMenu(
+        MenuFile(
+            data_parallel_size=(1, 3, 8),
+            all2all_backend=("deepep_low_latency",),
+            tensor_parallel_size=(1,),
+            max_num_seqs=(64,),
+            max_num_batched_tokens=(1024,),
+            architectures=("colocated",),
+            engines=(1, 2),
+        )
+    )
+    told = [str(it) for it in menu.candidates(replace(asked, rate=1.0))]
+    assert told == [
+        "1 x h200 tp1 seqs 64 tokens 1024 async",
+        "2 x h200 tp1 seqs 64 tokens 1024 async",
+        "1 x h200 tp1 dp8 deepep_low_latency seqs 64 tokens 1024",
+        "2 x h200 tp1 dp8 deepep_low_latency seqs 64 tokens 1024",
+    ]
+    found = answer(replace(asked, rate=1.0), menu)
+    assert {point.candidate.devices for point in found.points} <= {1, 2, 8, 16}
+
+
+def test_ranks_without_experts_are_refused() -> None:
+    asked = question(requests(np.random.default_rng(0), 4), Objective("ttft", "p99", 1.0))
+    with pytest.raises(
+        ValueError, match=r"data_parallel_size 2 of the menu: .* has no experts to divide; leave it out"
+    ):
+        list(ServingMenu(MenuFile(data_parallel_size=(1, 2))).candidates(asked))
