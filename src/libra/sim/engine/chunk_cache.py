@@ -22,7 +22,7 @@ Presence = Literal["missing", "pending", "there"]
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class KVChunk:
     pending: bool = True  # it is still being written
     readers: int = 0
 
@@ -87,7 +87,7 @@ class ChunkCache(ABC):
             self.idle -= excess
             self.held -= excess
         for key in new:
-            self._insert(key, Chunk())
+            self._insert(key, KVChunk())
         self.held += len(new)
         access.inserted.update(new)
         return new
@@ -101,16 +101,16 @@ class ChunkCache(ABC):
         """The request has ended: what it did counts as one use."""
         self._use(sorted(access.seen, key=lambda key: -key[1]), access)
 
-    def _chunk(self, key: Key) -> Chunk:
+    def _chunk(self, key: Key) -> KVChunk:
         chunk = self._get(key)
         assert chunk is not None
         return chunk
 
     @abstractmethod
-    def _get(self, key: Key) -> Chunk | None: ...
+    def _get(self, key: Key) -> KVChunk | None: ...
 
     @abstractmethod
-    def _insert(self, key: Key, chunk: Chunk) -> None: ...
+    def _insert(self, key: Key, chunk: KVChunk) -> None: ...
 
     @abstractmethod
     def _miss(self, keys: Sequence[Key]) -> None:
@@ -130,12 +130,12 @@ class LruCache(ChunkCache):
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)
-        self._order: OrderedDict[Key, Chunk] = OrderedDict()
+        self._order: OrderedDict[Key, KVChunk] = OrderedDict()
 
-    def _get(self, key: Key) -> Chunk | None:
+    def _get(self, key: Key) -> KVChunk | None:
         return self._order.get(key)
 
-    def _insert(self, key: Key, chunk: Chunk) -> None:
+    def _insert(self, key: Key, chunk: KVChunk) -> None:
         self._order[key] = chunk
 
     def _miss(self, keys: Sequence[Key]) -> None:
@@ -161,16 +161,16 @@ class ArcCache(ChunkCache):
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)
-        self._once: OrderedDict[Key, Chunk] = OrderedDict()
-        self._often: OrderedDict[Key, Chunk] = OrderedDict()
+        self._once: OrderedDict[Key, KVChunk] = OrderedDict()
+        self._often: OrderedDict[Key, KVChunk] = OrderedDict()
         self._gone_once: OrderedDict[Key, None] = OrderedDict()
         self._gone_often: OrderedDict[Key, None] = OrderedDict()
         self._room = 0.0  # chunks that those used once are to have
 
-    def _get(self, key: Key) -> Chunk | None:
+    def _get(self, key: Key) -> KVChunk | None:
         return self._once.get(key) or self._often.get(key)
 
-    def _insert(self, key: Key, chunk: Chunk) -> None:
+    def _insert(self, key: Key, chunk: KVChunk) -> None:
         self._once[key] = chunk
         self._gone_once.pop(key, None)
         self._gone_often.pop(key, None)
@@ -224,5 +224,5 @@ def chunk_cache(chunks: int, policy: CachePolicy) -> ChunkCache:
     return LruCache(chunks) if policy == "lru" else ArcCache(chunks)
 
 
-def _idle(queue: OrderedDict[Key, Chunk], spared: Collection[Key]) -> Iterator[Key]:
+def _idle(queue: OrderedDict[Key, KVChunk], spared: Collection[Key]) -> Iterator[Key]:
     return (key for key, chunk in queue.items() if chunk.idle and key not in spared)

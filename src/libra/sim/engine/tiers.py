@@ -47,7 +47,7 @@ class Shelf:
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class Offload:
     """Chunks on their way to the first tier. It reads the blocks until it has ended."""
 
     keys: list[Key]
@@ -61,7 +61,7 @@ class Use:
 
     access: Access = field(default_factory=Access)
     stored: int = 0  # chunks of its context that are there, or on their way
-    stores: list[Store] = field(default_factory=list)
+    stores: list[Offload] = field(default_factory=list)
     over: bool = False
 
     def until(self, now: int) -> int:
@@ -71,7 +71,7 @@ class Use:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class TierTransfer:
     """Under way, other than a store."""
 
     keys: list[Key]
@@ -94,12 +94,12 @@ class Tiers:
         self.users = [self]  # the engines that share a tier, in their order
         self._pool = pool
         self._uses: dict[Request, Use] = {}
-        self._ended: list[tuple[Request, Store | None]] = []  # since the last schedule; what they could not store
+        self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; what they could not store
         self._coming: set[Key] = set()  # chunks that are being loaded
         self._loads: list[tuple[Request, list[Key], int]] = []  # of this schedule, and how many blocks
         self._promotions: dict[Shelf, dict[Request, list[Key]]] = {}  # the same
-        self._stores: list[Store] = []  # the same
-        self._ends: list[tuple[int, int, Store | Transfer]] = []  # of all that is under way
+        self._stores: list[Offload] = []  # the same
+        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # of all that is under way
         self._serial = 0
         self._arrived: list[Request] = []
 
@@ -142,13 +142,13 @@ class Tiers:
         """Let the next of what is under way end."""
         end, _, what = heappop(self._ends)
         first = self.first.cache
-        if isinstance(what, Store):
+        if isinstance(what, Offload):
             first.end_write(what.keys)
             for shelf in self.others:
                 new = shelf.cache.begin_write(what.keys, Access())
                 if new:
                     first.begin_read(new, Access())
-                    self._under_way(shelf.store(len(new) * shelf.chunk_bytes, end), Transfer(new, shelf, "copy"))
+                    self._under_way(shelf.store(len(new) * shelf.chunk_bytes, end), TierTransfer(new, shelf, "copy"))
         elif what.kind == "load":
             first.end_read(what.keys)
             self._coming.difference_update(what.keys)
@@ -161,7 +161,7 @@ class Tiers:
             first.end_write(what.keys)
             what.shelf.cache.end_read(what.keys)
 
-    def _under_way(self, end: int, what: Store | Transfer) -> None:
+    def _under_way(self, end: int, what: Offload | TierTransfer) -> None:
         self._serial += 1
         heappush(self._ends, (end, self._serial, what))
 
@@ -262,21 +262,21 @@ class Tiers:
         last = None
         if request in self.failed:
             del self.failed[request]
-            last = Store(self._keys(request.path, use.stored, self._chunks(request, computed)))
+            last = Offload(self._keys(request.path, use.stored, self._chunks(request, computed)))
             self._fence(request, last)
         self._ended.append((request, last))
 
     def _begin_loads(self, begin: int, now: int) -> None:
         for request, keys, blocks in self._loads:
             self.loading[request] = end = self.first.load(blocks * self.first.tier.block_bytes, begin)
-            self._under_way(end, Transfer(keys, self.first, "load", request))
+            self._under_way(end, TierTransfer(keys, self.first, "load", request))
         for shelf, of_request in self._promotions.items():
             for keys in of_request.values():
                 end = shelf.load(len(keys) * shelf.chunk_bytes, now)
-                self._under_way(end, Transfer(keys, shelf, "promotion"))
+                self._under_way(end, TierTransfer(keys, shelf, "promotion"))
         self._loads, self._promotions = [], {}
 
-    def _send(self, store: Store, now: int) -> int:
+    def _send(self, store: Offload, now: int) -> int:
         end = self.first.store(len(store.keys) * self.first.chunk_bytes, now)
         store.end = end
         self._under_way(end, store)
@@ -300,11 +300,11 @@ class Tiers:
             return
         use.stored = chunks
         if new:
-            store = Store(new)
+            store = Offload(new)
             use.stores.append(store)
             self._stores.append(store)
 
-    def _store_last(self, store: Store, use: Use) -> bool:
+    def _store_last(self, store: Offload, use: Use) -> bool:
         """Store what did not fit while its request ran. True: at once, for its blocks are given to others."""
         reading, given = self._pool.reading, self._pool.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
@@ -318,7 +318,7 @@ class Tiers:
             self._stores.append(store)
         return at_once
 
-    def _fence(self, request: Request, store: Store) -> None:
+    def _fence(self, request: Request, store: Offload) -> None:
         """Whoever is given a block that a store reads waits for it."""
         size, pool = self.blocks_per_chunk, self._pool
         for key in store.keys:
