@@ -7,11 +7,14 @@ page is one set of findings.
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
     python -m benchmarks.fidelity --graphs [--json FILE]
+    python -m benchmarks.fidelity --pair [--quick] [--models small] [--repeats N] [--save FOLDER | --measured FOLDER]
+                                  [--json FILE]
     python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
 
-The second compares schedules of one kind, and no times; the third which CUDA graph runs a batch. The last predicts
-engines that were measured on GPUs, from the files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but
-for the last two. Exits with 1 if a schedule or a graph differs, or a bar of an engine on a GPU is missed.
+The second compares schedules of one kind, and no times; the third which CUDA graph runs a batch; the fourth times of a
+prefill and a decode engine with a link between them. The last predicts engines that were measured on GPUs, from the
+files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the second, third and last. Exits with 1
+if a schedule or a graph differs, or a bar of a pair or of an engine on a GPU is missed.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from benchmarks.fidelity.comparison import Comparison, compare
 from benchmarks.fidelity.comparison import rows as rows_of_times
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
+from benchmarks.fidelity.tables import errors_table, values_table
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.config.yaml_file import ConfigError
@@ -74,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gpu_runs is not None:
         return _gpu_runs(options.gpu_runs, options.save, options.json)
     environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
+    if options.pair:
+        return _pairs(options, environment)
     from benchmarks.fidelity import page, schedule
 
     began = time.monotonic()
@@ -106,6 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report([*schedule.rows(schedules), *(row for one in comparisons for row in rows_of_times(one))], options.json)
     differences = [schedules.difference, *(one.difference for one in comparisons)]
     return int(any(difference is not None for difference in differences))
+
+
+def _pairs(options: argparse.Namespace, environment: dict[str, str]) -> int:
+    """Predict prefill and decode engines. Returns 1 where a bar is missed."""
+    comparisons = [compare(_measured(model, options, environment)) for model in options.models]
+    for one in comparisons:
+        print(f"\n{one.model} model, {one.hardware}, {one.software}\n\n{errors_table(one)}\n\n{values_table(one)}\n")
+    found = [row for one in comparisons for row in rows_of_times(one)]
+    report(found, options.json)
+    return int(any(row.met is False for row in found))
 
 
 def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
@@ -143,6 +159,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     )
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
     parser.add_argument("--graphs", action="store_true", help="compare which CUDA graph runs a batch")
+    parser.add_argument("--pair", action="store_true", help="predict times of a prefill and a decode engine")
     parser.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
@@ -168,7 +185,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 def _measured(model: str, options: argparse.Namespace, environment: dict[str, str]) -> Measured:
     """From the folder of an earlier run, or by a process that is set up for one thread."""
-    name = f"{model}.json.gz"
+    name = f"{'pair-' if options.pair else ''}{model}.json.gz"
     if options.measured is not None:
         return read_measured(options.measured / name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -176,6 +193,7 @@ def _measured(model: str, options: argparse.Namespace, environment: dict[str, st
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "benchmarks.fidelity.measure", model, str(folder / name)]
         command += ["--repeats", str(options.repeats), *(["--quick"] if options.quick else [])]
+        command += ["--pair"] if options.pair else []
         environment = {**environment, **WORKER_ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
         return read_measured(folder / name)

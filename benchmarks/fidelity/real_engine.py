@@ -21,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from benchmarks.fidelity.pull_connector import pull_config
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
@@ -49,8 +50,9 @@ class RealEngine:
     It lives as long as the process: vLLM ends what its engines share with the first of them that is freed.
     """
 
-    def __init__(self, number: int, model: Path, config: EngineConfig) -> None:
-        """Raises ValueError where the process is not set up for one thread."""
+    def __init__(self, number: int, model: Path, config: EngineConfig, *, pulls: bool = False) -> None:
+        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled. Raises ValueError where the process is
+        not set up for one thread."""
         wrong = [name for name, value in WORKER_ENVIRONMENT.items() if os.environ.get(name) != value]
         if wrong:
             raise ValueError(
@@ -58,11 +60,12 @@ class RealEngine:
             )
         torch.set_num_threads(1)
         self.number = number
+        self.block_size = config.block_size
         self.clock = 0  # ticks
         self.steps: list[Step] = []
         self._texts_of: dict[str, tuple[Request, list[int]]] = {}  # running or waiting in vLLM, and their prompts
         self._inbox: list[tuple[Request, list[int]]] = []
-        self._engine = LLMEngine.from_engine_args(_arguments(model, config))
+        self._engine = LLMEngine.from_engine_args(_arguments(model, config, pulls))
         self._prefilling: set[str] = set()  # vLLM's names of those that have not computed their context since admission
         self._changing = True  # the last step leaves a batch that its engine has to set up anew
         self._scheduler: _RecordingScheduler = self._engine.engine_core.engine_core.scheduler
@@ -119,6 +122,7 @@ class RealEngine:
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args=_transfer(request),
             ),
             arrival_time=seconds(request.arrival),
             priority=request.priority,
@@ -193,10 +197,10 @@ def run(
             if coming and (behind is None or coming[0][0] <= behind.clock):
                 request = heapq.heappop(coming)[2]
                 requests.append(request)
-                engines[route(request)].put(request, texts.prompt(_chain(request), request.prompt_tokens))
+                engines[route(request)].put(request, texts.prompt(chain_of(request), request.prompt_tokens))
             elif behind is not None:
                 for request, tokens in behind.step():
-                    texts.generated(_chain(request), request.prompt_tokens, tokens)
+                    texts.generated(chain_of(request), request.prompt_tokens, tokens)
                     following = workload.finished(request, behind.clock)
                     if following is not None:
                         heapq.heappush(coming, (following.arrival, following.number, following))
@@ -216,13 +220,20 @@ def round_robin(engines: int) -> Callable[[Request], int]:
     return route
 
 
-def _chain(request: Request) -> Chain:
+def chain_of(request: Request) -> Chain:
     if request.chain is None:
         raise ValueError(f"request {request.number} has no chain to take its tokens from; give it one of its own")
     return request.chain
 
 
-def _arguments(model: Path, config: EngineConfig) -> EngineArgs:
+def _transfer(request: Request) -> dict[str, object] | None:
+    """What vLLM is told of a request whose KV comes from elsewhere, or goes there."""
+    if request.pull:
+        return {"kv_transfer_params": {"do_remote_prefill": True}}
+    return {"kv_transfer_params": {"do_remote_decode": True}} if request.keeps else None
+
+
+def _arguments(model: Path, config: EngineConfig, pulls: bool) -> EngineArgs:
     blocks = config.kv_blocks + 1  # vLLM keeps one for itself
     return EngineArgs(
         model=str(model),
@@ -239,6 +250,7 @@ def _arguments(model: Path, config: EngineConfig) -> EngineArgs:
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.policy,
         scheduler_cls=_RecordingScheduler,
+        kv_transfer_config=pull_config(config) if pulls else None,
         dtype="bfloat16",
         enforce_eager=True,
         async_scheduling=False,

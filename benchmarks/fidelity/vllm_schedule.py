@@ -42,7 +42,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.fidelity.pull_connector import PullConnector
+from benchmarks.fidelity.pull_connector import PullConnector, pull_config
 from benchmarks.fidelity.tier_connector import TierConnector
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
@@ -400,15 +400,13 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
 
 
 def _connector(config: EngineConfig, kv_role: str | None) -> KVTransferConfig | None:
-    if kv_role is None and not config.kv_tiers:
-        return None
-    connector, more = (TierConnector, _tier(config)) if config.kv_tiers else (PullConnector, {})
+    if not config.kv_tiers:
+        return None if kv_role is None else pull_config(config, kv_role)
     return KVTransferConfig(
-        kv_connector=connector.__name__,
-        kv_connector_module_path=connector.__module__,
-        kv_role=kv_role or "kv_both",
-        kv_load_failure_policy=config.kv_load_failure_policy,
-        kv_connector_extra_config=more,
+        kv_connector=TierConnector.__name__,
+        kv_connector_module_path=TierConnector.__module__,
+        kv_role="kv_both",
+        kv_connector_extra_config=_tier(config),
     )
 
 

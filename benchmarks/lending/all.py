@@ -39,6 +39,7 @@ BENCHMARKS = (
     Benchmark("benchmarks.lending", ("memory",), ()),
     Benchmark("benchmarks.lending", ("pair",), traffic=True),
     Benchmark("benchmarks.lending", ("rules",), traffic=True),
+    Benchmark("benchmarks.lending", ("fidelity",), traffic=True),
     Benchmark("benchmarks.lending", ("hour",), (), traffic=True),
     Benchmark("benchmarks.lending", ("plan",), ()),
     Benchmark("benchmarks.lending", ("run",)),

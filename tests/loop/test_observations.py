@@ -53,9 +53,10 @@ LOOKS = [
 ]
 
 
-def lent(version: int, wanted: float, had: float, away: str = "", gone: float = 0.0) -> ServingEngine:
-    loan = LoanState(away, wanted, had, 1, 0)
-    handle = SimpleNamespace(name="lent-0", link=1, version=version, loan=loan, away_seconds=gone)
+def lent(version: int, wanted: float | None, had: float, away: str = "", gone: float = 0.0) -> ServingEngine:
+    """`wanted` None: it has said nothing yet."""
+    loan = None if wanted is None else LoanState(away, wanted, had, 1, 0)
+    handle = SimpleNamespace(name="lent-0", link=1, lent=True, version=version, loan=loan, away_seconds=gone)
     return ServingEngine(cast(EngineHandle, handle), "lent", 9)
 
 
@@ -69,11 +70,11 @@ def test_what_each_lent_engine_had_between_two_looks() -> None:
 
 
 def test_a_device_that_is_recalled_is_not_had() -> None:
-    """For 6 of 10 s it was lent, for 2 of these there were turns to make, for 1 of these it was had."""
+    """For 6 of 10 s it was lent, for 3 of these there were turns to make, for 1.5 of these it was had."""
     times = iter((5.0, 15.0, 25.0))
     counters = LoanCounters(lambda: next(times))
-    counters.observe([lent(0, 1.0, 0.5, gone=7.0)])
-    assert counters.share == 0.5  # what was before the first look is of no time
+    counters.observe([lent(-1, None, 0.0, gone=7.0)])
+    assert counters.share == 1.0 and counters.last == {"lent-0": StepLoan(0.0, 0.0, -1, "")}
     counters.observe([lent(0, 3.0, 1.5, "recalled", gone=11.0)])
     assert counters.share == pytest.approx(0.5 * 0.6)
     counters.observe([lent(0, 3.0, 1.5, "recalled", gone=21.0)])

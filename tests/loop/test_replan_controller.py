@@ -183,7 +183,7 @@ async def test_a_run_that_borrows_plans_before_its_first_step(
     made = Made(tmp_path, mode, first, step=1)
     await made.controller.cancel()
     for loan in looks:
-        handle = SimpleNamespace(name="lent-0", link=1, version=0, loan=loan, away_seconds=0.0)
+        handle = SimpleNamespace(name="lent-0", link=1, lent=True, version=0, loan=loan, away_seconds=0.0)
         made.observations.loans.observe([ServingEngine(cast(EngineHandle, handle), "lent", 40)])
     made.controller.begin(step)
     await made.settle()

@@ -76,7 +76,7 @@ def check(
         raise typer.Exit(3) from None
     except (ValueError, OSError) as error:
         bad_input(error)
-    chosen = best(found, max(it.rate for it in found))
+    chosen = best(found, max(it.covered for it in found))
     if output is not None:
         for it in found if _EACH in output.name else (chosen,):
             write_text(_file(output, it.use), certificate_json(it))
@@ -262,8 +262,8 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
     for it in found:
         table.add_row(
             f"{it.use:g}",
-            f"{it.rate:.2f}",
-            f"{it.harvest[-1].share:.1%}",
+            f"{it.covered:.2f}",
+            f"{it.share_at(it.covered):.1%}",
             f"{1e3 * it.longest_step:.0f} ms of {1e3 * it.slo.pace(it.use):.0f}",
             f"{it.envelope.live:,}",
             f"{it.envelope.queued:,}",
@@ -271,9 +271,15 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
         )
     console = Console()
     console.print(
-        f"{chosen.model} on {chosen.hardware} can lend {chosen.harvest[-1].share:.1%} of its time up to"
-        f" {chosen.rate:.2f} requests/s, and no request misses its SLO that meets it alone.",
+        f"{chosen.model} on {chosen.hardware} can lend {chosen.share_at(chosen.covered):.1%} of its time up to"
+        f" {chosen.covered:.2f} requests/s, and no request misses its SLO that meets it alone.",
         highlight=False,
         soft_wrap=True,
     )
     console.print(table)
+    if chosen.covered < chosen.rate:
+        console.print(
+            f"They were replayed at {chosen.rate:.2f} requests/s, for less than a minute: a longer log covers more.",
+            highlight=False,
+            soft_wrap=True,
+        )

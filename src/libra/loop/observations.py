@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.protocols import Engine, StepResult
+from libra.backends.transport.engine_messages import LoanState
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.exec.ratio import Ratio
@@ -73,14 +74,13 @@ class LoanCounters:
     def observe(self, instances: Iterable[ServingEngine]) -> None:
         """What came of the loans since the last call."""
         self.last, now, there, seconds = {}, self._clock(), 0.0, 0.0
-        for engine in (entry.handle for entry in instances):
-            loan = engine.loan
-            if loan is not None:
-                gone = engine.away_seconds
-                lent, wanted, away, at = self._seen.get(engine.link, (0.0, 0.0, gone, now))
-                self.last[engine.name] = StepLoan(loan.wanted - wanted, loan.lent - lent, engine.version, loan.away)
-                self._seen[engine.link] = loan.lent, loan.wanted, gone, now
-                there, seconds = there + max(0.0, now - at - (gone - away)), seconds + now - at
+        for engine in (entry.handle for entry in instances if entry.handle.lent):
+            # One that has said nothing yet has had nothing; but the time in which it may be away begins.
+            loan, gone = engine.loan or LoanState("", 0.0, 0.0, 0, 0), engine.away_seconds
+            lent, wanted, away, at = self._seen.get(engine.link, (0.0, 0.0, gone, now))
+            self.last[engine.name] = StepLoan(loan.wanted - wanted, loan.lent - lent, engine.version, loan.away)
+            self._seen[engine.link] = loan.lent, loan.wanted, gone, now
+            there, seconds = there + max(0.0, now - at - (gone - away)), seconds + now - at
         wanted = sum(loan.wanted for loan in self.last.values())
         lent = sum(loan.lent for loan in self.last.values())
         if wanted > 0:
@@ -133,7 +133,7 @@ class Observations:
         return Replanner(period=self._planner.period, tracker=tracker, holds=self._planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
-        """Finished episodes, and the bucket limits they were routed by."""
+        """Finished episodes, and the bucket limits they were routed by: without any, nothing is told of the router."""
         self.replanner.observe(episode.trajectory for episode in episodes)
         for episode in episodes:
             peak = episode.trajectory.peak_context

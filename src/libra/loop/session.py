@@ -264,7 +264,9 @@ class Session:
             if trying is not None:
                 trying.cancel()
                 await asyncio.gather(trying, return_exceptions=True)
-        observations.observe(episodes, [bucket.up_to for bucket in workers.allocation.buckets])
+        # Turns of an evaluation are not for lent engines: where they are made says nothing of the router.
+        borrows = any(bucket.shape == LENT for bucket in workers.allocation.buckets)
+        observations.observe(episodes, () if borrows else [bucket.up_to for bucket in workers.allocation.buckets])
         observations.observe_engines(observations.counters.gained(fleet.instances()))
         observations.loans.observe(fleet.instances())
         return started

@@ -8,9 +8,9 @@ import altair as alt
 
 from libra.report.charts import Figure
 from libra.report.page import Tile, render
-from libra.report.search_table import columns, counts, headline, rejections, row, value_words
+from libra.report.search_table import alike, columns, counts, headline, rejections, row, value_words
 from libra.report.vega import HALF, Axis, draw, layer, unchecked
-from libra.report.words import fine_duration, percent, plural
+from libra.report.words import count, fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, SizingAnswer
 from libra.sizing.trial import SHOWN, statistic
 
@@ -29,7 +29,7 @@ def search_page(answer: SizingAnswer, title: str) -> str:
         tiles=list(_tiles(answer)),
         figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.points else [],
         columns=columns(answer),
-        points=[row(answer, point) for point in answer.points],
+        points=[row(answer, points) for points in alike(answer)],
         rejected=[
             (kind, len(its), [(str(it.candidate), it.reason) for it in its[:MOST_REJECTED]])
             for kind, its in rejections(answer)
@@ -40,12 +40,14 @@ def search_page(answer: SizingAnswer, title: str) -> str:
 def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
     if answer.points:
         best = answer.points[0]
-        yield Tile("Best", value_words(answer, best), f"{best.trial.rate:.3g} requests/s")
+        yield Tile("Best", value_words(answer, best), f"{plain(best.trial.rate)} requests/s")
         yield Tile("Takes", plural(best.candidate.devices, "GPU"), best.candidate.architecture)
     for objective in answer.question.objectives:
         reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.points else "-"
         yield Tile(objective.name, reached, f"limit {fine_duration(objective.limit)}", alarming=not answer.points)
     yield Tile("Out by bound", percent(answer.out_by_bound / answer.candidates), f"of {answer.candidates:,} candidates")
+    yield Tile("Simulated", count(answer.runs), f"runs of {plural(len(answer.question.requests), 'request')}")
+    yield Tile("On the Pareto set", count(len(answer.points)), f"{count(len(answer.rejected))} rejected")
     yield Tile("Proof", "bound" if answer.proven else "none", answer.claim())
 
 

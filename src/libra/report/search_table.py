@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Column, Table
 
 from libra.report.tables import number, whole
-from libra.report.words import fine_duration, percent, plural
+from libra.report.words import fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
 from libra.sizing.mix import ServingMix
 from libra.sizing.objective import Objective
@@ -28,7 +28,7 @@ def headline(answer: SizingAnswer) -> str:
         return f"No deployment serves within the objectives: {answer.claim()}."
     best = answer.points[0]
     return (
-        f"{best.candidate}: {best.trial.rate:.3g} requests/s on {plural(best.candidate.devices, 'GPU')},"
+        f"{best.candidate}: {plain(best.trial.rate)} requests/s on {plural(best.candidate.devices, 'GPU')},"
         f" {value_words(answer, best)}; {answer.claim()}."
     )
 
@@ -42,7 +42,7 @@ def counts(answer: SizingAnswer) -> str:
 
 
 def value_words(answer: SizingAnswer, point: Point) -> str:
-    return f"{point.value:.3g} per {answer.question.unit}"
+    return f"{plain(point.value)} per {answer.question.unit}"
 
 
 def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
@@ -50,13 +50,24 @@ def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
     return statistic(answer.question, "ttft"), statistic(answer.question, "tpot")
 
 
-def row(answer: SizingAnswer, point: Point) -> tuple[str, ...]:
+def alike(answer: SizingAnswer) -> list[list[Point]]:
+    """The points in their order, those with the same numbers together: a setting that is never reached changes none."""
+    groups: dict[tuple[float, ...], list[Point]] = {}
+    for point in answer.points:
+        same = (point.candidate.devices, point.cost, point.trial.rate, point.trial.ttft, point.trial.tpot)
+        groups.setdefault(same, []).append(point)
+    return list(groups.values())
+
+
+def row(answer: SizingAnswer, points: Sequence[Point]) -> tuple[str, ...]:
+    """Of points that are alike."""
+    point = points[0]
     return (
-        str(point.candidate),
+        "; or ".join(str(it.candidate) for it in points),
         f"{point.candidate.devices:,}",
         *((f"{point.cost:.4g}",) if answer.question.prices else ()),
-        f"{point.trial.rate:.3g}",
-        f"{point.value:.3g}",
+        plain(point.trial.rate),
+        plain(point.value),
         fine_duration(point.trial.ttft),
         fine_duration(point.trial.tpot),
         point.bottleneck,
@@ -79,11 +90,12 @@ def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:
 def search_tables(answer: SizingAnswer) -> list[Table]:
     _, *numbers, _ = columns(answer)
     table = Table(*(whole(it) for it in numbers), Column("deployment", overflow="fold"), title="Pareto set")
-    for point in answer.points[:MOST_POINTS]:
-        name, *cells, why = row(answer, point)
+    groups = alike(answer)
+    for points in groups[:MOST_POINTS]:
+        name, *cells, why = row(answer, points)
         table.add_row(*cells, f"{name}\n  {why}")
-    if len(answer.points) > MOST_POINTS:
-        table.caption = f"and {len(answer.points) - MOST_POINTS} more: --report has them all"
+    if len(groups) > MOST_POINTS:
+        table.caption = f"and {len(groups) - MOST_POINTS} more: --report has them all"
     out = Table("rejected", number("candidates"), Column("such as", overflow="fold"), title="The others")
     for kind, its in rejections(answer):
         out.add_row(kind, f"{len(its):,}", f"{its[0].candidate}: {its[0].reason}")
