@@ -39,7 +39,10 @@ def priced(problem: Problem) -> list[Priced]:
         for buckets in _all_buckets(problem, training):
             allocation = Allocation(training.replicas, buckets, training.layout)
             step = max(training.seconds, *(steps(bucket, training, _runs(problem, buckets)) for bucket in buckets))
-            devices = training.devices + sum(b.engines * _options(problem, b.shape)[0].devices for b in buckets)
+            options = [(b.engines, _options(problem, b.shape)[0]) for b in buckets]
+            devices = training.devices + sum(
+                n * (it.devices + (it.prefill[1] if it.prefill else 0)) for n, it in options
+            )
             changes = problem.current not in (None, allocation)
             found.append(Priced(allocation, step, changes, moves(problem, allocation), devices))
     return found
@@ -110,6 +113,8 @@ def _devices(problem: Problem, allocation: Allocation) -> dict[str, int]:
     for bucket in allocation.buckets:
         option = _options(problem, bucket.shape)[0]
         generates[option.pool] += bucket.engines * option.devices
+        if option.prefill is not None:
+            generates[option.prefill[0]] += bucket.engines * option.prefill[1]
     together = max if problem.colocated else int.__add__
     return {name: together(trains[name], generates[name]) for name in trains}
 
@@ -257,6 +262,10 @@ def _served(
         others = {name: o for name, o in shapes.items() if name != shape} if problem.one_bucket_per_shape else shapes
         for engines in range(1, room[option.pool] // option.devices + 1):
             left = {**room, option.pool: room[option.pool] - engines * option.devices}
+            if option.prefill is not None:
+                left[option.prefill[0]] -= engines * option.prefill[1]
+                if left[option.prefill[0]] < 0:
+                    break
             for rest, remains in _served(problem, longer, others, left):
                 yield (Bucket(shape, engines, above, up_to), *rest), remains
 
@@ -291,6 +300,9 @@ def problems(draw: st.DrawFn, *, feasible: bool = True, small: bool = False) -> 
     for shape in range(draw(st.sampled_from([1, 2, 2] if small else [1, 2, 2, 3, 3, 4]))):
         pool = draw(st.sampled_from(pools))
         devices = draw(st.sampled_from([1, 1, 2]))
+        # A pair has prompts computed on any pool, and on fewer devices than there are.
+        prompts = draw(st.sampled_from([it for it in pools if not it.serves]))
+        pair = shape > 0 and not pool.serves and draw(st.booleans())
         # The first shape holds everything, lest most problems are infeasible.
         holds = longest if shape == 0 else draw(st.integers(1, longest + 1))
         rows = draw(st.integers(1, 2))
@@ -304,6 +316,7 @@ def problems(draw: st.DrawFn, *, feasible: bool = True, small: bool = False) -> 
                     devices=devices,
                     max_num_seqs=max_num_seqs,
                     holds=holds,
+                    prefill=(prompts.name, 1) if pair else None,
                     stall=draw(st.sampled_from([0.0, 0.0, 0.25, 2.0])),
                     work=tuple(draw(per_class) for _ in range(rows)),
                     refresh=draw(per_class) if refreshes else (0.0,) * classes,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from libra.config.yaml_file import Section, read_section
 
@@ -75,6 +75,8 @@ class Recipe(Section):
     max_batched_tokens: _Count = 8192
     # Seconds of a tool return whose time was not recorded: a search or a short command. 0: tools answer at once.
     tool_seconds_if_unknown: Annotated[float, Field(strict=True, ge=0)] = 1.0
+    # Whether a bucket may be a prefill/decode pair: prompts are computed on some engines, tokens generated on others.
+    prefill_decode: bool = Field(default=False, strict=True)
     max_buckets: _Count = 4  # ranges of final context that are told apart: a router has to tell them apart, too
     router_hit: _Share = 1.0  # share of a trajectory's work, after its first tool return, that reaches its own bucket
 
@@ -98,7 +100,21 @@ class Recipe(Section):
             raise ValueError(
                 "early_gradients is true, but mode is colocated: devices that generate cannot train; leave it out"
             )
+        if self.prefill_decode and (self.mode == "colocated" or self.kv_on_update == "refresh"):
+            key, value = ("mode", "async") if self.mode == "colocated" else ("kv_on_update", "keep")
+            raise ValueError(
+                f"prefill_decode is true, but {key} is {getattr(self, key)}, with which pairs are not simulated: set"
+                f" {key} to {value}, or leave prefill_decode out"
+            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without pairs a recipe is written as it was before there were any."""
+        written: dict[str, Any] = fields(self)
+        if not self.prefill_decode:
+            written.pop("prefill_decode", None)
+        return written
 
     @property
     def prompts(self) -> int:

@@ -20,7 +20,7 @@ from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Prediction, Problem
-from libra.plan.transition import IDLE, Role, Transition
+from libra.plan.transition import IDLE, Role, Transition, engine_shape
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
 # the middle of that in the logarithm. What runs measures its own.
@@ -28,6 +28,8 @@ ENGINE_START = 55.0
 # Assumed: processes, imports, building the model. Communicators take a few seconds more at most (MegaScale, Jiang et
 # al. 2024, arXiv 2402.15627, sec. 3.5: less than 5 s on 2,048 GPUs).
 TRAINER_START = 30.0
+# Frontier (arXiv 2605.21312): 4.52 s to change between colocated, prefill and decode. The process and its weights stay.
+ROLE_CHANGE = 4.52
 
 
 def switch_cost(request: ClusterRequest) -> SwitchCost:
@@ -72,15 +74,20 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
     """Seconds lost while groups of a cluster change; `refill` is `live_refill`, 0 where contexts are not lost."""
     if transition.before is None:
         return 0.0
+    engines = {(move.worker, engine_shape(move.before)) for move in transition.moves if move.before != IDLE}
     starting = [
-        switch.trainer_join if move.after.role is Role.TRAIN else switch.engine_start
+        switch.trainer_join
+        if move.after.role is Role.TRAIN
+        else min(ROLE_CHANGE, switch.engine_start)  # it was there, and has another role now
+        if (move.worker, engine_shape(move.after)) in engines
+        else switch.engine_start
         for move in transition.moves
         if move.after != IDLE
     ]
-    devices = {option.shape: option.devices for option in problem.engines}
+    devices = {option.shape: sum(option.uses.values()) for option in problem.engines}
     # A shape that is no longer on the menu has stopped for other reasons, and its contexts with it.
     stopped = sum(
-        devices.get(move.before.shape or "", 0) for move in transition.moves if move.before.role is Role.ROLLOUT
+        devices.get(engine_shape(move.before) or "", 0) for move in transition.moves if move.before.role is Role.ROLLOUT
     )
     before = sum(count * devices.get(shape, 0) for shape, count in transition.before.engines_by_shape.items())
     after = sum(count * devices[shape] for shape, count in transition.after.engines_by_shape.items())

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.plan.allocation import Allocation
+from libra.plan.options.menu import PairHalf, PrefillDecodePair
 from libra.plan.options.price import training_option
 from libra.plan.problem import Pool, Problem
 
-Role = Literal["train", "generate"]
+Role = Literal["train", "generate", "prefill", "decode"]  # the last two: of a prefill/decode pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class DeviceGroup:
     gpus: tuple[int, ...]  # of each of those nodes
 
     @property
-    def kind(self) -> tuple[Role, str]:
-        """Groups of one kind are interchangeable: the router moves an engine to another bucket without touching it."""
-        return self.role, self.name
+    def kind(self) -> tuple[bool, str]:
+        """Groups of one kind are interchangeable: the router moves an engine to another bucket or role of a pair
+        without touching its GPUs."""
+        return self.role == "train", self.name
 
     @property
     def devices(self) -> int:
@@ -47,9 +49,19 @@ class _Wanted:
     bucket: int | None
     devices: int
 
+    @property
+    def kind(self) -> tuple[bool, str]:
+        return self.role == "train", self.name
 
-def place(problem: Problem, allocation: Allocation, current: Sequence[DeviceGroup] = ()) -> tuple[DeviceGroup, ...]:
-    """Replicas first, then the engines of each bucket. Groups of `current` are kept where they can be.
+
+def place(
+    problem: Problem,
+    allocation: Allocation,
+    current: Sequence[DeviceGroup] = (),
+    pairs: Sequence[PrefillDecodePair] = (),
+) -> tuple[DeviceGroup, ...]:
+    """Replicas first, then the engines of each bucket; of shapes that are `pairs`, those of both halves. Groups of
+    `current` are kept where they can be.
 
     In colocated training, replicas and engines are placed apart, each on the whole pool. Raises ValueError when a
     group's size neither divides its node nor is a number of whole nodes.
@@ -61,7 +73,15 @@ def place(problem: Problem, allocation: Allocation, current: Sequence[DeviceGrou
     size = training.devices // training.replicas
     replicas = [_Wanted("train", training.layout, None, size)] * training.replicas
     wanted.setdefault((training.pool, "train" if problem.colocated else "generate"), []).extend(replicas)
+    paired = {pair.shape: pair for pair in pairs}
     for index, bucket in enumerate(allocation.buckets):
+        if bucket.shape in paired:
+            pair = paired[bucket.shape]
+            halves: tuple[tuple[Role, PairHalf], ...] = (("prefill", pair.prefill), ("decode", pair.decode))
+            for role, half in halves:
+                its = [_Wanted(role, half.shape, index, half.tp)] * half.engines * bucket.engines
+                wanted.setdefault((half.pool, "generate"), []).extend(its)
+            continue
         pool, devices, _ = problem.footprint(bucket.shape)
         engines = [_Wanted("generate", bucket.shape, index, devices)] * bucket.engines
         wanted.setdefault((pool, "generate"), []).extend(engines)
@@ -71,6 +91,14 @@ def place(problem: Problem, allocation: Allocation, current: Sequence[DeviceGrou
         for group in _Floor(problem.pool(pool)).place(groups, [kept for kept in current if kept.pool == pool])
     ]
     return tuple(sorted(groups, key=lambda group: (group.role != "train", group.bucket or 0)))
+
+
+def _alike(it: DeviceGroup | _Wanted) -> tuple[object, ...]:
+    return it.role, it.name, it.devices
+
+
+def _of_kind(it: DeviceGroup | _Wanted) -> tuple[object, ...]:
+    return *it.kind, it.devices
 
 
 class _Floor:
@@ -93,20 +121,24 @@ class _Floor:
         return list({id(owner): owner for owners in self._owner for owner in owners if owner is not None}.values())
 
     def _keep(self, wanted: Sequence[_Wanted], current: Iterable[DeviceGroup]) -> list[_Wanted]:
-        """Keep present groups of the kinds that are wanted; what else is wanted still waits."""
-        present: dict[tuple[Role, str, int], deque[DeviceGroup]] = {}
-        for group in current:
-            present.setdefault((*group.kind, group.devices), deque()).append(group)
-        waiting = []
-        for item in wanted:
-            same = present.get((item.role, item.name, item.devices), deque())
-            while same and not self._can_stay(same[0]):
-                same.popleft()
-            if same:
-                group = same.popleft()
-                self._occupy(DeviceGroup(item.role, item.name, item.bucket, self._pool.name, group.nodes, group.gpus))
-            else:
-                waiting.append(item)
+        """Keep present groups of the kinds that are wanted, those of the same role first; what else is wanted waits."""
+        left = list(current)
+        waiting = list(wanted)
+        for of in (_alike, _of_kind):
+            present: dict[tuple[object, ...], deque[DeviceGroup]] = {}
+            for group in left:
+                present.setdefault(of(group), deque()).append(group)
+            asking, waiting = waiting, []
+            for item in asking:
+                same = present.get(of(item), deque())
+                while same and not self._can_stay(same[0]):
+                    same.popleft()
+                if same:
+                    kept = same.popleft()
+                    self._occupy(DeviceGroup(item.role, item.name, item.bucket, self._pool.name, kept.nodes, kept.gpus))
+                else:
+                    waiting.append(item)
+            left = [group for groups in present.values() for group in groups]
         return waiting
 
     def _can_stay(self, group: DeviceGroup) -> bool:

@@ -127,7 +127,7 @@ def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequenc
     problem, allocation = menu.problem, solution.allocation
     max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, allocation))
     layout = menu.layouts.get((allocation.layout, allocation.replicas))
-    placement = () if layout is None else place(problem, allocation, placed)
+    placement = () if layout is None else place(problem, allocation, placed, menu.pairs)
     loans = loans_of(menu.lent, allocation)
     return Plan(allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, loans, request)
 

@@ -10,6 +10,7 @@ Data        eta  staleness    L, F, S  of t: training, its part `after_rollout`,
             work, refresh, refill, kv_occupancy, residence  of o for each class    stall, holds  of o
             generates, waits  of o for each line l and class: of the longest trajectory up to the class
             recall  of k for each class
+            A prefill/decode pair is an engine on two pools; its rows of work are prompts, KV on the links, and decoding
             Engines on a pool that serves are lent: their prices are those of the share of a device that they get,
             their longest context is below that of all trajectories, and no t is there
 Decide      x[t]        which option trains
@@ -149,9 +150,13 @@ class EngineOption:
     # Where caches cannot hold all contexts:
     refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
     kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
+    # Of a prefill/decode pair: pool and devices of the engines that compute its prompts. Those above generate.
+    prefill: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, max_num_seqs=self.max_num_seqs, holds=self.holds)
+        if self.prefill is not None:
+            require_at_least(1, devices=self.prefill[1])
         owner = f"engine option {self.name}"
         _require_costs(owner, stall=(self.stall,), refresh=self.refresh, residence=self.residence)
         _require_costs(owner, refill=self.refill, kv_occupancy=self.kv_occupancy)
@@ -177,6 +182,15 @@ class EngineOption:
     def alone(self, last: int) -> float:
         """Seconds of the longest trajectory of the classes up to `last` if it were the only one of its batch."""
         return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
+
+    @property
+    def uses(self) -> dict[str, int]:
+        """Devices of one engine by pool; of a pair, those of both halves."""
+        used = {self.pool: self.devices}
+        if self.prefill is not None:
+            pool, devices = self.prefill
+            used[pool] = used.get(pool, 0) + devices
+        return used
 
     @property
     def footprint(self) -> tuple[str, int, int]:
@@ -247,7 +261,7 @@ class Problem:
         pools = {pool.name for pool in self.pools}
         if len(pools) < len(self.pools):
             raise ValueError("two pools have the same name; name each once")
-        for pool in (*(option.pool for option in self.engines), *(option.pool for option in self.training)):
+        for pool in (*(pool for option in self.engines for pool in option.uses), *(it.pool for it in self.training)):
             if pool not in pools:
                 raise ValueError(f"an option is on pool {pool!r}; the pools are {', '.join(sorted(pools))}")
         serving = {pool.name for pool in self.pools if pool.serves}
@@ -263,9 +277,10 @@ class Problem:
         named = [(option.layout, option.replicas) for option in self.training]
         if len(set(named)) < len(named):
             raise ValueError("two training options have the same layout and replicas; list each once")
-        same: dict[str, tuple[str, int, int]] = {}
+        same: dict[str, tuple[object, ...]] = {}
         for engine in self.engines:
-            if same.setdefault(engine.shape, engine.footprint) != engine.footprint:
+            shared = (*engine.footprint, engine.prefill)
+            if same.setdefault(engine.shape, shared) != shared:
                 raise ValueError(
                     f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart"
                 )
@@ -310,6 +325,10 @@ class Problem:
     def shapes(self) -> tuple[str, ...]:
         """Names of the shapes, in the order of the options."""
         return tuple(dict.fromkeys(option.shape for option in self.engines))
+
+    def uses(self, shape: str) -> dict[str, int]:
+        """Devices of one engine of a shape, by pool."""
+        return next(option.uses for option in self.engines if option.shape == shape)
 
     def footprint(self, shape: str) -> tuple[str, int, int]:
         """Pool, devices of one engine, and longest context of a shape."""

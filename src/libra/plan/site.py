@@ -114,7 +114,9 @@ class ClusterSite:
         if self.running is None:
             return Transition(None, wanted, ())
         placed = self.running.placement
-        return group_transition(self.running.allocation, wanted, placed, place(question.problem, wanted, placed))
+        return group_transition(
+            self.running.allocation, wanted, placed, place(question.problem, wanted, placed, question.menu.pairs)
+        )
 
     def seconds(self, question: Question, transition: Transition) -> float:
         if not isinstance(question.request, ClusterRequest):

@@ -47,6 +47,7 @@ class Duty:
 
 
 IDLE, TRAIN = Duty(Role.IDLE), Duty(Role.TRAIN)
+_AS = " as "  # between the shape of an engine and its role in a prefill/decode pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,13 @@ def _replicas_last(move: Move) -> bool:
 def _located(group: DeviceGroup) -> tuple[str, Duty]:
     role = Role.TRAIN if group.role == "train" else Role.ROLLOUT
     nodes, gpus = (",".join(map(str, numbers)) for numbers in (group.nodes, group.gpus))
-    return f"{group.pool} nodes {nodes} GPUs {gpus}", Duty(role, group.name)
+    shape = group.name if group.role in ("train", "generate") else f"{group.name}{_AS}{group.role}"
+    return f"{group.pool} nodes {nodes} GPUs {gpus}", Duty(role, shape)
+
+
+def engine_shape(duty: Duty) -> str | None:
+    """What is started for a duty: an engine of a pair is one like others, which only has another role."""
+    return None if duty.shape is None else duty.shape.partition(_AS)[0]
 
 
 def _groups(allocation: Allocation) -> Counter[tuple[str, Duty]]:

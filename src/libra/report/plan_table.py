@@ -88,7 +88,9 @@ def _allocation(plan: Plan) -> Table:
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
         lent = any(loan.shape == bucket.shape for loan in plan.loans)
-        add(index, "lent engines" if lent else "engines", bucket.engines, bucket.shape, str(max_num_seqs), span)
+        paired = any(group.bucket == index and group.role == "prefill" for group in plan.placement)
+        kind = "lent engines" if lent else "prefill/decode pairs" if paired else "engines"
+        add(index, kind, bucket.engines, bucket.shape, str(max_num_seqs), span)
     return table
 
 

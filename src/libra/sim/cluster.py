@@ -24,7 +24,7 @@ from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.frontend import Frontend
 from libra.sim.handover import KVMoves
 from libra.sim.kv_network import KVNetwork
-from libra.sim.placement import Placer
+from libra.sim.placement import EngineInstance, Placer
 from libra.sim.prefill_decode import PrefillDecode
 from libra.sim.workload.caller import Caller
 from libra.sim.workload.requests import Workload
@@ -68,7 +68,7 @@ class SimCluster:
         """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
         request of its own, numbered after all others."""
         check_engines(specs, limits)
-        check_roles(specs, kv_transfer is not None, [update.refresh for update in updates])
+        check_roles(specs, kv_transfer is not None, [update.refresh for update in updates], may_come=patient)
         check_groups(specs, [update.engines for update in updates])
         entries = sum(spec.role.takes == "prompt" for spec in specs)
         if route is None and (entries > 1 or patient):
@@ -107,6 +107,7 @@ class SimCluster:
         self._add(specs)
         self._events = EventQueue(updates)
         self._deciding: set[int] = set()  # engines that have to at this tick
+        self._draining: dict[int, Callable[[int], None]] = {}  # engines that take nothing new, and what follows
 
     # What whoever makes the workload may do to the cluster while it runs
 
@@ -114,6 +115,11 @@ class SimCluster:
     def moved_tokens(self) -> int:
         """Tokens whose KV followed a trajectory from one engine to another."""
         return self.frontend.moved_tokens
+
+    @property
+    def instances(self) -> tuple[EngineInstance, ...]:
+        """All engines in service, whatever their role."""
+        return tuple(instance for placer in self.frontend.placers for instance in placer.fleet.instances)
 
     @property
     def kv_tokens(self) -> int:
@@ -162,16 +168,35 @@ class SimCluster:
     def close(self, name: str) -> None:
         """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere. With a rank of
         a group the whole group does."""
-        placer = next((it for it in self.frontend.placers if name in it), self.placer)
-        first = placer.remove(name)
+        self._close(self._out_of_service(name))
+
+    def drain(self, name: str, then: Callable[[int], None]) -> None:
+        """An engine takes nothing new, and is closed once it has done what it has, and nothing is kept there for
+        others: `then` is told the tick. Weights are as they were. Raises ValueError for a rank of a group."""
+        engine = self._out_of_service(name)
+        if isinstance(engine.clock, RankGroup):
+            raise ValueError(f"engine {name} is a rank of a group, which is not drained: close it")
+        self._draining[engine.index] = then
+        self._close_if_drained(engine)
+
+    def _out_of_service(self, name: str) -> SimEngine:
+        return next((it for it in self.frontend.placers if name in it), self.placer).remove(name)
+
+    def _close(self, first: SimEngine) -> None:
         group = first.clock
         engines: Sequence[SimEngine] = group.ranks if isinstance(group, RankGroup) else (first,)
         for engine in engines:
             if engine is not first:
-                placer.remove(self.specs[engine.index].name)
+                self._out_of_service(self.specs[engine.index].name)
             self.changed(engine, engine.close(self.now))
             if not engine.busy:
                 self._empty(engine)
+
+    def _close_if_drained(self, engine: SimEngine) -> None:
+        if not (engine.busy or engine.unfinished or engine.sending or engine.orphans):
+            then = self._draining.pop(engine.index)
+            self._close(engine)
+            self.at(self.now + 1, then)
 
     def _add(self, specs: Sequence[EngineSpec], make: EngineMaker = SimEngine) -> None:
         known = len(self.engines)
@@ -257,7 +282,10 @@ class SimCluster:
                     self.frontend.planned(engine, now)
                 if watch is not None:
                     watch(engine, now)
+            drained = [engines[index] for index in sorted(deciding & self._draining.keys())] if self._draining else ()
             deciding.clear()
+            for engine in drained:
+                self._close_if_drained(engine)
             for group in self.groups:
                 if group.due:
                     self._depart(group, now)
@@ -314,6 +342,8 @@ class SimCluster:
         self._events.cancel(tick, request)
 
     def look_at(self, engine: SimEngine) -> None:
+        if engine.index in self._draining and engine.index not in self._deciding:
+            self._close_if_drained(engine)
         if self._watch is not None:
             self._watch(engine, self.now)
 

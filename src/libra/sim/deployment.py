@@ -90,8 +90,11 @@ class Deployment:
         return policy_named(self.route, sticky=self.sticky, seed=seed)
 
 
-def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Sequence[bool]) -> None:
-    """Raises ValueError unless engines with roles have each other, and a way for their KV."""
+def check_roles(
+    engines: Sequence[EngineSpec], transfers: bool, refreshes: Sequence[bool], *, may_come: bool = False
+) -> None:
+    """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
+    are missing may come later."""
     for engine in engines:
         if engine.config.kv_tiers and engine.role.name != "colocated":
             raise ValueError(
@@ -104,11 +107,11 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
         of_role.setdefault(engine.role.name, []).append(engine)
     prefill, decode = of_role.get("prefill", []), of_role.get("decode", [])
     if not prefill and not decode:
-        if transfers:
+        if transfers and not may_come:
             raise ValueError("kv_transfer is given, and no engine has the role prefill or decode: give them one")
         return
     for some, role, other in ((prefill, "prefill", "decode"), (decode, "decode", "prefill")):
-        if not some and not (role == "prefill" and "colocated" in of_role):
+        if not some and not may_come and not (role == "prefill" and "colocated" in of_role):
             raise ValueError(f"engines have the role {other}, and none has {role}: add one, or make them colocated")
     if not transfers:
         raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")

@@ -16,9 +16,9 @@ from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
-from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.config import COLOCATED, EngineSpec
 from libra.sim.outcome.result import SimulationResult
-from libra.sim.planned_engines import planned_engines
+from libra.sim.planned_engines import planned_engines, planned_network
 from libra.sim.simulate import Elapsed, simulate
 from libra.sim.training_run.episodes import Resampled
 from libra.sim.training_run.loop import simulate_posttraining
@@ -85,6 +85,8 @@ def simulate_plan(
         limits=deployment.limits,
         turn_tokens=deployment.turn_tokens,
         updates=deployment.updates,
+        kv_transfer=deployment.kv_transfer,
+        decode_route=deployment.decode_policy(seed),
         time_limit=time_limit,
         exact=exact,
         progress=progress,
@@ -128,6 +130,7 @@ def planned_run(
         limits=tuple(bucket.up_to for bucket in plan.allocation.buckets),
         turn_tokens=_turn_tokens(drawn, longest),
         updates=_updates(plan, engines, steps),
+        kv_transfer=planned_network(plan.request) if any(it.role is not COLOCATED for it in engines) else None,
     )
     workload = Replay(
         drawn,

@@ -71,7 +71,18 @@ class SimulatedFleet:
 class Placer:
     """Asks the policy, if there is one, for the engine of each request; without one there is one engine."""
 
-    __slots__ = ("_by_name", "_destined", "_route", "behind", "fleet", "migrated_tokens", "migrations", "placements")
+    __slots__ = (
+        "_by_bucket",
+        "_by_name",
+        "_destined",
+        "_instances",
+        "_route",
+        "behind",
+        "fleet",
+        "migrated_tokens",
+        "migrations",
+        "placements",
+    )
 
     def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
         self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
@@ -79,6 +90,8 @@ class Placer:
         self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
         self._route = route
         self._by_name: dict[str, SimEngine] = {}
+        self._instances: dict[int, EngineInstance] = {}  # by index of the engine
+        self._by_bucket: dict[int, SimulatedFleet] = {}  # as far as they were asked for since engines changed
         self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
 
     # Engines in service
@@ -99,17 +112,24 @@ class Placer:
         """Whether it is this engine that has the name."""
         return self._by_name.get(name) is engine
 
+    def bucket_of(self, engine: SimEngine) -> int | None:
+        """The one that it serves now; None where it is not in service."""
+        instance = self._instances.get(engine.index)
+        return None if instance is None else instance.bucket
+
     def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], now: Callable[[], int]) -> None:
         """Raises ValueError where another one has the name."""
         for spec, engine in engines:
             if spec.name in self._by_name:
                 raise ValueError(f"there is an engine {spec.name} already: close it first")
             self._by_name[spec.name] = engine
-        added = (EngineInstance(spec, engine, now) for spec, engine in engines)
+        added = [EngineInstance(spec, engine, now) for spec, engine in engines]
+        self._instances |= {it.engine.index: it for it in added}
         self._serve((*self.fleet.instances, *added), self.fleet.limits)
 
     def remove(self, name: str) -> SimEngine:
         engine = self._by_name.pop(name)
+        del self._instances[engine.index]
         self._serve([it for it in self.fleet.instances if it.id != name], self.fleet.limits)
         if self._route is not None:
             self._route.instance_gone(name)
@@ -123,13 +143,14 @@ class Placer:
 
     def _serve(self, instances: Iterable[EngineInstance], limits: tuple[int, ...]) -> None:
         """With these from now on."""
+        self._by_bucket.clear()
         self.fleet = IndexedFleet(tuple(instances), limits, self.fleet.turn_tokens)
 
     # Requests
 
-    def place(self, request: Request, *, again: bool) -> SimEngine | None:
+    def place(self, request: Request, *, again: bool, bucket: int | None = None) -> SimEngine | None:
         """The engine that it goes to, or None where none holds it. `again`: the policy has been asked about the request
-        before, and was told of the return that it follows."""
+        before, and was told of the return that it follows. With `bucket` it goes to an engine of that one."""
         route = self._route
         if route is None:
             return next(iter(self._by_name.values()), None)
@@ -137,7 +158,7 @@ class Placer:
         if placement is not None and placement.instance not in self._by_name:
             placement = None
         if placement is None:
-            placement = self._ask(request, route, again)
+            placement = self._ask(request, route, again, bucket)
         if placement is None:
             return None
         self.placements += 1
@@ -196,26 +217,35 @@ class Placer:
     def refusal(self, request: Request) -> str:
         return f"no engine holds its {request.prompt_tokens} tokens and a turn of {self.fleet.turn_tokens} more"
 
-    def _ask(self, request: Request, route: Policy, again: bool) -> Placement | None:
+    def _ask(self, request: Request, route: Policy, again: bool, bucket: int | None) -> Placement | None:
         owner = request.owner
         if not isinstance(owner, Caller):
             name = str(request.number)
             prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
             return route.place(
-                policy.TurnRequest(name, prompt, request.prompt_tokens, request.prompt_tokens), self.fleet
+                policy.TurnRequest(name, prompt, request.prompt_tokens, request.prompt_tokens), self._of_bucket(bucket)
             )
         owner.placed_before = owner.generated_before
         asked, returned = owner.routing_request(), None if again else owner.returned()
         if returned is None:
-            return route.place(asked, self._fleet(owner))
+            return route.place(asked, self._fleet(owner, bucket))
         return route.tool_returned(asked, returned, self._fleet(owner))
 
-    def _fleet(self, owner: Caller) -> IndexedFleet[EngineInstance] | SimulatedFleet:
+    def _fleet(self, owner: Caller, bucket: int | None = None) -> IndexedFleet[EngineInstance] | SimulatedFleet:
         """The engines whose weights are not older than those that the trajectory began with."""
         needed = owner.trajectory.policy_version
         hidden = {name for name, version in self.behind.items() if version < needed} if self.behind else ()
+        fleet = self._of_bucket(bucket)
         if not hidden:
-            return self.fleet
-        fleet = self.fleet
+            return fleet
         shown = tuple(it for it in fleet.instances if it.id not in hidden)
         return SimulatedFleet(shown, fleet.limits, fleet.turn_tokens)
+
+    def _of_bucket(self, bucket: int | None) -> IndexedFleet[EngineInstance] | SimulatedFleet:
+        if bucket is None or len(self.fleet.limits) == 1:
+            return self.fleet
+        fleet = self._by_bucket.get(bucket)
+        if fleet is None:
+            its = tuple(it for it in self.fleet.instances if it.bucket == bucket)
+            fleet = self._by_bucket[bucket] = SimulatedFleet(its, self.fleet.limits, self.fleet.turn_tokens)
+        return fleet

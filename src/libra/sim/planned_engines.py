@@ -12,15 +12,18 @@ from libra.cost.device import slowed
 from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
+from libra.cost.transfer import fabric
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.menu import LentEngine
+from libra.plan.options.pairs import kv_rate
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
-from libra.plan.plan import Plan
-from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.plan.plan import Plan, PlanRequest
+from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.iteration_cost import IterationCost, measured_cost
+from libra.sim.kv_network import KVNetwork
 
 
 class PlacementError(ValueError):
@@ -43,6 +46,15 @@ def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, .
                 f"placement has no engine for the bucket of contexts up to {allocated.up_to:,} tokens: plan again"
             )
     return engines
+
+
+def planned_network(request: PlanRequest) -> KVNetwork | None:
+    """How KV goes from prefill to decode where buckets may be pairs: each GPU has its share of its node's network, of
+    the slowest nodes that there are. None where they may not."""
+    if not isinstance(request, ClusterRequest) or not request.recipe.prefill_decode:
+        return None
+    nodes = request.cluster.nodes
+    return KVNetwork(min(map(kv_rate, nodes)), max(fabric(its).network_latency for its in nodes))
 
 
 def lent_engines(plan: Plan) -> frozenset[str]:
@@ -83,20 +95,25 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
 
 
 def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[EngineSpec, ...]:
-    made: dict[int, tuple[EngineConfig, IterationCost]] = {}
+    made: dict[tuple[int, str], tuple[EngineConfig, IterationCost]] = {}
+    kv_bytes = request.model.kv_bytes_per_token(request.recipe.kv_bytes)
     beside = {it.shape: it for it in request.menu().lent} if plan.loans else {}
     engines = []
     for group in plan.placement:
         if group.bucket is None:
             continue
-        if group.bucket not in made:
+        kind = group.bucket, group.role
+        if kind not in made:
             seqs = plan.max_num_seqs[group.bucket]
             lent = beside.get(group.name)
-            made[group.bucket] = _engine(request, group, seqs) if lent is None else _lent(request, lent, seqs, granted)
-        config, cost = made[group.bucket]
-        engines.append(
-            EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
-        )
+            made[kind] = _engine(request, group, seqs) if lent is None else _lent(request, lent, seqs, granted)
+        config, cost = made[kind]
+        spec = EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
+        if group.role == "prefill" or group.role == "decode":
+            # What computed a prompt may stop for another plan before its KV is read.
+            its = replace(config, kv_load_failure_policy="recompute")
+            spec = replace(spec, config=its, role=ROLES[group.role], kv_bytes=kv_bytes)
+        engines.append(spec)
     return tuple(engines)
 
 
@@ -107,7 +124,7 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
         max_model_len=min(kv, recipe.max_length),
         kv_blocks=kv // BLOCK,
         block_size=BLOCK,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=min(max_num_seqs, recipe.max_batched_tokens) if group.role == "prefill" else max_num_seqs,
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]

@@ -18,6 +18,7 @@ from libra.sim.handover import KVMoves
 from libra.sim.kv_network import KVNetwork
 from libra.sim.kv_pulls import HandedOver, Prefill, Pulls
 from libra.sim.placement import Placer
+from libra.sim.workload.caller import Caller
 
 _HEARTBEATS = 6  # in a lease
 _EXTENSION = (2, 3)  # of a lease, that a heartbeat gives from then on
@@ -45,6 +46,7 @@ class PrefillDecode(Frontend):
         self.handed_over: list[HandedOver] = []  # in the order in which their prompts were computed
         self._keep = keep
         self._lease = ticks(settings.lease)
+        self._stayed: set[str] = set()  # trajectories none of whose prompts went to an engine for prompts
         self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is let go
         self._pulls = Pulls(settings, host.specs, host.at, self._arrived)
         self._broken: set[int] = set()  # engines that nothing can be read from
@@ -80,7 +82,17 @@ class PrefillDecode(Frontend):
     # The way of a request
 
     def place(self, request: Request, again: bool) -> SimEngine | None:
-        return self._stays(request) or self.placer.place(request, again=again)
+        engine, owner = self._stays(request), request.owner
+        if not isinstance(owner, Caller):
+            return engine or self.placer.place(request, again=again)
+        name = owner.trajectory.id
+        if engine is not None:
+            if not owner.position:
+                self._stayed.add(name)
+            return engine
+        again = again or name in self._stayed  # its policy has not heard of the trajectory
+        self._stayed.discard(name)
+        return self.placer.place(request, again=again)
 
     def _stays(self, request: Request) -> SimEngine | None:
         """The engine that generates, if it computes the prompt, too: little of that is missing there."""
@@ -156,7 +168,7 @@ class PrefillDecode(Frontend):
         if request.status == "cancelled":
             self._let_go(prefill, now)
             return
-        engine = self.decoders.place(request, again=True)
+        engine = self.decoders.place(request, again=True, bucket=self.placer.bucket_of(prefill.engine))
         if engine is None:
             self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
             del self._prefills[request]

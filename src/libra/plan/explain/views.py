@@ -61,9 +61,9 @@ def bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, 
         views.append(
             BucketView(
                 shape=bucket.shape,
-                pool=priced.option.pool,
+                pool=" and ".join(sorted(priced.option.uses)),
                 engines=bucket.engines,
-                devices=bucket.engines * priced.option.devices,
+                devices=bucket.engines * sum(priced.option.uses.values()),
                 max_num_seqs=priced.option.max_num_seqs,
                 above=bucket.above,
                 up_to=bucket.up_to,
@@ -84,14 +84,14 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
         training, generating = used[pool.name]
         idle = pool.devices - (max(training, generating) if problem.colocated else training + generating)
         why = _why_idle(problem, allocation, pool.name, rejected) if idle else ""
-        if pool.serves and not generating and any(option.pool == pool.name for option in problem.engines):
+        if pool.serves and not generating and any(pool.name in option.uses for option in problem.engines):
             why = f"a loan would save less than {LEAST_GAIN:.0%} of a step on average"
         views.append(PoolView(pool.name, pool.devices, training, generating, idle, why, pool.serves))
     return tuple(views)
 
 
 def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Sequence[Rejected]) -> str:
-    engines = tuple(option for option in problem.engines if option.pool == pool)
+    engines = tuple(option for option in problem.engines if pool in option.uses)
     if not engines:
         there = (each.reason for each in reversed(rejected) if each.name.startswith(f"{pool}/"))
         return f"no engine there: {next(there, 'none fits')}"
@@ -122,6 +122,9 @@ def _serves(problem: Problem, allocation: Allocation, engines: tuple[EngineOptio
     training, step = own_training(problem, allocation), price(problem, allocation).step
     need = RangeTable(changed, tried=False).engines(training, step)
     room = np.array(
-        [problem.pool(pool).devices // devices for pool, devices, _ in map(changed.footprint, changed.shapes)]
+        [
+            min(problem.pool(pool).devices // devices for pool, devices in changed.uses(shape).items())
+            for shape in changed.shapes
+        ]
     )
     return bool(((need < NEVER) & (need <= room[:, None, None])).any())

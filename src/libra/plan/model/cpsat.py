@@ -47,12 +47,11 @@ class StepModel:
         self.ranges: list[Range] = [(int(s), int(i), int(j)) for s, i, j in np.argwhere(least < NEVER)]
 
         # Data
-        footprints = [problem.footprint(shape) for shape in problem.shapes]
-        self.pool_of = [pool for pool, _, _ in footprints]
-        self.devices_of = [devices for _, devices, _ in footprints]
+        self.uses = [problem.uses(shape) for shape in problem.shapes]
         used = {s for s, _, _ in self.ranges}
         self.most = [
-            problem.pool(pool).devices // devices if s in used else 0 for s, (pool, devices, _) in enumerate(footprints)
+            min(problem.pool(pool).devices // devices for pool, devices in uses.items()) if s in used else 0
+            for s, uses in enumerate(self.uses)
         ]
 
         # Variables
@@ -141,7 +140,7 @@ class StepModel:
         = with no_idle_devices, of a pool that serves = or none"""
         for pool in self.problem.pools:
             name = f"devices[{pool.name}]"
-            generating = sum(self.devices_of[s] * self.n[s] for s in self.shapes if self.pool_of[s] == pool.name)
+            generating = sum(self.uses[s][pool.name] * self.n[s] for s in self.shapes if pool.name in self.uses[s])
             if pool.serves and self.problem.use_all_devices:
                 lends = self.cp.new_bool_var(f"lends[{pool.name}]")
                 self.cp.add(generating == pool.devices * lends).with_name(name)
@@ -175,7 +174,7 @@ class StepModel:
         in this order, as one sum."""
         buckets = sum(self.z.values())
         order = sum((s + 1) * (j - i + 1) * z for (s, i, j), z in self.z.items())
-        devices = sum(self.devices_of[s] * self.n[s] for s in self.shapes) + sum(
+        devices = sum(sum(self.uses[s].values()) * self.n[s] for s in self.shapes) + sum(
             candidate.training.devices * x for candidate, x in zip(self.candidates, self.x, strict=True)
         )
         classes, shapes = len(self.problem.peaks), len(self.problem.shapes)

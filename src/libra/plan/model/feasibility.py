@@ -110,14 +110,14 @@ def _longest_context(problem: Problem) -> Constraint:
     text = f"an engine must hold the longest context of {longest:,} tokens"
     holding = [option for option in problem.engines if option.holds >= longest]
     if holding:
-        least = min(holding, key=lambda option: option.devices)
-        return Constraint("longest_context", f"{text} ({least.shape} does, with {least.devices:,} devices)")
+        least, devices = min(((it, sum(it.uses.values())) for it in holding), key=lambda pair: pair[1])
+        return Constraint("longest_context", f"{text} ({least.shape} does, with {devices:,} devices)")
     most = max(problem.engines, key=lambda option: option.holds)
     return Constraint("longest_context", f"{text} (the most is {most.holds:,}, by {most.shape})")
 
 
 def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: EngineOption, own: bool) -> bool:
-    used = {engine.pool: engine.devices}
+    used = engine.uses
     if train is not None:
         there = used.get(train.pool, 0)
         used[train.pool] = there + train.devices if own else max(there, train.devices)

@@ -78,9 +78,7 @@ class StepProgram:
         self.problem, self.step = problem, step
 
         # Sets and data
-        footprints = [problem.footprint(shape) for shape in problem.shapes]
-        self.pool_of = [pool for pool, _, _ in footprints]
-        self.devices_of = [devices for _, devices, _ in footprints]
+        self.uses = [problem.uses(shape) for shape in problem.shapes]
         self.shapes = range(len(problem.shapes))
         self.candidates = self._candidates()
 
@@ -150,7 +148,7 @@ class StepProgram:
         for c, (candidate, x) in enumerate(zip(self.candidates, self.x, strict=True)):
             for pool in self.problem.pools:
                 generating = pulp.lpSum(
-                    self.devices_of[s] * n for s, n in self._engines(c) if self.pool_of[s] == pool.name
+                    self.uses[s][pool.name] * n for s, n in self._engines(c) if pool.name in self.uses[s]
                 )
                 trains = candidate.training.devices if candidate.training.pool == pool.name else 0
                 room = pool.devices if self.problem.colocated else pool.devices - trains
@@ -198,13 +196,10 @@ class StepProgram:
 
     def _room(self, option: TrainingOption) -> Any:
         """[shape] engines for which the option leaves devices."""
-        trains = [0 if self.problem.colocated or pool != option.pool else option.devices for pool in self.pool_of]
-        return np.array(
-            [
-                (self.problem.pool(pool).devices - taken) // devices
-                for pool, taken, devices in zip(self.pool_of, trains, self.devices_of, strict=True)
-            ]
-        )
+        room = {pool.name: pool.devices for pool in self.problem.pools}
+        if not self.problem.colocated:
+            room[option.pool] -= option.devices
+        return np.array([min(room[pool] // devices for pool, devices in uses.items()) for uses in self.uses])
 
     def _optimal(self) -> bool:
         if not self.candidates:
@@ -242,7 +237,8 @@ class StepProgram:
         )
 
     def _devices(self) -> Any:
-        return pulp.lpSum(self.devices_of[s] * n for c in range(len(self.x)) for s, n in self._engines(c)) + pulp.lpSum(
+        engines = (pair for c in range(len(self.x)) for pair in self._engines(c))
+        return pulp.lpSum(sum(self.uses[s].values()) * n for s, n in engines) + pulp.lpSum(
             candidate.training.devices * x for candidate, x in zip(self.candidates, self.x, strict=True)
         )
 
@@ -258,7 +254,7 @@ class StepProgram:
         return [z for r, z in self.z[c].items() if r[0] == shape]
 
     def _most(self, s: int) -> int:
-        return self.problem.pool(self.pool_of[s]).devices // self.devices_of[s]
+        return min(self.problem.pool(pool).devices // devices for pool, devices in self.uses[s].items())
 
     def _integer(self, name: str, most: int = 1) -> Any:
         return self.lp.add_variable(name, 0, most, pulp.LpInteger)

@@ -34,10 +34,9 @@ class Relaxation:
     def __init__(self, problem: Problem, table: RangeTable) -> None:
         self.problem = problem
         self._table = table
-        footprints = [problem.footprint(shape) for shape in problem.shapes]
         self._pools = [pool.name for pool in problem.pools]
-        self._pool_of = np.array([self._pools.index(pool) for pool, _, _ in footprints])
-        self._devices = np.array([devices for _, devices, _ in footprints])
+        uses = [problem.uses(shape) for shape in problem.shapes]
+        self._uses = np.array([[used.get(pool, 0) for pool in self._pools] for used in uses])  # [shape, pool] devices
         self._available = np.array([float(pool.devices) for pool in problem.pools])
         self._weights = np.ones(len(self._pools))
         self._most_buckets = most_buckets(problem)
@@ -47,7 +46,7 @@ class Relaxation:
     @property
     def weights(self) -> Floats:
         """[shape] what one engine weighs: its devices, dearer in pools that were overdrawn."""
-        return np.asarray(self._devices * self._weights[self._pool_of])
+        return np.asarray(self._uses @ self._weights)
 
     def candidates(self, step: float) -> list[Candidate]:
         """Training options that may keep the step, each with what is left of its ranges. None: no plan keeps it.
@@ -115,7 +114,8 @@ class Relaxation:
 
     def _reduced(self, option: TrainingOption, engines: Counts) -> Candidate | None:
         room = self._room(option)
-        counts = np.where(engines <= (room[self._pool_of] // self._devices)[:, None, None], engines, NEVER)
+        most = np.where(self._uses > 0, room // np.maximum(self._uses, 1), np.inf).min(axis=1)
+        counts = np.where(engines <= most[:, None, None], engines, NEVER)
         weight = self.weights[:, None, None]
         cost = np.where(counts < NEVER, counts * weight, _UNREACHED)
         before, after = _shortest(cost.min(axis=0), self._most_buckets)
@@ -138,7 +138,7 @@ class Relaxation:
         room = np.maximum(1.0, self._room(candidate.training))
         use = np.zeros(len(self._pools))
         for shape, first, last in cheapest_cover(candidate.engines, self.weights, self._most_buckets):
-            use[self._pool_of[shape]] += self._devices[shape] * candidate.engines[shape, first, last]
+            use += self._uses[shape] * candidate.engines[shape, first, last]
         self._weights *= np.exp(np.clip(use / room - 1, -1, 1))
         self._weights /= self._weights.max()
         self._weights = np.maximum(self._weights, 1e-3)

@@ -24,7 +24,8 @@ from libra.plan.allocation import Allocation
 from libra.plan.options.engines import engine_kv_tokens, engine_options
 from libra.plan.options.layouts import Layouts, training_layouts
 from libra.plan.options.lent import availability, lent_options
-from libra.plan.options.menu import LentEngine, Menu, Rejected, check_classes, most_buckets, reach
+from libra.plan.options.menu import LentEngine, Menu, PrefillDecodePair, Rejected, check_classes, most_buckets, reach
+from libra.plan.options.pairs import pair_options
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
@@ -102,6 +103,14 @@ class ClusterRequest:
             raise InfeasiblePlanError(_nothing_trains(model, rejected_layouts))
         if not engines:
             raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
+        pairs: tuple[PrefillDecodePair, ...] = ()
+        if recipe.prefill_decode:
+            runs = () if self.current is None else self.current.engines_by_shape.keys()
+            of_pairs, pairs, unpaired = pair_options(
+                model, self.cluster.nodes, recipe, classes, self.profiles, factors, runs
+            )
+            engines += of_pairs
+            rejected_engines += unpaired
         lent: list[LentEngine] = []
         for lender, profile in zip(self.lenders, self.lent_profiles, strict=True):
             nodes = self.lending_nodes(lender)
@@ -133,7 +142,8 @@ class ClusterRequest:
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
-        return Menu(problem, layouts, (*rejected_layouts, *rejected_engines), tuple(lent), availability(lent))
+        rejected = (*rejected_layouts, *rejected_engines)
+        return Menu(problem, layouts, rejected, tuple(lent), pairs, availability(lent))
 
     def layouts(self) -> dict[str, Layouts]:
         """The training half of the menu, by class of nodes."""

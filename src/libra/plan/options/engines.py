@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from libra.cost.grid import EngineGrid, EngineProfile, whole_iterations
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.rollout import (
     EngineTiming,
+    Longest,
     batch_work,
     longest_of,
     longest_upto,
@@ -114,25 +115,10 @@ def shape_options(
 ) -> list[EngineOption]:
     """Options of engines with `kv` tokens of memory, none of which `holds` a longer context. All that they do takes
     `slowed` times as long, and `recalls` a second put out whatever they have under way."""
-    grid = grid if slowed == 1 else grid.slowed(slowed)
+    engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds)
+    timing, max_num_seqs = engine.timing, engine.max_num_seqs
     served = [cls for cls in classes if cls.peak_context <= holds]
-    contexts = [cls.context_sum / cls.generated for cls in served if cls.generated] or [1.0]
-    shortest, longest = max(1.0, min(contexts)), max(1.0, *contexts)
-    max_num_seqs = min(int(kv / shortest), grid.batches[-1])
-    host = grid.host
-    grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens)
-    try:
-        prefill = prefill_line(grid, recipe.max_batched_tokens)
-    except ValueError as error:
-        raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
-    lines = iteration_lines(grid, max_num_seqs, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
-    timing = EngineTiming(
-        lines,
-        prefill.per_token,
-        prefill.per_token_context,
-        per_turn=host.admission,
-        per_admitted_token=host.context_token + host.cached_token,
-    )
+    longest = max([1.0, *(cls.context_sum / cls.generated for cls in served if cls.generated)])
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
@@ -148,8 +134,40 @@ def shape_options(
     )
     return [
         option(**_batch_prices(near, recipe, classes, kv, factors, recalls))
-        for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
+        for near in secant_timings(timing, engine.grid, together, (max(1.0, mean), longest))
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class PricedEngine:
+    """What an engine takes, as the planner looks at it."""
+
+    timing: EngineTiming
+    grid: EngineGrid  # of whole iterations
+    max_num_seqs: int
+
+
+def priced_engine(
+    recipe: Recipe, classes: Sequence[TrajectoryClass], grid: EngineGrid, kv: int, holds: int
+) -> PricedEngine:
+    """Of an engine with `kv` tokens of memory that holds contexts of up to `holds`."""
+    contexts = [c.context_sum / c.generated for c in classes if c.peak_context <= holds and c.generated] or [1.0]
+    max_num_seqs = min(int(kv / max(1.0, min(contexts))), grid.batches[-1])
+    host = grid.host
+    grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens)
+    try:
+        prefill = prefill_line(grid, recipe.max_batched_tokens)
+    except ValueError as error:
+        raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
+    lines = iteration_lines(grid, max_num_seqs, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
+    timing = EngineTiming(
+        lines,
+        prefill.per_token,
+        prefill.per_token_context,
+        per_turn=host.admission,
+        per_admitted_token=host.context_token + host.cached_token,
+    )
+    return PricedEngine(timing, grid, max_num_seqs)
 
 
 def _batch_prices(
@@ -163,7 +181,7 @@ def _batch_prices(
     """The prices of an option by one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
-    draws = [batches**_SHARED_WAIT * count for count in expected]
+    draws = awaited(recipe, classes)
     longest = [longest_of(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
     # By Little's law, count * stay / step trajectories of a class are under way.
     refresh = [0.0] * len(classes)
@@ -180,8 +198,6 @@ def _batch_prices(
         recalls * count * (its.generates + its.waits) * refill_seconds(timing, cls) if recalls else 0.0
         for count, cls, its in zip(expected, classes, longest, strict=True)
     ]
-    upto = [longest_upto([its.seconds(slowed) for its in longest], draws) for slowed in _SLOWED]
-    lines = _chords(upto)
     work = [
         [count * row + again for row in batch_work(timing, cls, kv, factors)]
         for count, cls, again in zip(expected, classes, lost, strict=True)
@@ -189,9 +205,7 @@ def _batch_prices(
     prices = {
         "work": tuple(zip(*work, strict=True)),
         "refresh": tuple(refresh),
-        "residence": upto[0],
-        "generates": tuple(generates for generates, _ in lines),
-        "waits": tuple(waits for _, waits in lines),
+        **residences(longest, draws),
     }
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
@@ -202,6 +216,22 @@ def _batch_prices(
         for count, cls in zip(expected, classes, strict=True)
     ]
     return {**prices, "refill": tuple(refill_all), "kv_occupancy": tuple(caches)}
+
+
+def awaited(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> list[float]:
+    """[class] trajectories among which the longest is that a step waits for."""
+    return [(1 + recipe.staleness) ** _SHARED_WAIT * (recipe.batch * cls.share) for cls in classes]
+
+
+def residences(longest: Sequence[Longest], draws: Sequence[float]) -> dict[str, Any]:
+    """What an option's longest trajectories take, by themselves and beside others."""
+    upto = [longest_upto([its.seconds(slowed) for its in longest], draws) for slowed in _SLOWED]
+    lines = _chords(upto)
+    return {
+        "residence": upto[0],
+        "generates": tuple(generates for generates, _ in lines),
+        "waits": tuple(waits for _, waits in lines),
+    }
 
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:

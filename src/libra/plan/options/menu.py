@@ -65,6 +65,36 @@ def lent_shape(lender: Lender, certificate: Certificate) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PairHalf:
+    """The engines of one role in a prefill/decode pair, all on one class of nodes."""
+
+    pool: str
+    tp: int
+    engines: int
+
+    @property
+    def shape(self) -> str:
+        """Of one engine, as one that does both."""
+        return f"{self.pool}/tp{self.tp}"
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.engines
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecodePair:
+    """Engines that compute prompts, and those that generate, in a fixed ratio: one engine of the menu."""
+
+    prefill: PairHalf
+    decode: PairHalf
+
+    @property
+    def shape(self) -> str:
+        return " > ".join(f"{half.engines} {half.shape}" for half in (self.prefill, self.decode))
+
+
+@dataclass(frozen=True, slots=True)
 class Availability:
     """One way in which traffic may turn out."""
 
@@ -81,6 +111,7 @@ class Menu:
     layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
     lent: tuple[LentEngine, ...] = ()  # one for each shape that is lent
+    pairs: tuple[PrefillDecodePair, ...] = ()  # one for each shape that is a pair
     availability: tuple[Availability, ...] = (Availability(frozenset(), 1.0),)  # the likeliest first
 
 

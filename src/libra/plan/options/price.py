@@ -61,7 +61,8 @@ def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[in
         used[training.pool][0] += training.devices
     for bucket in allocation.buckets:
         option = next(option for option in problem.engines if option.shape == bucket.shape)
-        used[option.pool][1] += bucket.engines * option.devices
+        for pool, devices in option.uses.items():
+            used[pool][1] += bucket.engines * devices
     return {name: (train, generate) for name, (train, generate) in used.items()}
 
 

@@ -19,13 +19,15 @@ from libra.cost.transfer import fabric, weight_sync
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission
+from libra.route.catalogue import policy_named
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
-from libra.sim.deployment import WeightUpdate
+from libra.sim.deployment import DEFAULT_DECODE_ROUTE, WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.state import Pause
 from libra.sim.handover import KVMoves
+from libra.sim.planned_engines import planned_network
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
@@ -94,6 +96,7 @@ class _Run:
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
         self._stall = weight_sync(request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, link).stall
+        network = planned_network(request)
         kv_bytes = request.model.kv_bytes_per_token(self._recipe.kv_bytes)
 
         def cluster(specs: tuple[EngineSpec, ...]) -> SimCluster:
@@ -107,6 +110,8 @@ class _Run:
                 patient=True,
                 keep=False,
                 kv_moves=KVMoves(kv_bytes, link) if system.move_kv else None,
+                kv_transfer=network,
+                decode_route=None if network is None else policy_named(DEFAULT_DECODE_ROUTE),
                 interrupted=self._resume,
             )
 

@@ -20,6 +20,8 @@ from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.system import System
 from libra.sim.training_run.tenancy import Tenancy
 
+_NEVER = -1  # tick: not before the engine has done what it has
+
 
 class Service:
     """Engines of a plan in a cluster that is made by `make` with the first ones. Those on devices that serve are
@@ -33,6 +35,7 @@ class Service:
     ) -> None:
         self._system = system
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
+        self._draining: dict[str, int] = {}  # engines that do what they have before they change their role, and GPUs
         self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, until which tick
         own, lent = self._specs(system.plan)
         self.cluster = make(own)
@@ -45,7 +48,7 @@ class Service:
     def devices(self) -> int:
         """Of engines in service, but for lent ones."""
         specs = self.cluster.specs
-        return sum(specs[instance.engine.index].devices for instance in self._own())
+        return sum(specs[instance.engine.index].devices for instance in self._own()) + sum(self._draining.values())
 
     @property
     def indices(self) -> frozenset[int]:
@@ -63,21 +66,45 @@ class Service:
         cluster = self.cluster
         own, lent = self._specs(plan)
         wanted = {spec.name: spec for spec in own}
-        here = {instance.id for instance in self._own()}
+        here = {instance.id: cluster.specs[instance.engine.index] for instance in self._own()}
         self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
         self.device_ticks(now)
-        closing = sorted(here - wanted.keys())
+        closing = sorted(here.keys() - wanted.keys())
         for name in closing:
             cluster.close(name)
+        changing = [name for name, spec in here.items() if name in wanted and wanted[name].role is not spec.role]
         if self.lending is not None:
             self.lending.want(lent, now)
         cluster.reallocate(limits_of(plan), {spec.name: spec.bucket for spec in (*own, *lent)})
+        for name in changing:
+            self._change_role(wanted[name], now)
         starting = [spec for name, spec in wanted.items() if name not in here and name not in self._pending]
-        ready = now + ticks(self._system.switch.engine_start)
         for spec in starting:
-            self._pending[spec.name] = (spec, ready)
-            cluster.at(ready, partial(self._ready, spec.name))
-        return len(closing), len(starting), sum(spec.devices for spec in wanted.values())
+            self._start(spec, now, self._system.switch.engine_start)
+        changed = len(changing)
+        return len(closing) + changed, len(starting) + changed, sum(spec.devices for spec in wanted.values())
+
+    def _start(self, spec: EngineSpec, now: int, seconds: float) -> None:
+        ready = _NEVER if spec.name in self._draining else now + ticks(seconds)
+        self._pending[spec.name] = (spec, ready)
+        if ready is not _NEVER:
+            self.cluster.at(ready, partial(self._ready, spec.name))
+
+    def _change_role(self, spec: EngineSpec, now: int) -> None:
+        """What the engine has is done first, or goes on elsewhere."""
+        if not self._system.drain:
+            self.cluster.close(spec.name)
+            self._start(spec, now, self._system.role_change)
+            return
+        self._draining[spec.name] = spec.devices
+        self._start(spec, now, self._system.role_change)
+        self.cluster.drain(spec.name, partial(self._drained, spec.name))
+
+    def _drained(self, name: str, now: int) -> None:
+        self.device_ticks(now)
+        del self._draining[name]
+        if name in self._pending:  # it is still wanted
+            self._start(self._pending[name][0], now, self._system.role_change)
 
     def _ready(self, name: str, now: int) -> None:
         # A later plan may want it in another bucket, or not at all, or again and later.
@@ -87,7 +114,7 @@ class Service:
 
     def _own(self) -> list[EngineInstance]:
         lent = () if self.lending is None else self.lending.names
-        return [it for it in self.cluster.placer.fleet.instances if it.id not in lent]
+        return [it for it in self.cluster.instances if it.id not in lent]
 
     def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
         """Of the engines that are the run's own, and of those on devices that serve."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from libra.cost.device import SwitchCost
+from libra.plan.decision import ROLE_CHANGE
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.plan.replanner import Replanner
@@ -73,6 +74,10 @@ class System:
     # they need next, compute it again, and take longer, so that more is unfinished.
     start_by_cache: bool = False
     tenancy: Tenancy | None = None  # on devices that the plan borrows; None: lent engines have their share, always
+    # An engine that changes its role in a prefill/decode pair: seconds without it, and whether it first does what it
+    # has, or that goes on elsewhere at once and its KV is lost.
+    role_change: float = ROLE_CHANGE
+    drain: bool = True
     move_kv: bool = True  # KV follows a trajectory to another engine where that is quicker than to compute it again
 
     @property

@@ -1,0 +1,210 @@
+"""Prefill/decode pairs, priced: prompts are computed on some engines, and tokens generated on others.
+
+Invariant: a pair has no price below those of its halves for the same trajectories. Its engines stand in a fixed ratio,
+so that to the solvers it is one more engine, on two pools; prompts, KV on the links and decoding are rows of its work,
+of which the largest counts.
+
+Where two shapes of engines do both, neither half of a pair can gain unless the prefill half is better at prompts,
+beside what decoding takes it, than the decode half is (comparative advantage, Ricardo 1817). On engines of one shape a
+pair never gains: what two halves take together is no less than what as many engines take that do both, and the busier
+half has the larger share of it. So those are all that is listed.
+
+What a pair takes beyond its halves: a context is in the caches of both, so each fills sooner; the tokens that were
+generated elsewhere are computed again with the next turn's prompt; and what is new of a prompt goes over the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from libra.config.recipe import Recipe
+from libra.cost.corrections import BATCH, BatchFactors
+from libra.cost.grid import EngineProfile
+from libra.cost.rollout import EngineTiming, batch_work, longest_of, prefill_seconds, refills
+from libra.cost.sources.roofline import tensor_degrees
+from libra.cost.transfer import fabric, weight_sync
+from libra.hardware.cluster import NodeClass
+from libra.hardware.model import ModelSpec
+from libra.lengths import TrajectoryClass
+from libra.plan.options.engines import PricedEngine, awaited, engine_kv_tokens, priced_engine, residences
+from libra.plan.options.menu import PairHalf, PrefillDecodePair, Rejected
+from libra.plan.problem import EngineOption
+
+# (prefill, decode) engines of a pair: a grid that is the same for all lengths, so that what runs stays on the menu.
+_RATIOS = ((8, 1), (6, 1), (4, 1), (3, 1), (2, 1), (3, 2), (1, 1), (2, 3), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8))
+_UNEVEN = 2.0  # times as busy with a whole step as the other half, at most
+_GAIN = 1e-9  # relative: more than rounding
+
+
+def kv_rate(nodes: NodeClass) -> float:
+    """Bytes/s of the network for each GPU, in each direction: between the halves of a pair, wherever they are."""
+    return fabric(nodes).network / nodes.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """One engine of a shape, of which it is known what it takes for a step's trajectories in either role."""
+
+    nodes: NodeClass
+    tp: int
+    kv_tokens: int
+    holds: int
+    priced: PricedEngine
+    prompts: float  # seconds for all prompts of a step, tool returns included
+    decodes: float  # seconds to generate
+
+    @property
+    def shape(self) -> str:
+        return f"{self.nodes.name}/tp{self.tp}"
+
+
+def pair_options(
+    model: ModelSpec,
+    nodes: Sequence[NodeClass],
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    profiles: Sequence[EngineProfile],
+    factors: BatchFactors = BATCH,
+    running: Collection[str] = (),
+) -> tuple[tuple[EngineOption, ...], tuple[PrefillDecodePair, ...], tuple[Rejected, ...]]:
+    """Options of all pairs that may gain, what they are of, and the pairs that cannot; those of `running` shapes are
+    listed whatever they gain."""
+    engines = [
+        engine
+        for its, profile in zip(nodes, profiles, strict=True)
+        for engine in _engines(model, its, recipe, classes, profile, factors)
+    ]
+    options: list[EngineOption] = []
+    pairs: list[PrefillDecodePair] = []
+    rejected: list[Rejected] = []
+    for prefill in engines:
+        for decode in engines:
+            if prefill is decode:
+                continue
+            gains = prefill.prompts * decode.decodes < decode.prompts * prefill.decodes * (1 - _GAIN)
+            even = _ratios(prefill.prompts / decode.decodes) if gains and decode.decodes else []
+            if not gains:
+                rejected.append(_without_gain(prefill, decode))
+            for p, d in _RATIOS:
+                pair = PrefillDecodePair(
+                    PairHalf(prefill.nodes.name, prefill.tp, p), PairHalf(decode.nodes.name, decode.tp, d)
+                )
+                if (p, d) in even or pair.shape in running:
+                    pairs.append(pair)
+                    options.append(_option(model, recipe, classes, factors, pair, prefill, decode))
+    return tuple(options), tuple(pairs), tuple(rejected)
+
+
+def _engines(
+    model: ModelSpec,
+    nodes: NodeClass,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    profile: EngineProfile,
+    factors: BatchFactors,
+) -> list[_Engine]:
+    """Every degree on these nodes that holds all contexts, which any trajectory may grow to."""
+    known = {grid.tp for grid in profile.engines}
+    found = []
+    for tp in tensor_degrees(model, nodes):
+        kv = engine_kv_tokens(model, nodes, recipe, tp)
+        if tp not in known or kv < classes[0].peak_context:
+            continue  # told of the engine that does both
+        holds = min(kv, recipe.max_length)
+        engine = priced_engine(recipe, classes, profile.grid(tp), kv, holds)
+        counts = [recipe.batch * cls.share for cls in classes]
+        prompts = sum(n * _prompts(engine.timing, cls, factors) for n, cls in zip(counts, classes, strict=True))
+        rows = [
+            [n * row for row in _decodes(engine.timing, cls, kv, factors)]
+            for n, cls in zip(counts, classes, strict=True)
+        ]
+        found.append(_Engine(nodes, tp, kv, holds, engine, prompts, max(map(sum, zip(*rows, strict=True)))))
+    return found
+
+
+def _ratios(balanced: float) -> list[tuple[int, int]]:
+    """Those between which neither half is much busier than the other; `balanced` is prefill over decode engines."""
+    return [(p, d) for p, d in _RATIOS if 1 / _UNEVEN <= p / d / balanced <= _UNEVEN]
+
+
+def _recomputed(cls: TrajectoryClass) -> TrajectoryClass:
+    """What the prefill half computes: also what was generated in the turns before, elsewhere."""
+    return replace(cls, prefill=cls.prefill + cls.generated * max(0.0, cls.turns - 1) / max(1.0, cls.turns))
+
+
+def _prompts(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -> float:
+    """Seconds of the prefill half for a trajectory."""
+    return factors.prefill * prefill_seconds(timing, _recomputed(cls)) + timing.per_turn * cls.turns
+
+
+def _decodes(timing: EngineTiming, cls: TrajectoryClass, kv: int, factors: BatchFactors) -> tuple[float, ...]:
+    """Seconds of the decode half for a trajectory, for each line: it computes no prompts, but admits each turn."""
+    return batch_work(timing, replace(cls, prefill=0.0), kv, factors)
+
+
+def _option(
+    model: ModelSpec,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    factors: BatchFactors,
+    pair: PrefillDecodePair,
+    prefill: _Engine,
+    decode: _Engine,
+) -> EngineOption:
+    p, d = pair.prefill.engines, pair.decode.engines
+    first, then = prefill.priced.timing, decode.priced.timing
+    rate = min(kv_rate(prefill.nodes), kv_rate(decode.nodes))
+    token = model.kv_bytes_per_token(recipe.kv_bytes) / rate  # seconds of one GPU's network
+    sent = token / min(pair.prefill.devices, pair.decode.devices)  # by all engines of the half that has fewer GPUs
+    counts = [recipe.batch * cls.share for cls in classes]
+    rows, refill, occupancy = [], [], []
+    for count, cls in zip(counts, classes, strict=True):
+        context = cls.context_sum / cls.generated if cls.generated else 0.0
+        rows.append(
+            [
+                count * _prompts(first, cls, factors) / p,
+                count * cls.prefill * sent,
+                *(count * row / d for row in _decodes(then, cls, decode.kv_tokens, factors)),
+            ]
+        )
+        # A context that the caches of one half forgot is computed, or sent, as a whole.
+        again = factors.eviction * max(0.0, cls.turns - 1) * context * sent
+        refill.append(count * max(refills(first, cls, factors) / p, again))
+        occupancy.append(count * context / min(p * prefill.kv_tokens, d * decode.kv_tokens))
+    alone = replace(
+        then,
+        per_prefill_token=first.per_prefill_token,
+        per_prefill_context=first.per_prefill_context,
+        per_turn=first.per_turn + then.per_turn,
+        per_admitted_token=first.per_admitted_token + then.per_admitted_token,
+    )
+    draws = awaited(recipe, classes)
+    longest = [longest_of(alone, _recomputed(cls), n, factors) for n, cls in zip(draws, classes, strict=True)]
+    one = token / min(prefill.tp, decode.tp)  # seconds that a token's KV is on its way, with nothing beside it
+    longest = [replace(its, waits=its.waits + cls.prefill * one) for its, cls in zip(longest, classes, strict=True)]
+    weights = model.parameters * recipe.rollout_weight_bytes
+    return EngineOption(
+        shape=pair.shape,
+        pool=pair.decode.pool,
+        devices=pair.decode.devices,
+        max_num_seqs=decode.priced.max_num_seqs,
+        holds=min(prefill.holds, decode.holds),
+        stall=max(weight_sync(weights, 1, 1, fabric(it.nodes)).stall for it in (prefill, decode)),
+        work=tuple(zip(*rows, strict=True)),
+        refresh=(0.0,) * len(classes),
+        **residences(longest, draws),
+        refill=tuple(refill) if any(refill) else (),
+        kv_occupancy=tuple(occupancy) if any(refill) else (),
+        prefill=(pair.prefill.pool, pair.prefill.devices),
+    )
+
+
+def _without_gain(prefill: _Engine, decode: _Engine) -> Rejected:
+    here, there = (it.prompts / it.decodes if it.decodes else 0.0 for it in (prefill, decode))
+    return Rejected(
+        f"{prefill.shape} > {decode.shape}",
+        "slower",
+        f"prompts take {prefill.shape} {here:.3g} times as long as decoding, and {decode.shape} {there:.3g} times: by"
+        " themselves, each doing both, they do no less",
+    )
