@@ -86,8 +86,8 @@ class BlockPool:
         """Who owns the blocks of a request's context, or of a chain's. A block that only begins as the parent's is the
         child's own."""
         link = context if isinstance(context, Chain) else context.chain
-        if link is None or link.parent is None:
-            return ((link or context, 0, _END),)
+        if link is None:
+            return ((context, 0, _END),)
         path: list[tuple[Owner, int, int]] = []
         end = _END
         while link is not None:

@@ -62,7 +62,7 @@ class Request:
     ask_at: int | None = None
     pull: bool = False  # the KV of its prompt is on another engine, and comes from there
     keeps: bool = False  # its blocks stay when it finishes, for another engine to pull them
-    owner: object = None  # whoever submitted it
+    owner: object | None = None  # whoever submitted it
     status: Status = field(default="waiting", init=False)
     reason: str | None = field(default=None, init=False)  # why it was refused, or did not finish
     engine: int | None = field(default=None, init=False)

@@ -1,15 +1,12 @@
 """What the phases of an iteration share: the queues, the blocks, and the batches of one engine.
 
-Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens held. The head of
-the queue is the request that is admitted next; nothing overtakes it.
+Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens held.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Literal, Protocol
 
 from libra.sim.engine.block_pool import BlockPool
@@ -18,70 +15,9 @@ from libra.sim.engine.drawn import Drawn
 from libra.sim.engine.flight import Deferred, Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
+from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
-
-
-class FcfsQueue(deque[Request]):
-    """First come, first served; a preempted request goes on where it was: at the head."""
-
-    __slots__ = ()
-
-    requeue = deque.appendleft  # a preempted one
-    pop_head = deque.popleft
-
-    @property
-    def head(self) -> Request:
-        return self[0]
-
-    def put_back(self, requests: Sequence[Request]) -> None:
-        """Heads that were taken out, in their order."""
-        self.extendleft(reversed(requests))
-
-    def push(self, request: Request) -> bool:
-        """Add a request; True: it is the head now."""
-        self.append(request)
-        return len(self) == 1
-
-
-class PriorityQueue:
-    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are like all others."""
-
-    __slots__ = ("_entries",)
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[int, int, int, Request]] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (entry[3] for entry in sorted(self._entries))
-
-    @property
-    def head(self) -> Request:
-        return self._entries[0][3]
-
-    def push(self, request: Request) -> bool:
-        """Add a request; True: it is the head now."""
-        heappush(self._entries, (request.priority, request.arrival, request.number, request))
-        return self._entries[0][3] is request
-
-    def requeue(self, request: Request) -> None:
-        """Put a preempted request back."""
-        self.push(request)
-
-    def put_back(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.push(request)
-
-    def pop_head(self) -> Request:
-        return heappop(self._entries)[3]
-
-    def remove(self, request: Request) -> None:
-        self._entries.remove((request.priority, request.arrival, request.number, request))
-        heapify(self._entries)
-
 
 _KEPT = 1024
 _BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event

@@ -1,0 +1,39 @@
+"""All that a wheel has is in pyproject.toml, but for this: with LIBRA_COMPILED=1 the core of the simulator is compiled.
+
+    LIBRA_COMPILED=1 pip wheel --no-build-isolation --no-deps .    # needs a C compiler and mypy
+    make compiled                                                  # the same in build/compiled, to try and to test
+
+mypyc compiles the very modules that run without it, so there is one source, and both give the same bits
+(tests/sim/test_compiled.py). What stays interpreted can still import, call and replace what is compiled, but not
+derive from it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from setuptools import setup
+
+SIM = Path("src/libra/sim")  # from here
+INTERPRETED = ("__init__.py", "queues.py")  # of an engine's modules; mypyc takes no class that derives from `deque`
+CLUSTER = (
+    *("clock", "cluster", "events", "frontend", "granted_engine", "handover"),
+    *("kv_pulls", "link", "placement", "prefill_decode"),
+)
+
+
+def core() -> list[str]:
+    """The modules in which a simulation spends its time."""
+    modules = sorted((Path(__file__).parent / SIM / "engine").glob("*.py"))
+    engine = [SIM / "engine" / module.name for module in modules if module.name not in INTERPRETED]
+    return [str(module) for module in (*engine, *(SIM / f"{name}.py" for name in CLUSTER))]
+
+
+if __name__ == "__main__":
+    extensions = []
+    if os.environ.get("LIBRA_COMPILED") == "1":
+        from mypyc.build import mypycify
+
+        extensions = mypycify(core(), opt_level="3", debug_level="0", group_name="libra_sim")
+    setup(ext_modules=extensions)

@@ -1,0 +1,73 @@
+"""Requests that wait: first come, first served, or by priority.
+
+Invariant: the head of the queue is the request that is admitted next; nothing overtakes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from libra.sim.engine.request import Request
+
+
+class FcfsQueue(deque[Request]):
+    """First come, first served; a preempted request goes on where it was: at the head."""
+
+    __slots__ = ()
+
+    requeue = deque.appendleft  # a preempted one
+    pop_head = deque.popleft
+
+    @property
+    def head(self) -> Request:
+        return self[0]
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Heads that were taken out, in their order."""
+        self.extendleft(reversed(requests))
+
+    def push(self, request: Request) -> bool:
+        """Add a request; True: it is the head now."""
+        self.append(request)
+        return len(self) == 1
+
+
+class PriorityQueue:
+    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are like all others."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[3] for entry in sorted(self._entries))
+
+    @property
+    def head(self) -> Request:
+        return self._entries[0][3]
+
+    def push(self, request: Request) -> bool:
+        """Add a request; True: it is the head now."""
+        heappush(self._entries, (request.priority, request.arrival, request.number, request))
+        return self._entries[0][3] is request
+
+    def requeue(self, request: Request) -> None:
+        """Put a preempted request back."""
+        self.push(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.push(request)
+
+    def pop_head(self) -> Request:
+        return heappop(self._entries)[3]
+
+    def remove(self, request: Request) -> None:
+        self._entries.remove((request.priority, request.arrival, request.number, request))
+        heapify(self._entries)
