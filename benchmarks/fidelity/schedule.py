@@ -17,6 +17,8 @@ from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import async_case, random_case
+from benchmarks.fidelity.tiered import random_tier
+from benchmarks.fidelity.tiers import simulated_tier, vllm_tier
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
 from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
@@ -28,7 +30,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp"]
+Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ def _schedules(
         pair, requests = random_pair(seed, ahead=ahead)
         its = vllm_pair(*random_pair(seed, ahead=ahead))
         return pair.decode, requests, simulated_pair(pair, requests), its
+    if kind == "tiers":
+        case, requests = random_tier(seed)
+        theirs = vllm_tier(*random_tier(seed))
+        return case.config, requests, [simulated_tier(case, requests)], [theirs]
     if kind == "dp":
         ranks, requests = random_ranks(seed)
         return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*random_ranks(seed))

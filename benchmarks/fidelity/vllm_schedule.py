@@ -21,12 +21,14 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -34,12 +36,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.fidelity.pull_connector import PullConnector, pull_config
+from benchmarks.fidelity.tier_connector import TierConnector
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.speculative import Draws
@@ -125,7 +129,7 @@ class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
     def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
-        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled."""
+        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own."""
         self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
@@ -165,6 +169,16 @@ class VllmEngine:
     @property
     def unfinished(self) -> bool:
         return bool(self._scheduler.has_unfinished_requests())
+
+    @property
+    def has_work(self) -> bool:
+        """Also for its connector alone."""
+        return bool(self._scheduler.has_requests())
+
+    @property
+    def transfers(self) -> OffloadingConnectorMetadata:
+        """What the youngest step under way asks of the tier's worker."""
+        return self._under_way[-1][0].kv_connector_metadata
 
     def add(self, request: Request) -> None:
         name = name_of(request.number)
@@ -357,7 +371,7 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
             async_scheduling=False,
         ),
         device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=None if kv_role is None else pull_config(config, kv_role),
+        kv_transfer_config=_connector(config, kv_role),
         speculative_config=None
         if config.speculative is None
         else SpeculativeConfig(
@@ -383,6 +397,29 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     )
     _check_settings(config, scheduler)
     return scheduler
+
+
+def _connector(config: EngineConfig, kv_role: str | None) -> KVTransferConfig | None:
+    if not config.kv_tiers:
+        return None if kv_role is None else pull_config(config, kv_role)
+    return KVTransferConfig(
+        kv_connector=TierConnector.__name__,
+        kv_connector_module_path=TierConnector.__module__,
+        kv_role="kv_both",
+        kv_connector_extra_config=_tier(config),
+    )
+
+
+def _tier(config: EngineConfig) -> dict[str, Any]:
+    (tier,) = config.kv_tiers
+    page = _attention(config.block_size).page_size_bytes * tier.blocks_per_chunk
+    aligned = CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT
+    return {
+        "cpu_bytes_to_use": tier.chunks * -(-page // aligned) * aligned,
+        "blocks_per_chunk": tier.blocks_per_chunk,
+        "eviction_policy": tier.policy,
+        "offload_prompt_only": tier.offload_prompt_only,
+    }
 
 
 def _attention(block_size: int) -> FullAttentionSpec:

@@ -178,6 +178,36 @@ def test_engines_that_cannot_work_together_are_refused(
     assert "\n" not in str(error.value)
 
 
+HOST = {"name": "host", "gib": 8, "bandwidth": 25e9}
+
+
+def test_a_tier_holds_what_its_memory_does(tmp_path: Path) -> None:
+    tiers = [HOST, {**HOST, "name": "store", "gib": 64, "shared": True, "blocks_per_chunk": 1, "latency": 1e-3}]
+    (engine,) = load(tmp_path, {"max_model_len": 4096, "kv_tiers": tiers, "tensor_parallel_size": 2}).engines
+    host, store = engine.config.kv_tiers
+    assert host.block_bytes == 16 * engine.kv_bytes
+    assert host.chunks == int(8 * 2**30 // host.block_bytes)
+    assert store.chunks == int(64 * 2**30 // host.block_bytes)
+    assert (host.load_bandwidth, store.load_bandwidth) == (50e9, 25e9)  # a link for each GPU; one for the node
+    assert (host.latency, store.latency, store.shared) == (0.0, 1e-3, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1: host holds"),
+        ({"kv_tiers": [{**HOST, "policy": "fifo"}]}, "kv_tiers.0.policy"),
+        ({"kv_tiers": [HOST], "async_scheduling": True}, "kv_tiers with async_scheduling are not simulated"),
+        ({"kv_tiers": [HOST], "enable_prefix_caching": False}, "set it to true"),
+    ],
+)
+def test_tiers_that_are_none_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, {"max_model_len": 4096, **keys})
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_drafts_cost_memory_passes_and_rows(tmp_path: Path) -> None:
     def speculative(method: str, **keys: object) -> dict[str, Any]:
         return {"method": method, "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.5, **keys}

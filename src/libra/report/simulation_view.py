@@ -91,6 +91,7 @@ def headline(view: SimulationView) -> str:
         _bound(view),
         *_groups(view),
         *_memory(view),
+        *_tiers(view),
         *_ends(view),
     ]
     return " ".join(said)
@@ -192,6 +193,15 @@ def _full(waiting: Waiting | None) -> str:
         return ""
     share, what = max((waiting.blocks, "KV blocks"), (waiting.max_num_seqs, "seats (max_num_seqs)"))
     return f", {percent(share, 0)} of it while {what} were taken" if share >= 0.5 else ""
+
+
+def _tiers(view: SimulationView) -> list[str]:
+    """What came from memory beside the GPUs'."""
+    return [
+        f"{tier.name} gave {count(tier.loaded_tokens)} tokens of KV in {plural(tier.loads, 'transfer')},"
+        f" {tier.loaded_bytes / 2**30:.1f} GiB, and took {tier.stored_bytes / 2**30:.1f} GiB."
+        for tier in view.result.tiers
+    ]
 
 
 def _memory(view: SimulationView) -> list[str]:

@@ -19,6 +19,7 @@ from libra.sim.engine.group import Rank, RankGroup
 from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
+from libra.sim.engine.tiers import SharedTiers
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.frontend import Frontend
 from libra.sim.handover import KVMoves
@@ -99,6 +100,7 @@ class SimCluster:
                 kv_moves=kv_moves,
                 interrupted=interrupted,
             )
+        self._shared_tiers = SharedTiers()
         self.frontend = self.pairs or Frontend(
             self, self.placer, patient=patient, kv_moves=kv_moves, interrupted=interrupted
         )
@@ -204,6 +206,9 @@ class SimCluster:
             )
             for place, spec in enumerate(specs)
         ]
+        for spec, engine in zip(specs, engines, strict=True):
+            if engine.tiers is not None:
+                self._shared_tiers.join(engine.tiers, spec.node or spec.name)
         self._group(specs, engines)
         self.frontend.add(specs, engines)
         self.engines += engines

@@ -95,6 +95,13 @@ def check_roles(
 ) -> None:
     """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
     are missing may come later."""
+    for engine in engines:
+        if engine.config.kv_tiers and engine.role.name != "colocated":
+            raise ValueError(
+                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: leave them out"
+            )
+        if engine.config.kv_tiers and any(refreshes):
+            raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
     of_role: dict[str, list[EngineSpec]] = {}
     for engine in engines:
         of_role.setdefault(engine.role.name, []).append(engine)
@@ -140,7 +147,8 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
             raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
         config = first.config
-        for option, off in (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None)):
+        lacking = {"pipeline_parallel_size": 1, "async_scheduling": False, "speculative": None, "kv_tiers": ()}
+        for option, off in lacking.items():
             value = getattr(config, option)
             if value != off:
                 raise ValueError(

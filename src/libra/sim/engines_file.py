@@ -30,6 +30,7 @@ from libra.sim.engine.expert_cost import ExpertCost
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
 from libra.sim.engines_keys import BATCHED_TOKENS, AfdSection, EngineSection, EnginesFile, OverheadSection
 from libra.sim.expert_ranks import check_ranks, expert_bytes, group_cost
@@ -104,7 +105,7 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
         check_ranks(section, model, tp)
         if section.afd is not None:
             _check_afd(section, section.afd, model, gpu)
-        config = _config(section, model, gpu)
+        config = replace(_config(section, model, gpu), kv_tiers=_tiers(section, model))
         if section.data_parallel_size > 1:
             cost = _of_ranks(section, config, model, gpu, beside, note)
             alone = spec(section.name, config, cost.rank(Graph("NONE")))
@@ -144,7 +145,7 @@ def _host(section: EngineSection, host: HostCost) -> HostCost:
 
 
 def _check_afd(section: EngineSection, afd: AfdSection, model: ModelSpec, gpu: GPU) -> None:
-    others = (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None))
+    others = (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None), ("kv_tiers", ()))
     for option, off in (*others, ("data_parallel_size", 1)):
         if getattr(section, option) != off:
             raise ValueError(f"afd with {option} is not simulated: leave one of them out")
@@ -239,7 +240,7 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         if blocks * section.block_size < longest:
             raise ValueError(_no_room(section, model, gpu, blocks * section.block_size, longest))
     given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
-    given["speculative"] = _drafts(section)
+    given["speculative"], given["kv_tiers"] = _drafts(section), ()
     if section.enforce_eager:
         if section.capture_sizes:
             raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
@@ -247,6 +248,36 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         each = 1 if section.speculative is None else 1 + section.speculative.num_speculative_tokens
         given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens, tokens_each=each)
     return EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
+
+
+def _tiers(section: EngineSection, model: ModelSpec) -> tuple[KVTier, ...]:
+    tp, tiers = section.tensor_parallel_size, []
+    block_bytes = section.block_size * tp * model.kv_bytes_per_token(_KV_BYTES, tp)
+    longest = model.max_context if section.max_model_len is None else section.max_model_len
+    for place, given in enumerate(section.kv_tiers):
+        chunks = int(given.gib * 2**30 // (block_bytes * given.blocks_per_chunk))
+        tokens = chunks * given.blocks_per_chunk * section.block_size
+        if tokens < longest:
+            raise ValueError(
+                f"kv_tiers.{place}.gib is {given.gib:g}: {given.name} holds {tokens:,} tokens, less than one request of"
+                f" max_model_len {longest:,}: raise it, or lower max_model_len"
+            )
+        bandwidth = given.bandwidth * (1 if given.shared else tp * section.pipeline_parallel_size)
+        tiers.append(
+            KVTier(
+                given.name,
+                chunks,
+                block_bytes,
+                bandwidth,
+                bandwidth,
+                given.latency,
+                given.blocks_per_chunk,
+                given.policy,
+                given.offload_prompt_only,
+                given.shared,
+            )
+        )
+    return tuple(tiers)
 
 
 def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:

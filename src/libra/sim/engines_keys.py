@@ -11,6 +11,7 @@ from pydantic import Field
 
 from libra.config.yaml_file import Section
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
+from libra.sim.engine.chunk_cache import CachePolicy
 from libra.sim.engine.config import FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.speculative import Speculative
 from libra.sim.expert_ranks import RanksSection
@@ -78,6 +79,19 @@ class AfdSection(Section):
     ffn_gpu: str | None = None  # a known name, where FFN ranks are of another type
 
 
+class KVTierSection(Section):
+    """Memory that keeps KV beside the GPUs': an engine's own, or one that engines share."""
+
+    name: Annotated[str, Field(min_length=1)]
+    gib: Annotated[float, Field(gt=0)]
+    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s each way, of each GPU; of the node's link where it is shared
+    latency: _Seconds = 0.0
+    policy: CachePolicy = "lru"
+    blocks_per_chunk: _Count = 1
+    offload_prompt_only: _Flag = True
+    shared: _Flag = False
+
+
 class EngineSection(RanksSection):
     """`count` engines that are alike, or as many groups of ranks."""
 
@@ -104,6 +118,7 @@ class EngineSection(RanksSection):
     async_scheduling: _Flag = False
     speculative: SpeculativeSection | None = None
     afd: AfdSection | None = None
+    kv_tiers: tuple[KVTierSection, ...] = ()  # the nearest first
     role: RoleName = "colocated"
     kv_load_failure_policy: FailurePolicy = "fail"
     enforce_eager: _Flag = False  # no CUDA graphs

@@ -7,7 +7,7 @@ arrives.
 
 from __future__ import annotations
 
-from libra.sim.engine.arriving import admit_arrived, find, pads, start_pull
+from libra.sim.engine.arriving import admit_arrived, find, pads, start_load, start_pull
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import settle
@@ -26,6 +26,7 @@ def admit(
     """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
     into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
+    tiers, later = state.tiers, list[Request]()
     size = config.block_size
     contexts = 0
     # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
@@ -33,8 +34,7 @@ def admit(
     state.blocked = False
     first: Request | None = None  # that holds blocks no more, but its place in the queue
     if state.ready:
-        budget, first = admit_arrived(state, budget, chunks, cached, pads_from)
-        contexts += sum(found + 1 for _, found in cached)
+        budget, contexts, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
         request = first or waiting.head
         if request.pull:
@@ -43,13 +43,23 @@ def admit(
                 break
             waiting.pop_head()
             continue
+        if tiers is not None and first is None:
+            answer = start_load(state, request, now)
+            if answer in ("no room", "never room"):
+                state.blocked = answer == "never room" and not chunks and _stays(state, request)
+                break
+            if answer != "nothing":
+                waiting.pop_head()
+                if answer == "later":
+                    later.append(request)
+                continue
         room = None
         if first is None or state.arriving[first] == "to compute":
             room = _room(state, request, budget, pads_from)
         if room is None:
             # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
-            state.blocked = not chunks and config.reserve_full_prompt and not state.is_written(request)
+            state.blocked = not chunks and _stays(state, request)
             if state.blocked and pads_from is not None and _may_be_padded(state, request, budget):
                 state.blocked = False
             break
@@ -67,6 +77,8 @@ def admit(
             request.scheduled = now
             request.cached_tokens = tokens
         state.start_running(request, tokens)
+        if tiers is not None:
+            tiers.touch(request.path, found)
         request.written = found
         request.padding = padding
         contexts += request.target
@@ -75,9 +87,12 @@ def admit(
         budget -= new + padding + config.input_slots
         state.compute(request, new)
         if first is not None:
-            before = len(cached)
-            budget, first = admit_arrived(state, budget, chunks, cached, pads_from)
-            contexts += sum(found + 1 for _, found in cached[before:])
+            budget, more, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
+            contexts += more
+    if tiers is not None:
+        waiting.put_back(later)
+        tiers.deferred = bool(later)
+        state.blocked = state.blocked and not later
     return contexts
 
 
@@ -102,6 +117,15 @@ def refusal(request: Request, config: EngineConfig) -> str:
         f"a prompt of {request.prompt_tokens} tokens leaves no room to generate within max_model_len"
         f" {config.max_model_len}"
     )
+
+
+def _stays(state: EngineState, request: Request) -> bool:
+    """Whether a request that does not fit stays so while free blocks only become fewer. Beside tiers less of it may be
+    found then, and more be loaded, which is not computed, or is on its way already."""
+    if not state.config.reserve_full_prompt or state.is_written(request):
+        return False
+    tiers = state.tiers
+    return tiers is None or (state.config.enable_chunked_prefill and not tiers.loading and not tiers.shared)
 
 
 def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:

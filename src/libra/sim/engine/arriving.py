@@ -1,16 +1,21 @@
-"""Requests that hold blocks without running: their prompts' KV is pulled from another engine, or is kept for one that
-pulls it.
+"""Requests that hold blocks without running: KV of their contexts is pulled from another engine or loaded from a tier,
+or is kept for an engine that pulls it.
 
 Invariant: what holds blocks waits in front of all others, and is never preempted. An end of a transfer is seen at the
-end of the iteration under way, as an arrival is. The rules are those of vLLM's NIXL connector in pull mode.
+end of the iteration under way, as an arrival is. The rules are those of vLLM's NIXL connector in pull mode, and of its
+`OffloadingConnector`.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.request import Path, Request
 from libra.sim.engine.state import EngineState, Sent
+
+Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # to who looks for KV in a tier
 
 
 def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
@@ -44,27 +49,66 @@ def start_pull(state: EngineState, request: Request) -> bool:
         pool.hold(request.path, found)
     pool.take(needed - found)
     request.pull = False
-    request.written = found
-    request.target = request.prompt_tokens
-    request.reserves = True
     request.cached_tokens = found * config.block_size
-    state.arriving[request] = "under way"
-    if config.policy == "priority":
-        state.arriving = dict(sorted(state.arriving.items(), key=lambda it: _rank(it[0])))
+    _arrives(state, request, found, request.prompt_tokens)
     state.pulls.append((request, needed - found))
     return True
 
 
-def admit_arrived(
-    state: EngineState, budget: int, chunks: list[Chunk], cached: list[tuple[int, int]], pads_from: int | None
-) -> tuple[int, Request | None]:
-    """Admit those whose KV has come, in order: the last token of the prompt is computed again, to sample from. Who has
-    `pads_from` tokens before it or more is padded to as many tokens as others have, with drafts.
+def start_load(state: EngineState, request: Request, now: int) -> Answer:
+    """Look for what the tiers have of a context after what is here, and let it be loaded. Without room for the whole
+    context there is never room, unless something is let go."""
+    config, pool, tiers = state.config, state.pool, state.tiers
+    assert tiers is not None
+    tokens, size = request.prompt_tokens + request.generated, config.block_size
+    if state.writers:
+        state.write_all(request.path)
+    found, unheld = pool.find(request.path, (tokens - 1) // size)
+    more = tiers.look(request, tokens, found * size, now)
+    if not more:
+        return "later" if more is None else "nothing"
+    there = found * size + more
+    free = pool.free - _low(state)
+    if config.reserve_full_prompt and config.blocks(tokens) - found + unheld > free:
+        return "never room"
+    if config.blocks(there) - found + unheld > free - _reserved(state):
+        return "no room"
+    if found:
+        pool.hold(request.path, found)
+    pool.take(config.blocks(there) - found)
+    if request.scheduled is None:
+        request.cached_tokens = there
+    _arrives(state, request, found, there)
+    tiers.load(request, found * size, more)
+    return "begun"
 
-    Returns (budget left, the first that does not fit); of the latter kind is also one that has to be computed after
-    all, which is for the caller to admit.
+
+def _arrives(state: EngineState, request: Request, found: int, tokens: int) -> None:
+    """KV of so many tokens comes, but for the blocks that were found."""
+    request.written = found
+    request.target = tokens
+    request.reserves = True
+    state.arriving[request] = "under way"
+    if state.config.policy == "priority":
+        state.arriving = dict(sorted(state.arriving.items(), key=lambda it: _rank(it[0])))
+
+
+def admit_arrived(
+    state: EngineState,
+    budget: int,
+    now: int,
+    chunks: list[Chunk],
+    cached: list[tuple[int, int]],
+    pads_from: int | None,
+) -> tuple[int, int, Request | None]:
+    """Admit those whose KV has come, in order: of a whole context the last token is computed again, to sample from. Who
+    has `pads_from` tokens before it or more is padded to as many tokens as others have, with drafts.
+
+    Returns (budget left, tokens of their contexts, the first that does not fit); of the latter kind is also one that
+    has to be computed after all, which is for the caller to admit.
     """
     config, pool = state.config, state.pool
+    contexts = 0
     for request in list(state.arriving):
         if budget <= 0 or len(state.running) >= config.max_num_seqs:
             break
@@ -72,31 +116,41 @@ def admit_arrived(
         if came == "under way":
             continue
         if came == "failed":
-            state.let_go_blocks(request, request.prompt_tokens, request.written * config.block_size)
+            state.let_go_blocks(request, request.target, request.written * config.block_size)
             request.written = 0
             state.arriving[request] = came = "to compute"
         if came == "to compute":
-            return budget, request
-        tokens = request.prompt_tokens
-        if pool.caching and (request.chain is not None or pool.knows(request)):
-            pool.write_arrived(request, tokens // config.block_size)
+            return budget, contexts, request
+        tokens, there = request.prompt_tokens + request.generated, request.target
+        if pool.caching and (request.chain is not None or state.tiers is not None or pool.knows(request)):
+            pool.write_arrived(request, there // config.block_size)
         state.arriving[request] = "written"
-        padding = 0
-        if pads_from is not None and tokens > pads_from and pads(config, tokens):
+        computed = min(there, tokens - 1)
+        new, padding = tokens - computed, 0
+        if new == 1 and pads_from is not None and tokens > pads_from and pads(config, tokens):
             padding = config.tokens_each - 1
-        needed = config.held_blocks(tokens + padding) - config.blocks(tokens)
-        if padding >= budget or needed + _low(state) > pool.free:
-            return budget, request
+        if new > budget and config.enable_chunked_prefill:
+            new = budget
+        held = config.blocks(there)
+        needed = config.held_blocks(computed + new + padding) - held
+        least = config.blocks(tokens) - held if config.reserve_full_prompt else 0
+        if new + padding > budget or max(needed, least) + _low(state) > pool.free:
+            return budget, contexts, request
         pool.take(needed)
         del state.arriving[request]
         state.ready -= 1
-        state.start_running(request, tokens - 1)
+        if request.scheduled is None:
+            request.scheduled = now
+        state.start_running(request, computed)
         request.padding = padding
-        chunks.append((1 + padding, tokens - 1))
-        cached.append((request.number, tokens - 1))
-        budget -= 1 + padding + config.input_slots
-        state.compute(request, 1)
-    return budget, None
+        contexts += tokens
+        chunks.append((new + padding, computed))
+        cached.append((request.number, computed))
+        budget -= new + padding + config.input_slots
+        state.compute(request, new)
+        if state.tiers is not None:
+            state.tiers.touch(request.path, held)
+    return budget, contexts, None
 
 
 def see(state: EngineState, now: int) -> None:
@@ -137,14 +191,14 @@ def give_up(state: EngineState, request: Request) -> None:
         return
     state.ready -= 1
     if came == "written":
-        state.let_go_blocks(request, request.prompt_tokens, request.prompt_tokens)
+        state.let_go_blocks(request, request.target, request.target)
     elif came != "to compute":
         _let_go(state, request)
     request.path = ()
 
 
 def _let_go(state: EngineState, request: Request) -> None:
-    state.let_go_blocks(request, request.prompt_tokens, request.written * state.config.block_size)
+    state.let_go_blocks(request, request.target, request.written * state.config.block_size)
     request.path = ()
 
 
@@ -152,7 +206,11 @@ def _reserved(state: EngineState) -> int:
     """Blocks that a pull leaves free: for prompts that are computed or pulled, and for drafts."""
     config, partial = state.config, state.partial
     if config.speculative is None:
-        return 0 if partial is None else config.blocks(partial.target) - config.blocks(partial.computed)
+        reserved = 0 if partial is None else config.blocks(partial.target) - config.blocks(partial.computed)
+        if state.tiers is not None:  # a pull has blocks for the whole prompt
+            for it in state.arriving:
+                reserved += config.blocks(it.prompt_tokens + it.generated) - config.blocks(it.target)
+        return reserved
     drafts, reserved = config.tokens_each + config.lookahead, config.draft_blocks
     prefilled = [it for it in (*state.flight.finishing, partial) if it is not None and it.reserves]
     for request in (*prefilled, *state.arriving):

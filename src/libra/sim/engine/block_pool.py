@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from libra.sim.engine.request import Chain, Owner, Path, Request
 
@@ -29,6 +30,15 @@ class Run:
     holders: int
 
 
+Block = tuple[Owner, int] | Run  # one block: of an owner, or a further copy
+
+
+class Reader(Protocol):
+    """What reads blocks that were let go."""
+
+    end: int | None  # tick, if it is known
+
+
 class BlockPool:
     """Free blocks are given away in this order: those without known tokens, then the least recently let go.
 
@@ -45,6 +55,8 @@ class BlockPool:
         "blocks",
         "caching",
         "findable",
+        "given",
+        "reading",
         "shared",
     )
 
@@ -55,6 +67,8 @@ class BlockPool:
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
         self.shared = 0  # that holders have beyond the first of each block
+        self.reading: dict[Block, Reader] = {}  # blocks that were let go, and what reads them still
+        self.given: dict[Block, Reader] = {}  # the same of those that were given away since
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
@@ -152,11 +166,15 @@ class BlockPool:
             size = run.high - run.low
             if size > blocks:
                 run.high -= blocks
+                if self.reading:
+                    self._give(owner, run.high, run.high + blocks)
                 return
             blocks -= size
             del self._free[run]
             if owner is None:
                 continue
+            if self.reading:
+                self._give(owner, run.low, run.high)
             runs = self._runs[owner]
             if runs[-1] is not run:
                 raise AssertionError(f"{owner}: block {run.low} is forgotten before those that follow it")
@@ -323,8 +341,14 @@ class BlockPool:
             assert others is not None
             del self._free[run]
             others.remove(run)
+            if run in self.reading:
+                self.given[run] = self.reading.pop(run)
         else:
             run.high = block
+            if self.reading:
+                self._give(owner, block, block + 1)
+                if others and others[0] in self.reading:
+                    self.reading[(owner, block)] = self.reading.pop(others[0])
             if run.low == block:
                 del self._free[run]
                 del runs[main]
@@ -339,3 +363,15 @@ class BlockPool:
             del copies[block]
             if not copies:
                 del self._copies[owner]
+
+    def block_of(self, request: Request, owner: Owner, block: int) -> Block:
+        """The one that a request holds of these tokens."""
+        mine = (it for it in self._own_copies.get(request, ()) if it.owner is owner and it.low == block)
+        copy = next(mine, None)
+        main = (owner, block)
+        return main if copy is None or copy in self._runs.get(owner, ()) else copy
+
+    def _give(self, owner: Owner | None, low: int, high: int) -> None:
+        """Blocks are given away that something may read still."""
+        for block in [it for it in self.reading if isinstance(it, tuple) and it[0] is owner and low <= it[1] < high]:
+            self.given[block] = self.reading.pop(block)

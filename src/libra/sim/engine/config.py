@@ -11,6 +11,7 @@ from typing import Literal
 
 from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -37,6 +38,7 @@ class EngineConfig:
     kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
     speculative: Speculative | None = None  # drafts that are verified with each token
+    kv_tiers: tuple[KVTier, ...] = ()  # where KV is kept beside the GPU, the nearest first
 
     def __post_init__(self) -> None:
         for field in (
@@ -56,6 +58,8 @@ class EngineConfig:
             )
         if self.speculative is not None:
             self._check_drafts(self.speculative)
+        if self.kv_tiers:
+            self._check_tiers()
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy is {self.policy!r}; set it to fcfs or priority")
         if self.kv_load_failure_policy not in ("fail", "recompute"):
@@ -84,6 +88,33 @@ class EngineConfig:
                 f"capture_sizes goes to {self.capture_sizes[-1]}, more than max_num_batched_tokens"
                 f" {self.max_num_batched_tokens}: no iteration is that large; leave the size out"
             )
+
+    def _check_tiers(self) -> None:
+        if not self.enable_prefix_caching:
+            raise ValueError("kv_tiers without enable_prefix_caching: a tier knows KV by its tokens; set it to true")
+        for option in ("async_scheduling", "speculative"):
+            if getattr(self, option):
+                raise ValueError(f"kv_tiers with {option} are not simulated: leave one of them out")
+        if self.pipeline_parallel_size > 1:
+            raise ValueError("kv_tiers with pipeline_parallel_size above 1 are not simulated: leave one of them out")
+        first = self.kv_tiers[0]
+        if not first.offload_prompt_only and any(tier.shared for tier in self.kv_tiers):
+            raise ValueError(
+                f"kv_tiers: offload_prompt_only of {first.name} is false; beside a shared tier it is not simulated:"
+                " leave it out"
+            )
+        for tier in self.kv_tiers:
+            tokens = tier.blocks_per_chunk * self.block_size
+            if tier.blocks_per_chunk != first.blocks_per_chunk:
+                raise ValueError(
+                    f"kv_tiers: blocks_per_chunk of {tier.name} is {tier.blocks_per_chunk}, that of {first.name}"
+                    f" {first.blocks_per_chunk}: chunks go from one to the other, so make them equal"
+                )
+            if tier.chunks * tokens < self.max_model_len:
+                raise ValueError(
+                    f"kv_tiers: {tier.name} holds {tier.chunks * tokens} tokens, less than one request of max_model_len"
+                    f" {self.max_model_len}; give it more memory, or a shorter max_model_len"
+                )
 
     def _check_drafts(self, speculative: Speculative) -> None:
         if self.pipeline_parallel_size > 1 or self.async_scheduling:

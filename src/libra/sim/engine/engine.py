@@ -18,6 +18,7 @@ from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
 from libra.sim.engine.state import EngineState, Pause, PullEnd, Sent
+from libra.sim.engine.tiers import Tiers
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -238,6 +239,9 @@ class SimEngine(EngineState):
         if now > self.seen:
             self.count_held(now)
         self.steps = 0
+        if self.tiers is not None:
+            self.waits = self.open = False
+            self.notices += [PullEnd(request, None) for request in self.tiers.settle(now)]
         if self.notices:
             see(self, now)
         if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
@@ -251,7 +255,7 @@ class SimEngine(EngineState):
             under_way = fill(self, now)
             self.busy, self.open = under_way > 0, under_way < len(self.flights.all)
             return self.end if under_way else None
-        if not (self.running or self.waiting or self.ready) and self.under_way is None:
+        if not (self.running or self.waiting or self.ready) and self.under_way is None and self.tiers is None:
             self.busy = False
             return None
         return self._iterate(now)
@@ -261,6 +265,8 @@ class SimEngine(EngineState):
         self.start = now
         self.busy = True
         self.events += 1
+        if self.tiers is not None:
+            return self._iterate_with(self.tiers, now)
         ahead = self.config.async_scheduling
         if not (plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps)):
             if not (self.arriving or self.orphans or self.sending):
@@ -268,6 +274,26 @@ class SimEngine(EngineState):
             self.events -= 1
             self.busy = False
             return None
+        return self.end
+
+    def _iterate_with(self, tiers: Tiers, now: int) -> int | None:
+        """The same beside tiers: an iteration may have to wait for a store, and an engine for KV."""
+        self.wait = 0
+        if schedule(self, now, 0 if tiers.restless else self.most_steps):
+            load = tiers.next_load()
+            if load is not None:
+                cut_stretch(self, load)
+            return self.end
+        self.events -= 1
+        following = now + self.wait if self.wait else tiers.next_load()
+        if following is None and tiers.deferred:
+            following = tiers.next_end()
+        if following is None:
+            if self.waiting or self.running:
+                raise nothing_fits(self)
+            self.busy = False
+            return None
+        self.waits, self.end, self.open = True, following, not self.wait
         return self.end
 
     def _drain(self, now: int) -> int:
@@ -288,6 +314,10 @@ class SimEngine(EngineState):
         if self.asked or self.interrupted or self.pulls or self.failed:
             self._forget_told()
         self.busy = False
+        if self.waits:
+            self.count_held(self.end)
+            self.waits = self.open = False
+            return []
         if self._pause is not None:
             self.count_held(self.end)
             self.paused_ticks += self.end - self.start
@@ -309,7 +339,7 @@ class SimEngine(EngineState):
         self.count_held(now)
         if self._pause is not None:
             self.paused_ticks += now - self.start
-        elif self.busy and not self.overlapping:
+        elif self.busy and not self.overlapping and not self.waits:
             self.busy_ticks += now - self.start
         for request in self.running:
             generation = self.generation_of(request)

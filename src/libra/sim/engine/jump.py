@@ -7,6 +7,7 @@ each.
 
 from __future__ import annotations
 
+from heapq import heapify, heapreplace
 from itertools import repeat
 from math import sqrt
 
@@ -15,6 +16,7 @@ from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Ints
 from libra.sim.engine.state import EngineState, Iteration, Piece
+from libra.sim.engine.tiers import Tiers
 
 _LONGEST = 256  # iterations whose ticks are listed at once
 
@@ -71,6 +73,8 @@ def count_stretch(state: EngineState) -> list[Request]:
     state.iterations += steps
     if demand:
         pool.take(demand)
+    if state.tiers is not None and not state.tiers.prompt_only:
+        _store_filled(state, state.tiers)
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context_after(steps - 1)
         base, slope, _ = state.cost.line(batch, context)
@@ -125,6 +129,24 @@ def ended_by(state: EngineState, now: int) -> int:
         state.clock.bring(state)
     steps, end = cut([*state.pieces], state.steps, now)
     return steps if end <= now else steps - 1
+
+
+def _store_filled(state: EngineState, tiers: Tiers) -> None:
+    """Let what the planned iterations fill be stored, as if each had been visited."""
+    generation, due = state.flight.generation, list[tuple[int, int, Request]]()
+    for place, request in enumerate(state.running):
+        due.append((tiers.filled_after(request, generation.computed(request)), place, request))
+    heapify(due)
+    while due and due[0][0] <= state.steps:
+        step = due[0][0]
+        tiers.pass_time(end_of(state.pieces, step - 1) if step > 1 else state.pieces[0][1])
+        while due and due[0][0] == step:
+            _, place, request = due[0]
+            computed = generation.computed(request) + step
+            tiers.store(request, computed)
+            more = 1 if request in tiers.failed else tiers.filled_after(request, computed)
+            heapreplace(due, (step + more, place, request))
+        tiers.send(end_of(state.pieces, step))
 
 
 def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], int]:

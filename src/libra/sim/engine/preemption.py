@@ -77,8 +77,9 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     state.waiting.requeue(request)
 
 
-def _let_go(state: EngineState, request: Request, row: int = 0) -> int:
-    """Stop running a request that is not finished. Returns how many of its iterations are under way."""
+def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None = None) -> int:
+    """Stop running a request that is not finished, but may end at a tick. Returns how many of its iterations are under
+    way."""
     lag, under_way = 0, state.under_way
     request.reserves, in_iteration = False, state.is_under_way(request)
     if request is state.partial:
@@ -108,6 +109,8 @@ def _let_go(state: EngineState, request: Request, row: int = 0) -> int:
         known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)
+    if state.tiers is not None and ends is not None:
+        state.tiers.end(request, known, ends)
     state.release(request, tokens, known, row=in_iteration)
     return lag
 
@@ -141,7 +144,7 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
     for request in requests:
         status = state.leaving.pop(request)
         if request.status == "running":
-            _let_go(state, request)
+            _let_go(state, request, ends=now)
             if state.under_way is not None:
                 state.under_way.forget(request)
         elif request in state.arriving:
@@ -151,6 +154,8 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
             state.blocked = False
         else:
             continue
+        if state.tiers is not None:
+            state.tiers.end(request, 0, now)
         request.status, request.finish = status, now
         if request not in state.orphans:
             request.path = ()

@@ -6,7 +6,7 @@ Invariant: the head of the queue is the request that is admitted next; nothing o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from libra.sim.engine.request import Request
@@ -23,6 +23,10 @@ class FcfsQueue(deque[Request]):
     @property
     def head(self) -> Request:
         return self[0]
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """Heads that were taken out, in their order."""
+        self.extendleft(reversed(requests))
 
     def push(self, request: Request) -> bool:
         """Add a request; True: it is the head now."""
@@ -56,6 +60,10 @@ class PriorityQueue:
     def requeue(self, request: Request) -> None:
         """Put a preempted request back."""
         self.push(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.push(request)
 
     def pop_head(self) -> Request:
         return heappop(self._entries)[3]

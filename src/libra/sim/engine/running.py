@@ -58,19 +58,27 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         contexts = admit(state, left, now, chunks, cached, generating)
     if (skipped or cut) and (generating or chunks):
         context = generation.stall(set(skipped), cut)
+    if state.tiers is not None and (state.tiers.restless or _admits(state)):
+        most = 0
+    plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
+    if state.tiers is not None:
+        computed = [] if plain and most else _computed(state, skipped, bool(chunks))
+        state.wait = state.tiers.conclude(computed, preempted, now)
     if chunks:
         admitted = _admitted(contexts, cached) if state.uneven and cached else NONE_ADMITTED
         ticks = state.cost.mixed(batch, context, chunks, admitted)
     elif not generating:
         ticks = 0
-    elif most and not (preempted or skipped or cut or partial is not None):
+    elif plain and most:
         # Rows become shorter towards `max_model_len`, so that with drafts a request may come to fit the budget.
         plan_stretch(state, now, 1 if config.speculative is not None and _admits(state) else most, demand)
         return True
     else:
         base, slope, _ = state.cost.line(batch, context)
         ticks = base + slope * context
-    state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + ticks
+    state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + state.wait + ticks
+    if state.tiers is not None:
+        state.tiers.send(state.end)
     if state.trace is not None and (ticks or preempted):
         gone = {*preempted, *skipped, *state.ending, *([] if chunk else [partial])}
         scheduled = [
@@ -88,7 +96,22 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     # others compute meanwhile.
     if state.clock is not None:
         return bool(preempted)
-    return bool(preempted) and state.under_way is None and schedule(state, now, most)
+    return bool(preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
+
+
+def _computed(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
+    """Of those that an iteration computes with: the tokens of which it leaves KV. Who generates stores nothing, unless
+    it is to."""
+    tiers, flight = state.tiers, state.flight
+    assert tiers is not None
+    rows = []
+    for request in state.running:
+        if request.flight < 0 or request in flight.finishing:
+            if chunks:
+                rows.append((request, request.computed))
+        elif request not in skipped and (request in tiers.failed or not tiers.prompt_only):
+            rows.append((request, flight.generation.computed(request) + 1))
+    return rows
 
 
 def _admits(state: EngineState) -> bool:
@@ -202,8 +225,10 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     request.finish = now
     if request not in state.leaving:
         state.carry(-request.prompt_tokens)
-    if state.pool.caching and (request.chain is not None or request.written):
+    if state.pool.caching and (request.chain is not None or request.written or state.tiers is not None):
         state.write(request, known)
+    if state.tiers is not None:
+        state.tiers.end(request, known, now)
     if request.keeps:
         state.keep(request, tokens, known)
         return

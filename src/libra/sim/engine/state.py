@@ -17,6 +17,7 @@ from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
+from libra.sim.engine.tiers import Tiers
 
 _KEPT = 1024
 _BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
@@ -103,6 +104,7 @@ class EngineState:
     trace: Callable[[Iteration], None] | None = None
     clock: Clock | None = field(default=None, init=False)  # that it shares with others
     pool: BlockPool = field(init=False)
+    tiers: Tiers | None = field(default=None, init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
     arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
     ready: int = field(default=0, init=False)  # of those, whose KV is not under way
@@ -132,6 +134,8 @@ class EngineState:
     busy: bool = field(default=False, init=False)  # until `end`
     start: int = field(default=0, init=False)  # tick
     end: int = field(default=0, init=False)
+    waits: bool = field(default=False, init=False)  # nothing is computed until then
+    wait: int = field(default=0, init=False)  # ticks before the iteration, until blocks may be overwritten
     steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
     ticks: int = field(default=0, init=False)  # of the one that is decided while another is under way; 0: none is
     pieces: list[Piece] = field(default_factory=list, init=False)  # of these iterations
@@ -149,6 +153,8 @@ class EngineState:
     def __post_init__(self) -> None:
         config, stages = self.config, self.config.pipeline_parallel_size
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
+        if config.kv_tiers:
+            self.tiers = Tiers(config.kv_tiers, self.pool)
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
         self.flights = Flights([self._generation() for _ in range(stages)])
         self.flight = self.flights.all[0]
@@ -237,7 +243,7 @@ class EngineState:
     def compute(self, request: Request, chunk: int) -> None:
         """Compute a chunk of a prompt in this iteration; the blocks for it are taken."""
         request.computed += chunk
-        if self.pool.caching and (request.chain is not None or self.pool.knows(request)):
+        if self.pool.caching and (request.chain is not None or self.tiers is not None or self.pool.knows(request)):
             self.write(request, request.computed)
         if request.computed == request.target:
             request.flight = self.flight.index

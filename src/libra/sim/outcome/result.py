@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sim.engine.request import Request, Status
+from libra.sim.engine.tiers import Shelf
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
 from libra.sim.outcome.transfers import Transfers, transfers_of
 from libra.sim.workload.caller import Caller
@@ -83,6 +84,18 @@ class GroupResult:
     bounded_ticks: Mapping[str, int]  # of iterations that ended, by what bounded them; empty where that is no question
 
 
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """One tier, of all engines that have one of this name."""
+
+    name: str
+    engines: int
+    loads: int  # transfers from it
+    loaded_tokens: int
+    loaded_bytes: int
+    stored_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
     workload: Mapping[str, Any]  # its description, as JSON values
@@ -93,6 +106,7 @@ class SimulationResult:
     end: int  # tick of the last thing that happened, or the time limit
     groups: tuple[GroupResult, ...] = ()
     transfers: Transfers | None = None  # of KV, where engines have roles
+    tiers: tuple[TierResult, ...] = ()  # of KV, where engines have any
 
     @property
     def start(self) -> int:
@@ -134,6 +148,25 @@ def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> 
         end=cluster.now,
         groups=tuple(GroupResult(it.spec.name, len(it.ranks), dict(it.bounded(cluster.now))) for it in cluster.groups),
         transfers=transfers_of(cluster),
+        tiers=_tiers(cluster),
+    )
+
+
+def _tiers(cluster: SimCluster) -> tuple[TierResult, ...]:
+    of: dict[str, list[tuple[Shelf, int]]] = {}
+    for engine in cluster.engines:
+        for shelf in [] if engine.tiers is None else engine.tiers.shelves:
+            of.setdefault(shelf.tier.name, []).append((shelf, engine.config.block_size))
+    return tuple(
+        TierResult(
+            name,
+            len(shelves),
+            sum(it.loads for it, _ in shelves),
+            sum(round(it.loaded / it.tier.block_bytes) * size for it, size in shelves),
+            round(sum(it.loaded for it, _ in shelves)),
+            round(sum(it.stored for it, _ in shelves)),
+        )
+        for name, shelves in of.items()
     )
 
 

@@ -42,6 +42,7 @@ def document(result: SimulationResult) -> dict[str, Any]:
         "engines": [{**engine, "config": place} for engine, place in zip(engines, places, strict=True)],
         **({} if transfers is None else {"transfers": asdict(transfers)}),
         **_groups(result),
+        **({"kv_tiers": [asdict(tier) for tier in result.tiers]} if result.tiers else {}),
         "definitions": {
             "all": COMPLETED,
             **{key: {"name": it.name, "unit": it.unit, "text": it.text} for key, it in DEFINITIONS.items()},

@@ -1,0 +1,56 @@
+"""Memory beside the GPU's that keeps KV: host, disk, a store that engines share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from libra.sim.clock import ticks
+from libra.sim.engine.chunk_cache import CachePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class KVTier:
+    """One tier of an engine, or with `shared` of all engines that name it so: those of a node share its link then.
+
+    The first tier of an engine is what it reads and writes; what comes there goes on to the others.
+    """
+
+    name: str
+    chunks: int  # that it holds
+    block_bytes: float  # of a KV block, on all of the engine's devices together
+    store_bandwidth: float  # bytes/s towards it, one transfer after the other
+    load_bandwidth: float  # bytes/s from it
+    latency: float = 0.0  # seconds more that each transfer takes, beside others
+    blocks_per_chunk: int = 1
+    policy: CachePolicy = "lru"
+    offload_prompt_only: bool = True  # what is generated is kept only once it is part of a prompt
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "blocks_per_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"kv_tiers: {name} of {self.name} is {getattr(self, name)}; give 1 or more")
+        for name in ("block_bytes", "store_bandwidth", "load_bandwidth"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise ValueError(f"kv_tiers: {name} of {self.name} is {value}; give a finite number above 0")
+        if not (isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"kv_tiers: latency of {self.name} is {self.latency}; give seconds, 0 or more")
+        if self.policy not in ("lru", "arc"):
+            raise ValueError(f"kv_tiers: policy of {self.name} is {self.policy!r}; set it to lru or arc")
+
+
+class Channel:
+    """One direction of a tier's link: transfers follow each other, as they do in vLLM's worker."""
+
+    __slots__ = ("_bandwidth", "_free", "_latency")
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self._bandwidth, self._latency = bandwidth, ticks(latency)
+        self._free = 0  # tick
+
+    def send(self, size: float, now: int) -> int:
+        """The tick at which so many bytes are there that are sent now, or once the link is free."""
+        self._free = max(self._free, now) + max(1, ticks(size / self._bandwidth))
+        return self._free + self._latency
