@@ -1,6 +1,6 @@
 """What KV kept beside the GPUs is worth for agents, whose next turn comes when their KV may have left the GPU.
 
-Invariant: each case is the same engines and the same trajectories, replayed; only the tiers differ.
+Invariant: each case is the same engines and the same trajectories, replayed; only the host's memory differs.
 
     python -m benchmarks.kv_tiers [--json FILE]
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from benchmarks.rows import Row, report
 from libra.sim.clock import seconds
-from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engines_file import load_engines
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
@@ -25,14 +24,15 @@ from libra.trajectory import read_trajectories
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def rows_of(case: str, names: tuple[str, ...]) -> list[Row]:
-    """The engines with these of their tiers alone."""
+SIZES = (16, 64, 256)  # GiB of the host, for each engine
+
+
+def rows_of(case: str, gib: int) -> list[Row]:
+    """With so much memory of the host; without a tier where that is 0."""
     deployment = load_engines(EXAMPLES / "kv_tiers.yaml")
-
-    def kept(tiers: tuple[KVTier, ...]) -> tuple[KVTier, ...]:
-        return tuple(tier for tier in tiers if tier.name in names)
-
-    engines = [replace(it, config=replace(it.config, kv_tiers=kept(it.config.kv_tiers))) for it in deployment.engines]
+    [host] = deployment.engines[0].config.kv_tiers
+    tiers = (replace(host, chunks=host.chunks * gib // SIZES[0]),) if gib else ()
+    engines = [replace(it, config=replace(it.config, kv_tiers=tiers)) for it in deployment.engines]
     workload = Replay(list(read_trajectories(EXAMPLES / "search_agent.jsonl")))
     result = simulate(engines, workload, deployment.policy(), turn_tokens=deployment.turn_tokens)
     metrics = metrics_of(result)
@@ -50,10 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    rows = rows_of("GPU alone", ())
-    rows += rows_of("host", ("host",))
-    rows += rows_of("store", ("store",))
-    rows += rows_of("host and store", ("host", "store"))
+    rows = rows_of("GPU alone", 0)
+    for gib in SIZES:
+        rows += rows_of(f"host, {gib} GiB", gib)
     report(rows, options.json)
 
 
