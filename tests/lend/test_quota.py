@@ -84,8 +84,9 @@ class Device:
 
     @property
     def most(self) -> int:
-        """What serving may need if it is to stay within its reserve."""
-        return min(self.capacity, min(self.reckoned, self.settled) + self.reserve)
+        """What serving may need if it is to stay within its reserve of all that rollout reckons with, now or at its
+        next look, which may come before serving has said what it needs."""
+        return min(self.capacity, min(self.reckoned, self.settled, self.said.need) + self.reserve)
 
     def serve(self, need: int | None = None) -> None:
         """What serving does before a step that needs `need`, up to the next of its looks or stores. None: go on."""

@@ -153,7 +153,11 @@ SPOILED_CLUSTER = [
     ("model", spoil("request.model.kv_heads", 3), "kv_heads is 3; it must divide the 16 heads"),
     ("profile", spoil("request.profiles.0.engines.0.tp", 0), "EngineGrid.tp is 0"),
     ("layout", spoil("layout.sharding", "zero9"), "layout.sharding"),
-    ("role", spoil("placement.0.role", "rest"), "placement.0.role: Input should be 'train' or 'generate'"),
+    (
+        "role",
+        spoil("placement.0.role", "rest"),
+        "placement.0.role: Input should be 'train', 'generate', 'prefill' or 'decode'",
+    ),
 ]
 
 

@@ -73,7 +73,10 @@ class _BlockingChannel(Generic[Received]):
     def _read(self, count: int) -> bytes:
         parts = bytearray()
         while len(parts) < count:
-            part = self._connection.recv(count - len(parts))
+            try:
+                part = self._connection.recv(count - len(parts))
+            except ConnectionResetError:  # it was killed before it had read everything
+                part = b""
             if not part:
                 raise ConnectionResetError(self._gone)
             parts += part
@@ -109,8 +112,10 @@ class _AsyncChannel(Generic[Received]):
         try:
             length = _length(await self._reader.readexactly(_LENGTH.size))
             return self._decoder.decode(await self._reader.readexactly(length))
-        except asyncio.IncompleteReadError:
-            raise ConnectionResetError(self._gone) from None
+        except (asyncio.IncompleteReadError, ConnectionResetError) as error:
+            if isinstance(error, ConnectionResetError) and error.errno is None:
+                raise  # severed, in words of its own
+            raise ConnectionResetError(self._gone) from None  # closed, or killed before it had read everything
 
     def sever(self, why: str) -> None:
         """The worker went away, though the connection does not show it: `receive` fails."""
