@@ -262,6 +262,7 @@ def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
+@example(seed=983)  # what came in an early iteration of a stretch waits as the stretch ends, and its group goes on
 def test_the_same_holds_between_groups_of_ranks(seed: int) -> None:
     assert with_faults(seed, exact=False, ranks=True) == with_faults(seed, exact=True, ranks=True)
 

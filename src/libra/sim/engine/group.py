@@ -83,7 +83,7 @@ class Rank(SimEngine):
 
     def submit(self, request: Request, now: int) -> bool:
         sooner = SimEngine.submit(self, request, now)
-        self.group.unseen.add(request)
+        self.group.unseen[request] = now
         return sooner
 
     def plan(self, now: int) -> None:
@@ -132,7 +132,7 @@ class RankGroup:
         self.due = False  # it has landed, or a rank has planned: `depart` is to be called
         self.start = self.end = 0  # ticks
         self.iteration = 0  # the next one, or the one under way
-        self.unseen: set[Request] = set()  # that came since the iteration under way began
+        self.unseen: dict[Request, int] = {}  # that came since the iteration under way began, and when
         self._counter = 0  # iterations since the group began to run
         self._running = self._pausing = False
         self.planning = False  # a rank does
@@ -234,6 +234,9 @@ class RankGroup:
             self._pausing = False
             return list(self.ranks)
         steps = self._horizon - self.iteration
+        if steps > 1:  # what came before the last of these iterations began has been seen by then
+            last = end_of(self._pieces, steps - 1)
+            self.unseen = {request: came for request, came in self.unseen.items() if came > last}
         if self._bounds:
             self._bounded += self._bounding(steps)
         if self._trace is not None:
