@@ -28,11 +28,10 @@ from libra.sim.engine.iteration_cost import (
     Admitted,
     Chunk,
     DecodeBatch,
-    IterationCost,
 )
 from libra.sim.engine.jump import after, count_stretch, cut, end_of, ended_by, ticks_of
+from libra.sim.engine.rank_lines import RankLines
 from libra.sim.engine.request import Request
-from libra.sim.engine.speculative import Ints
 from libra.sim.engine.state import EngineState, Iteration, Piece
 
 _KINDS: tuple[GraphKind, ...] = ("NONE", "PIECEWISE", "FULL")  # from the lowest
@@ -151,7 +150,7 @@ class RankGroup:
         self._versions = np.zeros(count, np.int64)  # of its plan
         self._batches = [DecodeBatch(1)] * count
         self._mixed: list[Rank] = []  # with prefill in the next iteration
-        self._lines: dict[GraphKind, _Lines] = {}
+        self._lines: dict[GraphKind, RankLines] = {}
         self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
         for place, rank in enumerate(ranks):
             rank.place, rank.group, rank.clock = place, self, self
@@ -363,7 +362,7 @@ class RankGroup:
         self._horizon = min(self._horizon, self.iteration + together.holds)
         lines = self._lines.get(kind)
         if lines is None or lines.graph != graph:
-            lines = self._lines[kind] = _Lines(graph, self.spec.cost.rank(graph), len(self.ranks))
+            lines = self._lines[kind] = RankLines(graph, self.spec.cost.rank(graph), len(self.ranks))
         steps, at, done = self._horizon - self.iteration, self.start, 0
         self._pieces, self._bounds = [], []
         while done < steps:
@@ -387,34 +386,3 @@ class RankGroup:
             self._noted.append(iteration)
         else:
             self._trace(iteration)
-
-
-class _Lines:
-    """What the ranks' own parts take with one graph, as lines in the ranks' contexts."""
-
-    __slots__ = ("_base", "_limits", "_slope", "_starts", "_versions", "cost", "graph")
-
-    def __init__(self, graph: Graph, cost: IterationCost, count: int) -> None:
-        self.graph, self.cost = graph, cost
-        self._base, self._slope = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._starts, self._limits = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._versions = np.full(count, -1)
-
-    def at(
-        self, contexts: Ints, growths: Ints, versions: Ints, batches: Sequence[DecodeBatch], without: Sequence[int]
-    ) -> tuple[Ints, Ints, int]:
-        """(ticks, growth) of each rank but some, and for how many iterations they hold."""
-        # A stretch that was cut goes back to where a line did not hold yet.
-        stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
-        if without:
-            stale[without] = False
-        for place in np.flatnonzero(stale).tolist():
-            line = self.cost.line(batches[place], int(contexts[place]))
-            self._base[place], self._slope[place], self._limits[place] = line
-            self._starts[place] = contexts[place]
-            self._versions[place] = versions[place]
-        holds = (self._limits - contexts + growths - 1) // np.maximum(growths, 1)
-        holds[growths == 0] = UNLIMITED
-        if without:
-            holds[without] = 1
-        return self._base + self._slope * contexts, self._slope * growths, int(holds.min())
