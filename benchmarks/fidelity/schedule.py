@@ -30,7 +30,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers"]
+Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers", "tiers-async"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,10 @@ def _schedules(
         pair, requests = random_pair(seed, ahead=ahead)
         its = vllm_pair(*random_pair(seed, ahead=ahead))
         return pair.decode, requests, simulated_pair(pair, requests), its
-    if kind == "tiers":
-        case, requests = random_tier(seed)
-        theirs = vllm_tier(*random_tier(seed))
+    if kind in ("tiers", "tiers-async"):
+        ahead = kind == "tiers-async"
+        case, requests = random_tier(seed, ahead=ahead)
+        theirs = vllm_tier(*random_tier(seed, ahead=ahead))
         return case.config, requests, [simulated_tier(case, requests)], [theirs]
     if kind == "dp":
         ranks, requests = random_ranks(seed)

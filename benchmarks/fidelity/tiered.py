@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -28,9 +28,10 @@ class Tiered:
     load: int
 
 
-def random_tier(seed: int) -> tuple[Tiered, tuple[Request, ...]]:
-    """The random case of a seed with a tier that is small or large, slow or quick."""
-    config, requests = random_case(seed)
+def random_tier(seed: int, *, ahead: bool = False) -> tuple[Tiered, tuple[Request, ...]]:
+    """The random case of a seed with a tier that is small or large, slow or quick; with `ahead` it schedules
+    asynchronously."""
+    config, requests = async_case(seed) if ahead else random_case(seed)
     random = Random(f"tier {seed}")
     step, per_token = random.randint(1, 50), random.randint(0, 5)
     for request in requests:

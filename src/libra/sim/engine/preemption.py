@@ -77,8 +77,8 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     state.waiting.requeue(request)
 
 
-def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None = None) -> int:
-    """Stop running a request that is not finished, but may end at a tick. Returns how many of its iterations are under
+def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = False) -> int:
+    """Stop running a request that is not finished; it may end with that. Returns how many of its iterations are under
     way."""
     lag, under_way = 0, state.under_way
     request.reserves, in_iteration = False, state.is_under_way(request)
@@ -104,13 +104,14 @@ def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None
             request.generated = flight.generation.generated(request)
             # While its batch is under way its next token has a place already.
             tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
+    computed = known
     # The token that is under way is not known yet, but what is computed of a prompt always is.
     if under_way is not None and lag and request not in under_way.late:
         known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)
-    if state.tiers is not None and ends is not None:
-        state.tiers.end(request, known, ends)
+    if state.tiers is not None and ends:
+        state.tiers.end(request, computed)
     state.release(request, tokens, known, row=in_iteration)
     return lag
 
@@ -144,7 +145,7 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
     for request in requests:
         status = state.leaving.pop(request)
         if request.status == "running":
-            _let_go(state, request, ends=now)
+            _let_go(state, request, ends=True)
             if state.under_way is not None:
                 state.under_way.forget(request)
         elif request in state.arriving:
@@ -155,7 +156,7 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
         else:
             continue
         if state.tiers is not None:
-            state.tiers.end(request, 0, now)
+            state.tiers.end(request, 0)
         request.status, request.finish = status, now
         if request not in state.orphans:
             request.path = ()

@@ -155,6 +155,7 @@ class EngineState:
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
         if config.kv_tiers:
             self.tiers = Tiers(config.kv_tiers, self.pool)
+            self.defers = config.async_scheduling  # a load may fill a block at once
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
         self.flights = Flights([self._generation() for _ in range(stages)])
         self.flight = self.flights.all[0]
@@ -302,6 +303,8 @@ class EngineState:
         """Release the blocks of a request's computed tokens; so many of them are known."""
         size = self.config.block_size
         held = -(-tokens // size)
+        if request in self.pool.unwritten:
+            self.pool.fence(request)
         if not self.pool.caching:
             self.pool.blank += held
         elif request.written:
