@@ -138,7 +138,7 @@ class ClockedEngine:
                 self._decided.append((engine.transfers, engine.scheduled_tokens))
 
     def _heard(self, now: int) -> KVConnectorOutput:
-        """vLLM lets go of blocks as it goes through a set, in no order that means anything: here in that of the ends."""
+        """vLLM lets go of blocks as it goes through a set, in no order that means anything: here that of the ends."""
         done: Any = list(self.done)
         self.done = {}
         if self.worker is None:
@@ -146,6 +146,6 @@ class ClockedEngine:
         loaded, jobs = self.worker.ended(now)
         return KVConnectorOutput(
             finished_sending=done if self.sends else None,
-            finished_recving=loaded,  # type: ignore[arg-type]
+            finished_recving=loaded,
             kv_connector_worker_meta=self.engine.of_tier(jobs),
         )

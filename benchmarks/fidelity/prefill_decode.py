@@ -13,6 +13,7 @@ from random import Random
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker
 from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
+from benchmarks.fidelity.tiered import with_tier
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -34,11 +35,13 @@ class Pair:
     step: int
     per_token: int
     transfer: KVNetwork
+    store: int = 0  # ticks of a block, where the prefill engine has a tier
+    load: int = 0
 
 
-def random_pair(seed: int, *, ahead: bool = False) -> tuple[Pair, tuple[Request, ...]]:
+def random_pair(seed: int, *, ahead: bool = False, tier: bool = False) -> tuple[Pair, tuple[Request, ...]]:
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
-    `ahead` both schedule asynchronously, or one of them."""
+    `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one."""
     config, requests = async_case(seed) if ahead else random_case(seed)
     random = Random(seed)
     step, per_token = random.randint(1, 50), random.randint(0, 5)
@@ -51,12 +54,15 @@ def random_pair(seed: int, *, ahead: bool = False) -> tuple[Pair, tuple[Request,
     if ahead:
         both = random.choice(((True, True), (True, True), (True, False), (False, True)))
         prefill, config = (replace(it, async_scheduling=its) for it, its in zip((prefill, config), both, strict=True))
-    return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks)), requests
+    store = load = 0
+    if tier:
+        prefill, store, load = with_tier(prefill, Random(f"tier {seed}"), step)
+    return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks), store, load), requests
 
 
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of the prefill engine, and of the decode engine."""
-    worker = TierWorker(pair.block_ticks, pair.block_ticks) if pair.prefill.kv_tiers else None
+    worker = TierWorker(pair.store, pair.load) if pair.prefill.kv_tiers else None
     prefill = ClockedEngine(
         VllmEngine(pair.prefill, kv_role="kv_producer"), pair.step, pair.per_token, worker=worker, sends=True
     )

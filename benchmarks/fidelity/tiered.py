@@ -38,6 +38,12 @@ def random_tier(seed: int, *, ahead: bool = False) -> tuple[Tiered, tuple[Reques
         request.arrival *= step
         if request.cancel_at is not None:
             request.cancel_at *= step
+    config, store, load = with_tier(config, random, step)
+    return Tiered(config, step, per_token, store, load), requests
+
+
+def with_tier(config: EngineConfig, random: Random, step: int) -> tuple[EngineConfig, int, int]:
+    """An engine with a tier, and the ticks that storing and loading a block take beside steps of so many."""
     store, load = (random.choice((1, max(1, step // 4), step, 5 * step)) for _ in range(2))
     # A context that is one chunk of one token is loaded, found to lack what is sampled from, and loaded again for ever.
     blocks_per_chunk = random.choice((1, 1, 2, 3) if config.block_size > 1 else (2, 3))
@@ -52,7 +58,7 @@ def random_tier(seed: int, *, ahead: bool = False) -> tuple[Tiered, tuple[Reques
         policy=random.choice(("lru", "arc")),
         offload_prompt_only=random.random() < 0.6,
     )
-    return Tiered(replace(config, enable_prefix_caching=True, kv_tiers=(tier,)), step, per_token, store, load), requests
+    return replace(config, enable_prefix_caching=True, kv_tiers=(tier,)), store, load
 
 
 def tiered_cluster(

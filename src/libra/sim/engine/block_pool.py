@@ -333,7 +333,9 @@ class BlockPool:
     def fence(self, request: Request) -> None:
         """A request is about to let go of its blocks, of which some are read that nobody may know: of those that are
         blank then the last one is given away first."""
-        self._fenced += [(self.blank + number - request.written, block) for number, block in self.unwritten.pop(request)]
+        self._fenced += [
+            (self.blank + number - request.written, block) for number, block in self.unwritten.pop(request)
+        ]
 
     def discard(self, full: int, held: int) -> None:
         """Let go of `held` blocks that nobody will ask for, of which the first `full` are full.

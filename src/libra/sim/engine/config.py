@@ -198,4 +198,7 @@ class EngineSpec:
     @property
     def defers(self) -> bool:
         """Whether blocks that an iteration under way may write are let go only with its end: beside a KV consumer."""
-        return self.role is DECODE and (self.config.async_scheduling or self.config.pipeline_parallel_size > 1)
+        config = self.config
+        return bool(self.role is DECODE or config.kv_tiers) and (
+            config.async_scheduling or config.pipeline_parallel_size > 1
+        )

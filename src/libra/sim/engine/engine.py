@@ -293,7 +293,7 @@ class SimEngine(EngineState):
         self.events -= 1
         following = now + self.wait if self.wait else tiers.next_event()
         if following is None:
-            if self.waiting or self.running:
+            if (self.waiting or self.running) and not (self.orphans or self.sending):
                 raise nothing_fits(self)
             self.busy = False
             return None

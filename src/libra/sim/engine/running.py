@@ -61,7 +61,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         context = generation.stall(set(skipped), cut)
     plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
     if tiers is not None:
-        if not tiers.prompt_only and tiers.restless(now) or _admits(state) and not tiers.patient:
+        if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
             most = 0
         known = [] if plain and most and not tiers.prompt_only else _known(state, skipped, bool(chunks))
         state.wait = tiers.conclude(known, preempted, now)

@@ -155,7 +155,6 @@ class EngineState:
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
         if config.kv_tiers:
             self.tiers = Tiers(config.kv_tiers, self.pool)
-            self.defers = config.async_scheduling  # a load may fill a block at once
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
         self.flights = Flights([self._generation() for _ in range(stages)])
         self.flight = self.flights.all[0]

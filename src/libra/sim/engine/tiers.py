@@ -147,8 +147,8 @@ class Tiers:
                 pool.given[block] = store
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
-        """The end of a schedule, with whose iteration requests have computed so many tokens that are known. Nothing
-        else keeps it from beginning now. Returns the ticks until it can: stores whose blocks are overwritten end first."""
+        """The end of a schedule, with whose iteration requests have computed so many tokens that are known. It could
+        begin now; returns the ticks until it can: stores whose blocks are overwritten end first."""
         given, begin, begun = self._pool.given, max(now, self._flushed), self.transfers.begun
         for request in preempted:
             self.failed.pop(request, None)
@@ -248,8 +248,7 @@ class Tiers:
                     pool.unwritten.setdefault(request, []).append((number, block))
                     blocks.append(block)
             store.blocks[key] = blocks
-            for block in blocks:
-                pool.reading[block] = store
+            pool.reading.update((block, store) for block in blocks)
 
     def _chunks(self, request: Request, known: int) -> int:
         """Chunks of a request that may be stored."""
