@@ -30,7 +30,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers", "tiers-async", "pd-tiers"]
+Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers", "tiers-async"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ def _schedules(
         config, requests, transfers = random_pulls(seed, drafts=kind == "both")
         theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async", "pd-tiers"):
-        ahead, tier = kind == "pd-async" or (kind == "pd-tiers" and seed % 2 == 1), kind == "pd-tiers"
-        pair, requests = random_pair(seed, ahead=ahead, tier=tier)
-        its = vllm_pair(*random_pair(seed, ahead=ahead, tier=tier))
+    if kind in ("pd", "pd-async"):
+        ahead = kind == "pd-async"
+        pair, requests = random_pair(seed, ahead=ahead)
+        its = vllm_pair(*random_pair(seed, ahead=ahead))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind in ("tiers", "tiers-async"):
         ahead = kind == "tiers-async"
