@@ -21,6 +21,7 @@ from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
 from libra.route.catalogue import policy_named
+from libra.sim import granted_engine
 from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -116,29 +117,13 @@ def test_memory_that_serving_needs_comes_back_after_a_step() -> None:
     assert back and made.seconds > min(back) + small.quiet
 
 
-def test_what_a_recalled_engine_has_of_a_context_moves_where_that_is_quicker() -> None:
+@pytest.mark.skipif(str(granted_engine.__file__).endswith(".so"), reason="what is compiled cannot be patched")
+def test_what_a_recalled_engine_has_of_a_context_moves_where_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_with(4)
-
-    def kept(move_kv: bool) -> list[int]:
-        """Tokens of its own, beyond its prompt, that each trajectory finds elsewhere when its engine was recalled."""
-        with seeing() as seen:
-            run(system(plan, served(plan), move_kv=move_kv), EPISODES, 6)
-        recalled = {
-            (index, engine.start)
-            for index, engine in enumerate(seen.cluster.engines)
-            if engine.borrowed and engine.closed
-        }
-        stopped, found = {}, []
-        for request in seen.cluster.requests:
-            before = stopped.pop(request.chain, None)
-            if before is not None and request.engine != before.engine:
-                assert isinstance(request.owner, EpisodeCaller)
-                found.append(request.cached_tokens - request.owner.trajectory.prompt_tokens)
-            if request.status == "interrupted" and (request.engine, request.finish) in recalled:
-                stopped[request.chain] = request
-        return found
-
-    assert max(kept(move_kv=True)) > 0 >= max(kept(move_kv=False))
+    moved = run(system(plan, served(plan)), EPISODES, 6)
+    monkeypatch.setattr(granted_engine.GrantedEngine, "borrowed", False)
+    again = run(system(plan, served(plan)), EPISODES, 6)
+    assert moved.moved_tokens > again.moved_tokens and moved.interrupted
 
 
 def test_who_watches_sees_memory_come_and_go() -> None:
