@@ -30,7 +30,7 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers"]
+Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "drafts-async", "both", "dp", "tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Summary:
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     """One engine."""
-    config, requests = async_case(seed) if kind == "async" else random_case(seed)
-    return with_drafts(config, seed) if kind == "drafts" else config, requests
+    config, requests = async_case(seed) if kind in ("async", "drafts-async") else random_case(seed)
+    return with_drafts(config, seed) if kind in ("drafts", "drafts-async") else config, requests
 
 
 def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
