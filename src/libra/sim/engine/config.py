@@ -199,3 +199,8 @@ class EngineSpec:
     role: EngineRole = COLOCATED
     kv_bytes: float = 0.0  # of a token, on all devices together: what a pull of it reads
     group: GroupSpec | None = None  # whose rank it is; its cost is the group's then
+
+    @property
+    def defers(self) -> bool:
+        """Whether blocks that an iteration under way may write are let go only with its end: beside a KV consumer."""
+        return self.role is DECODE and (self.config.async_scheduling or self.config.pipeline_parallel_size > 1)

@@ -103,6 +103,7 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
+    defers: bool = False  # what an iteration under way may write is let go with its end
     clock: Clock | None = field(default=None, init=False)  # that it shares with others
     pool: BlockPool = field(init=False)
     tiers: Tiers | None = field(default=None, init=False)
@@ -121,7 +122,6 @@ class EngineState:
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
     chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
-    defers: bool = field(default=False, init=False)  # what an iteration under way may write is let go with its end
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
