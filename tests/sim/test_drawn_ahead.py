@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from simulated import simulate
 from test_async_scheduling import stopping
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
+from test_engines_file import load
 
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.random_workloads import random_case
+from libra.config.yaml_file import ConfigError
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request, Stop
@@ -129,6 +132,11 @@ def test_nobody_who_asks_can_tell(case: Case, stops: list[Stop], seed: int) -> N
     assert [request.finish for request in quiet.requests] == [request.finish for request in jumped.requests]
 
 
-def test_drafts_that_are_looked_up_are_refused() -> None:
+def test_a_file_asks_for_both_and_drafts_that_are_looked_up_are_refused(tmp_path: Path) -> None:
+    eagle = {"method": "eagle", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.5}
+    (engine,) = load(tmp_path, {"max_model_len": 4096, "async_scheduling": True, "speculative": eagle}).engines
+    assert engine.config.async_scheduling and engine.config.tokens_each == 4
+    with pytest.raises(ConfigError, match=r"engines\.0\.async_scheduling with speculative\.method ngram"):
+        load(tmp_path, {"async_scheduling": True, "speculative": {**eagle, "method": "ngram"}})
     with pytest.raises(ValueError, match=r"async_scheduling with speculative\.method ngram: vLLM refuses it"):
         replace(CONFIG, speculative=replace(TWO, method="ngram"))
