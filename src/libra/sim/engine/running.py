@@ -26,7 +26,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     if config.speculative is not None:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
-    fits = demand <= pool.free and left >= -slots
+    fits = demand <= pool.free and left >= -slots and not generation.at_limit
     if most and generation.count and partial is None and fits and not _admits(state):
         plan_stretch(state, now, most)
         return True
@@ -46,7 +46,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         partial = state.partial
         members = [it for it in state.members() if it is not partial and it not in state.ending]
         skipped = {it for it in members if it not in rows}
-        cut = {it: row for it, row in rows.items() if row < generation.row(it)}
+        limited = generation.at_limit
+        cut = {it: row for it, row in rows.items() if row < generation.row(it) or it in limited}
         left = config.step_budget - sum(rows.values()) - slots * len(rows)
         batch, context = state.batch(len(rows)), generation.context
     generating = batch.requests
