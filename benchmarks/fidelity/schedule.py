@@ -31,7 +31,8 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "dp-async", "tiers"]
+Pairs = Literal["pd", "pd-async", "pd-drafts"]
+Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", "tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ class Summary:
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     """One engine."""
-    config, requests = async_case(seed) if kind == "async" else random_case(seed)
-    return with_drafts(config, seed) if kind == "drafts" else config, requests
+    config, requests = async_case(seed) if kind in ("async", "drafts-async") else random_case(seed)
+    return with_drafts(config, seed) if kind in ("drafts", "drafts-async") else config, requests
 
 
 def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
@@ -96,10 +97,10 @@ def _schedules(
         config, requests, transfers = random_pulls(seed, drafts=kind == "both")
         theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async"):
-        ahead = kind == "pd-async"
-        pair, requests = random_pair(seed, ahead=ahead)
-        its = vllm_pair(*random_pair(seed, ahead=ahead))
+    if kind in ("pd", "pd-async", "pd-drafts"):
+        ahead, drafts = kind != "pd", kind == "pd-drafts"
+        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts)
+        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind == "tiers":
         case, requests = random_tier(seed)

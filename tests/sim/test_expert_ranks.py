@@ -71,7 +71,7 @@ def test_the_host_of_asynchronous_ranks_works_beside_their_gpus(tmp_path: Path) 
         (rank, *_) = load(tmp_path, async_scheduling=ahead, overhead={**overhead, "overlapped": ahead}).engines
         assert rank.config.async_scheduling is ahead and rank.group is not None
         taken.append(rank.group.cost.together(Graph("NONE"), 64 * 8, 0).lines)
-    ((_, after),), ((_, beside), (factor, least)) = taken
+    ((_, after), _), ((_, beside), (factor, least)) = taken
     assert after - beside == least == 2 * 10**9 and factor == 0
 
 

@@ -30,7 +30,7 @@ from libra.sim.prefill_decode import PrefillDecode
 from libra.sim.workload.caller import Caller
 from libra.sim.workload.requests import Workload
 
-EngineMaker = Callable[..., SimEngine]  # as `SimEngine(config, cost, index, exact=, trace=)`
+EngineMaker = Callable[..., SimEngine]  # as `SimEngine(config, cost, index, exact=, trace=, defers=)`
 
 
 class SimCluster:
@@ -203,7 +203,7 @@ class SimCluster:
         known = len(self.engines)
         engines = [
             (make if spec.group is None else Rank)(
-                spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace
+                spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace, defers=spec.defers
             )
             for place, spec in enumerate(specs)
         ]

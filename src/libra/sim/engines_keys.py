@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from libra.config.yaml_file import Section
+from libra.cost.collectives import AllToAll
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
 from libra.sim.engine.chunk_cache import CachePolicy
 from libra.sim.engine.config import FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.speculative import Speculative
-from libra.sim.expert_ranks import RanksSection
 from libra.sim.kv_network import DEFAULT_LEASE
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -90,6 +90,41 @@ class KVTierSection(Section):
     blocks_per_chunk: _Count = 1
     offload_prompt_only: _Flag = True
     shared: _Flag = False
+
+
+class EplbSection(Section):
+    """vLLM's `eplb_config`."""
+
+    num_redundant_experts: _Index = 0
+    window_size: _Count = 1000
+    step_interval: _Count = 3000
+
+
+class ExpertLoadSection(Section):
+    """How often experts are asked for."""
+
+    power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: all alike
+    frequencies: str | None = (
+        None  # instead: a JSON file beside this one, rows of counts, one for each layer or for all
+    )
+    drift_interval: _Count | None = None  # iterations after which a power law is drawn anew
+    skew: Literal["expected", "drawn"] = "expected"
+    seed: _Index = 0
+
+
+class RanksSection(Section):
+    """What an engine of a file says of its data-parallel ranks."""
+
+    data_parallel_size: _Count = 1
+    enable_expert_parallel: _Flag = False
+    all2all_backend: AllToAll = "allgather_reducescatter"
+    network_bandwidth: Annotated[float, Field(gt=0)] = (
+        50e9  # bytes/s of each GPU between nodes, with expert parallelism
+    )
+    dp_sync_interval: _Count = 16
+    enable_eplb: _Flag = False
+    eplb_config: EplbSection = EplbSection()
+    expert_load: ExpertLoadSection = ExpertLoadSection()
 
 
 class EngineSection(RanksSection):

@@ -1,76 +1,43 @@
 """Data-parallel ranks with expert parallelism, as an engines file describes them.
 
-Invariant: keys that vLLM has are vLLM's; what cannot run is refused in a line that opens with the key.
+Invariant: what cannot run is refused in a line that opens with the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from libra.config.yaml_file import Section
-from libra.cost.collectives import AllToAll
+from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import CONTEXT, ffn_rank_bytes
+from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import Balancing, Shares, measured, power_law
-from libra.cost.host import HostCost
-from libra.cost.kernels import KernelTerms
+from libra.cost.host import NO_HOST
+from libra.cost.kernels import NO_TERMS
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.files import load_calibration
+from libra.cost.sources.profiles import host_part
+from libra.cost.sources.tables import NoTablesError
 from libra.cost.transfer import fabric
-from libra.hardware.cluster import GPU, NodeClass
+from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
+from libra.sim.described_engine import DescribedEngine
+from libra.sim.described_times import host_cost
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
+from libra.sim.engines_keys import EplbSection, ExpertLoadSection, RanksSection
 
-_Count = Annotated[int, Field(strict=True, ge=1)]
-_Flag = Annotated[bool, Field(strict=True)]
 _NODE = 8  # GPUs: of the nodes over which ranks are spread
 _FREQUENCIES = TypeAdapter(tuple[tuple[float, ...], ...])
 
 
-class EplbSection(Section):
-    """vLLM's `eplb_config`."""
-
-    num_redundant_experts: Annotated[int, Field(strict=True, ge=0)] = 0
-    window_size: _Count = 1000
-    step_interval: _Count = 3000
-
-
-class ExpertLoadSection(Section):
-    """How often experts are asked for."""
-
-    power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: all alike
-    frequencies: str | None = (
-        None  # instead: a JSON file beside this one, rows of counts, one for each layer or for all
-    )
-    drift_interval: _Count | None = None  # iterations after which a power law is drawn anew
-    skew: Literal["expected", "drawn"] = "expected"
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
-
-
-class RanksSection(Section):
-    """What an engine of a file says of its data-parallel ranks."""
-
-    data_parallel_size: _Count = 1
-    enable_expert_parallel: _Flag = False
-    all2all_backend: AllToAll = "allgather_reducescatter"
-    network_bandwidth: Annotated[float, Field(gt=0)] = (
-        50e9  # bytes/s of each GPU between nodes, with expert parallelism
-    )
-    dp_sync_interval: _Count = 16
-    enable_eplb: _Flag = False
-    eplb_config: EplbSection = EplbSection()
-    expert_load: ExpertLoadSection = ExpertLoadSection()
-
-
-def check_ranks(section: RanksSection, model: ModelSpec, tp: int) -> None:
+def check_ranks(engine: DescribedEngine) -> None:
     """Raises ValueError unless these ranks can divide the model's experts."""
-    dp, gpus = section.data_parallel_size, section.data_parallel_size * tp
+    section, model = engine.section, engine.model
+    dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
     if dp == 1:
         for key, given in RanksSection():
             if getattr(section, key) != given:
@@ -103,59 +70,56 @@ def check_ranks(section: RanksSection, model: ModelSpec, tp: int) -> None:
         raise ValueError("expert_load: frequencies are given, and power_law or drift_interval: leave one of them out")
 
 
-def expert_bytes(
-    section: RanksSection, model: ModelSpec, tp: int, *, weight_bytes: float, batched_tokens: int
-) -> float:
+def expert_bytes(engine: DescribedEngine) -> float:
     """Bytes on each GPU of routed experts, and of an MLP's vectors for the tokens that come to them."""
+    section, model, width = engine.section, engine.model, engine.weight_bytes
     assert model.experts is not None
-    dp = section.data_parallel_size
-    held = ffn_rank_bytes(model, dp * tp, weight_bytes=weight_bytes, tokens=dp * batched_tokens) - CONTEXT
+    dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
+    held = ffn_rank_bytes(model, gpus, weight_bytes=width, tokens=dp * section.max_num_batched_tokens) - CONTEXT
     more = section.eplb_config.num_redundant_experts / model.experts.count
-    return held + more * weight_bytes * model.routed_parameters / (dp * tp)
+    return held + more * width * model.routed_parameters / gpus
 
 
-def group_cost(
-    section: RanksSection,
-    model: ModelSpec,
-    gpu: GPU,
-    tp: int,
-    config: EngineConfig,
-    *,
-    source: str,
-    host: HostCost,
-    terms: KernelTerms,
-    weight_bytes: int,
-    beside: Path,
-    note: Callable[[str], None],
-) -> ExpertCost:
-    """`source` is `auto`, `tables`, `roofline` or a calibration file; `beside` is where other files are. Raises
-    `ConfigError` or `NoTablesError` where the source does not have it, ValueError that opens with another key."""
+def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
+    """What data-parallel ranks take together. Raises ValueError that opens with the key."""
+    section, model = engine.section, engine.model
+    if section.pipeline_parallel_size > 1:
+        raise ValueError("pipeline_parallel_size with data_parallel_size is not simulated: leave one of them out")
+    try:
+        added = host_part(engine.host, model, engine.note)
+        host, terms = (NO_HOST, NO_TERMS) if added is None else added
+        host, grid = host_cost(engine, host), _expert_grid(engine)
+        engine.note(f"times of data-parallel ranks: {grid.source}")
+        grid = replace(grid, own=replace(grid.own, terms=terms))
+        eplb = section.eplb_config
+        balancing = None
+        if section.enable_eplb:
+            balancing = Balancing(eplb.num_redundant_experts, eplb.window_size, eplb.step_interval)
+        return ExpertCost(grid, config, _load(section.expert_load, model, engine.beside), balancing, host)
+    except (ConfigError, NoTablesError) as error:
+        raise ValueError(f"profile: {error}") from None
+
+
+def _expert_grid(engine: DescribedEngine) -> ExpertGrid:
+    section, gpu, tp, source = engine.section, engine.gpu, engine.tp, engine.source
     nodes = NodeClass(
         "node", 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NODE * section.network_bandwidth
     )
     calibration = None
     if source not in ("auto", "tables", "roofline"):
         calibration, source = load_calibration(Path(source)), "roofline"
-    dp, way = section.data_parallel_size, section.all2all_backend
-    grid = expert_grid(
+    return expert_grid(
         gpu,
-        model,
+        engine.model,
         tp,
-        dp,
-        way,
+        section.data_parallel_size,
+        section.all2all_backend,
         fabric(nodes),
         source=source,
-        dtype_bytes=weight_bytes,
+        dtype_bytes=engine.weight_bytes,
         calibration=calibration,
-        note=note,
+        note=engine.note,
     )
-    note(f"times of data-parallel ranks: {grid.source}")
-    grid = replace(grid, own=replace(grid.own, terms=terms))
-    eplb = section.eplb_config
-    balancing = None
-    if section.enable_eplb:
-        balancing = Balancing(eplb.num_redundant_experts, eplb.window_size, eplb.step_interval)
-    return ExpertCost(grid, config, _load(section.expert_load, model, beside), balancing, host)
 
 
 def _load(section: ExpertLoadSection, model: ModelSpec, beside: Path) -> ExpertLoad:

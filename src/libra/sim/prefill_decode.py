@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from libra.sim.clock import ticks
-from libra.sim.engine.config import DECODE, EngineSpec
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.frontend import Frontend, Host
@@ -71,13 +71,6 @@ class PrefillDecode(Frontend):
 
     def placer_of(self, spec: EngineSpec) -> Placer:
         return self.decoders if spec.role.takes == "context" else self.placer
-
-    def add(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
-        super().add(specs, engines)
-        for spec, engine in zip(specs, engines, strict=True):
-            engine.defers = spec.role is DECODE and (
-                spec.config.async_scheduling or spec.config.pipeline_parallel_size > 1
-            )
 
     # The way of a request
 

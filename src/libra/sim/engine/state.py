@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.drawn import Drawn
+from libra.sim.engine.drawn_ahead import DrawnAhead
 from libra.sim.engine.flight import Deferred, Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
@@ -102,6 +103,7 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
+    defers: bool = False  # what an iteration under way may write is let go with its end
     clock: Clock | None = field(default=None, init=False)  # that it shares with others
     pool: BlockPool = field(init=False)
     tiers: Tiers | None = field(default=None, init=False)
@@ -120,7 +122,6 @@ class EngineState:
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
     chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
-    defers: bool = field(default=False, init=False)  # what an iteration under way may write is let go with its end
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
@@ -175,7 +176,9 @@ class EngineState:
 
     def _generation(self) -> Generation:
         speculative = self.config.speculative
-        return Even(self.config.block_size) if speculative is None else Drawn(self.config, speculative)
+        if speculative is None:
+            return Even(self.config.block_size)
+        return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
     def batch(self, requests: int) -> DecodeBatch:
         """What the next iteration decodes if so many requests of the batch that is looked at are in it."""

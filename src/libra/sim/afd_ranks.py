@@ -1,0 +1,65 @@
+"""Attention and FFN apart, as an engines file describes them.
+
+Invariant: what cannot run is refused in a line that opens with the key.
+"""
+
+from __future__ import annotations
+
+from libra.config.yaml_file import ConfigError
+from libra.cost.afd import afd_refusal
+from libra.cost.engine_memory import ffn_rank_bytes
+from libra.cost.sources.profiles import stage_profile
+from libra.hardware.cluster import GPU
+from libra.sim.described_engine import DescribedEngine, named_gpu
+from libra.sim.described_times import host_cost
+from libra.sim.engine.afd import AfdCost, AttentionFFN
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engines_keys import AfdSection
+
+
+def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
+    """Raises ValueError unless the model can be cut in these ranks, and FFN ranks have the memory."""
+    section, model = engine.section, engine.model
+    others = (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None), ("kv_tiers", ()))
+    for option, off in (*others, ("data_parallel_size", 1)):
+        if getattr(section, option) != off:
+            raise ValueError(f"afd with {option} is not simulated: leave one of them out")
+    refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
+    if refused is not None:
+        raise ValueError(refused)
+    tokens = -(-afd.attention * section.max_num_batched_tokens // afd.micro_batches)
+    gpu = _ffn_gpu(afd) or engine.gpu
+    held = ffn_rank_bytes(model, afd.ffn, weight_bytes=engine.weight_bytes, tokens=tokens)
+    memory = section.gpu_memory_utilization * gpu.memory
+    if held > memory:
+        raise ValueError(
+            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and what comes to them, of"
+            f" {memory / 1e9:.0f} GB: raise it, or lower max_num_batched_tokens"
+        )
+
+
+def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> AfdCost:
+    """What attention ranks and FFN ranks take together. Raises ValueError that opens with the key."""
+    ranks = AttentionFFN(
+        afd.attention, afd.ffn, afd.bandwidth, afd.latency, afd.micro_batches, serial_links=afd.serial_links
+    )
+    try:
+        stages, host = stage_profile(
+            engine.nodes,
+            engine.model,
+            engine.recipe,
+            engine.source,
+            engine.host,
+            engine.tp,
+            afd.ffn,
+            engine.note,
+            _ffn_gpu(afd),
+        )
+        return AfdCost(stages, config, ranks, host_cost(engine, host), engine.tp)
+    except ConfigError as error:
+        raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+
+
+def _ffn_gpu(afd: AfdSection) -> GPU | None:
+    """None: that of attention."""
+    return None if afd.ffn_gpu is None else named_gpu(afd.ffn_gpu, "afd.ffn_gpu")

@@ -1,0 +1,129 @@
+"""The configuration of an engine of a file: what is given, and what its model and the memory of its GPUs make of it.
+
+Invariant: what cannot be is refused in a line that opens with the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.graphs import capture_sizes
+from libra.hardware.model_file import load_model
+from libra.sim.described_engine import KV_BYTES, DescribedEngine
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.kv_tier import KVTier
+from libra.sim.engine.speculative import Speculative
+from libra.sim.engines_keys import BATCHED_TOKENS
+from libra.sim.expert_ranks import expert_bytes
+
+
+def described_config(engine: DescribedEngine) -> EngineConfig:
+    """Raises ValueError that opens with the key."""
+    section, model, longest = engine.section, engine.model, engine.longest
+    if longest > model.max_context:
+        raise ValueError(f"max_model_len is {longest}; {model.name} is made for {model.max_context} tokens: lower it")
+    if section.pipeline_parallel_size > model.layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {section.pipeline_parallel_size}; {model.name} has {model.layers} layers:"
+            " lower it"
+        )
+    blocks = section.kv_blocks
+    if blocks is None:
+        blocks = _kv_blocks(engine)
+        if blocks * section.block_size < longest:
+            raise ValueError(_no_room(engine, blocks * section.block_size))
+    given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
+    given["speculative"], given["kv_tiers"] = _drafts(engine), ()
+    if section.enforce_eager:
+        if section.capture_sizes:
+            raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
+    elif section.host != "none" and not section.capture_sizes:
+        each = 1 if section.speculative is None else 1 + section.speculative.num_speculative_tokens
+        given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens, tokens_each=each)
+    config = EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
+    return replace(config, kv_tiers=_tiers(engine))
+
+
+def _drafts(engine: DescribedEngine) -> Speculative | None:
+    given = engine.section.speculative
+    if given is None:
+        return None
+    try:
+        return given.drafts()
+    except ValueError as error:
+        raise ValueError(f"speculative.{error}") from None
+
+
+def _kv_blocks(engine: DescribedEngine) -> int:
+    section, model, tp = engine.section, engine.model, engine.tp
+    weights, more = 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
+    divided, drafts = section.data_parallel_size > 1, section.speculative
+    if drafts is not None and drafts.model is not None:
+        drafter = load_model(drafts.model)
+        weights = drafter.weight_bytes(KV_BYTES, tp)
+        more = drafter.kv_bytes_per_token(KV_BYTES, tp) / model.kv_bytes_per_token(KV_BYTES, tp)
+    elif drafts is not None and drafts.method != "ngram":
+        weights, more = model.weight_bytes(engine.weight_bytes, tp) / model.layers, 1 / model.layers
+    if divided:
+        weights += expert_bytes(engine)
+    tokens = kv_tokens(
+        model,
+        engine.gpu.memory,
+        section.gpu_memory_utilization,
+        tp,
+        weight_bytes=engine.weight_bytes,
+        kv_bytes=KV_BYTES * (1 + more),
+        batched_tokens=section.max_num_batched_tokens,
+        pp=section.pipeline_parallel_size,
+        taken=weights,
+        routed=section.afd is None and not divided,
+    )
+    return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
+
+
+def _no_room(engine: DescribedEngine, tokens: int) -> str:
+    """Why there is KV memory for so few tokens: the key that would make room if it alone were no more than usual."""
+    section = engine.section
+    left = (
+        f"{engine.model.name} leaves KV memory for {tokens:,} tokens on {engine.gpus} x {engine.gpu.name}, less than"
+        f" one request of max_model_len {engine.longest:,}"
+    )
+    for key, usual in (("block_size", BLOCK), ("max_num_batched_tokens", BATCHED_TOKENS)):
+        given = getattr(section, key)
+        modest = replace(engine, section=section.model_copy(update={key: min(given, usual)}))
+        if _kv_blocks(modest) * modest.section.block_size >= engine.longest:
+            return f"{key} is {given}: {left}: lower it"
+    return (
+        f"gpu_memory_utilization is {section.gpu_memory_utilization}: {left}: raise it or tensor_parallel_size, or"
+        " lower max_model_len"
+    )
+
+
+def _tiers(engine: DescribedEngine) -> tuple[KVTier, ...]:
+    section, tiers = engine.section, []
+    block_bytes = section.block_size * engine.kv_bytes
+    for place, given in enumerate(section.kv_tiers):
+        chunks = int(given.gib * 2**30 // (block_bytes * given.blocks_per_chunk))
+        tokens = chunks * given.blocks_per_chunk * section.block_size
+        if tokens < engine.longest:
+            raise ValueError(
+                f"kv_tiers.{place}.gib is {given.gib:g}: {given.name} holds {tokens:,} tokens, less than one request of"
+                f" max_model_len {engine.longest:,}: raise it, or lower max_model_len"
+            )
+        bandwidth = given.bandwidth * (1 if given.shared else engine.gpus)
+        tiers.append(
+            KVTier(
+                given.name,
+                chunks,
+                block_bytes,
+                bandwidth,
+                bandwidth,
+                given.latency,
+                given.blocks_per_chunk,
+                given.policy,
+                given.offload_prompt_only,
+                given.shared,
+            )
+        )
+    return tuple(tiers)

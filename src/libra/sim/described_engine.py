@@ -1,0 +1,105 @@
+"""An engine of a file, with what its keys name.
+
+Invariant: its model and GPU are known ones, and the model can be divided over its GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.config.recipe import Recipe
+from libra.config.yaml_file import ConfigError, unknown
+from libra.hardware.cluster import GPU, GPUS, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.hardware.model_file import load_model
+from libra.sim.engines_keys import EngineSection
+
+KV_BYTES = 2  # of an element
+_NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
+_NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedEngine:
+    """`note` is told where times are from, if not from where one would expect."""
+
+    section: EngineSection
+    model: ModelSpec
+    gpu: GPU
+    beside: Path  # the directory of the file: paths that it has are seen from there
+    note: Callable[[str], None]
+
+    @property
+    def tp(self) -> int:
+        return self.section.tensor_parallel_size
+
+    @property
+    def gpus(self) -> int:
+        """Of an engine, or of one of its ranks."""
+        return self.tp * self.section.pipeline_parallel_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a context."""
+        given = self.section.max_model_len
+        return self.model.max_context if given is None else given
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a parameter."""
+        return 1 if self.section.quantization == "fp8" else 2
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of a token, on all devices together."""
+        return self.tp * self.model.kv_bytes_per_token(KV_BYTES, self.tp)
+
+    @property
+    def nodes(self) -> NodeClass:
+        gpu = self.gpu
+        return NodeClass(
+            self.section.name, 1, max(_NODE, self.tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NETWORK
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """What profiles of its times are asked for."""
+        dtype = self.section.quantization
+        return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=dtype)
+
+    @property
+    def source(self) -> str:
+        """Of its times."""
+        given = self.section.profile
+        return given if given in ("auto", "tables", "roofline") else str(self.beside / given)
+
+    @property
+    def host(self) -> str:
+        """Where it is said what comes to the times of kernels."""
+        given = self.section.host
+        return given if given in ("none", "default") else str(self.beside / given)
+
+
+def described_engine(
+    section: EngineSection, key: str, beside: Path, note: Callable[[str], None] = lambda _: None
+) -> DescribedEngine:
+    """Raises ValueError that opens with the key."""
+    try:
+        model = load_model(section.model)
+    except ConfigError as error:
+        raise ValueError(f"{key}.model: {error}") from None
+    gpu = named_gpu(section.gpu, f"{key}.gpu")
+    refused = model.tp_refusal(section.tensor_parallel_size)
+    if refused is not None:
+        raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
+    return DescribedEngine(section, model, gpu, beside, note)
+
+
+def named_gpu(given: str, key: str) -> GPU:
+    """Raises ValueError that opens with the key."""
+    gpu = next((gpu for name, gpu in GPUS.items() if name.casefold() == given.casefold()), None)
+    if gpu is None:
+        raise ValueError(f"{key}: {unknown('GPU', given, GPUS)}")
+    return gpu
