@@ -24,7 +24,7 @@ from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import after, count_stretch, cut, end_of, ticks_of
 from libra.sim.engine.rank import Rank
-from libra.sim.engine.rank_batches import RankBatches, Stretch, Work
+from libra.sim.engine.rank_batches import RankBatches, Stretch, RankWork
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState, Iteration, Piece
 
@@ -63,7 +63,7 @@ class RankGroup:
         self._ahead = config.async_scheduling
         self._moving = False  # an iteration that begins at this boundary is decided
         self._ends = False  # none is that follows the one under way
-        self._coming: list[tuple[Rank, Work]] = []  # what ranks decided for the iteration after the one under way
+        self._coming: list[tuple[Rank, RankWork]] = []  # what ranks decided for the iteration after the one under way
         self._first: Stretch | None = None  # the iteration that begins at this boundary
         for place, rank in enumerate(ranks):
             rank.join(self, place)

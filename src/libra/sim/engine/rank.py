@@ -13,7 +13,7 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.jump import ended_by
-from libra.sim.engine.rank_batches import NOTHING, NotedCost, Work
+from libra.sim.engine.rank_batches import NOTHING, NotedCost, RankWork
 from libra.sim.engine.request import Request
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Rank(SimEngine):
     dummies: int = field(default=0, init=False)  # dummy batches that it has run
     group: RankGroup = field(init=False)
     noted: NotedCost = field(init=False)
-    work: Work = field(default=NOTHING, init=False)  # of the first iteration that it has decided
+    work: RankWork = field(default=NOTHING, init=False)  # of the first iteration that it has decided
 
     def join(self, group: RankGroup, place: int) -> None:
         self.place, self.group, self.clock = place, group, group

@@ -24,7 +24,7 @@ from libra.sim.engine.state import Piece
 _KINDS: tuple[GraphKind, ...] = ("NONE", "PIECEWISE", "FULL")  # from the lowest
 
 
-class Work(NamedTuple):
+class RankWork(NamedTuple):
     """What a rank computes in an iteration; with `growth` the tokens of context that each later one has more."""
 
     batch: DecodeBatch
@@ -43,7 +43,7 @@ class Work(NamedTuple):
         return all(new == self.batch.tokens_each for new, _ in self.chunks)
 
 
-NOTHING = Work(DecodeBatch(0))
+NOTHING = RankWork(DecodeBatch(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -51,16 +51,16 @@ class NotedCost:
     """Stands where an engine's cost does, and notes what an iteration has: its price takes all ranks."""
 
     uneven: bool
-    work: Work = NOTHING
+    work: RankWork = NOTHING
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        self.work = Work(batch, context, batch.requests)
+        self.work = RankWork(batch, context, batch.requests)
         return 1, 0, UNLIMITED
 
     def mixed(
         self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
     ) -> int:
-        self.work = Work(batch, context, batch.requests, chunks, admitted)
+        self.work = RankWork(batch, context, batch.requests, chunks, admitted)
         return 1
 
 
@@ -78,7 +78,7 @@ class RankBatches:
 
     def __init__(self, spec: GroupSpec, config: EngineConfig, count: int) -> None:
         self._spec, self._config, self._count = spec, config, count
-        self.idle = Work(DecodeBatch(1, config.tokens_each))  # a dummy batch
+        self.idle = RankWork(DecodeBatch(1, config.tokens_each))  # a dummy batch
         self._works = [self.idle] * count
         self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
@@ -87,7 +87,7 @@ class RankBatches:
         self._lines: dict[GraphKind, _Lines] = {}
         self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
 
-    def put(self, place: int, work: Work) -> None:
+    def put(self, place: int, work: RankWork) -> None:
         """A rank computes this from the next iteration on."""
         config = self._config
         self._works[place] = work
@@ -104,7 +104,7 @@ class RankBatches:
         )
         self._kinds[place], self._sizes[place] = _KINDS.index(kind), size
 
-    def goes_on(self, place: int, work: Work) -> bool:
+    def goes_on(self, place: int, work: RankWork) -> bool:
         """Whether that is what a rank computes anyway, in the iteration after the next one."""
         before = self._works[place]
         if before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
@@ -159,7 +159,7 @@ class _Lines:
         self._versions = np.full(count, -1)
 
     def at(
-        self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[Work], without: Sequence[int]
+        self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]
     ) -> tuple[Ints, Ints, int]:
         """(ticks, growth) of each rank but some, and for how many iterations they hold."""
         # A stretch that was cut goes back to where a line did not hold yet.
