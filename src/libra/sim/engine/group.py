@@ -24,7 +24,7 @@ from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import after, count_stretch, cut, end_of, ticks_of
 from libra.sim.engine.rank import Rank
-from libra.sim.engine.rank_batches import RankBatches, Stretch, RankWork
+from libra.sim.engine.rank_batches import RankBatches, RankWork, Stretch
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState, Iteration, Piece
 
