@@ -48,7 +48,10 @@ if TYPE_CHECKING:  # it imports vLLM
 
 SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
-SCHEDULES = ("sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers")
+SCHEDULES = (
+    *("sync", "async", "pull", "pd", "pd-async", "pd-drafts"),
+    *("drafts", "drafts-async", "both", "dp", "dp-async", "tiers"),
+)
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
 

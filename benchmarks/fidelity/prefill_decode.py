@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
@@ -38,12 +39,16 @@ class Pair:
     transfer: KVNetwork
 
 
-def random_pair(seed: int, *, ahead: bool = False) -> tuple[Pair, tuple[Request, ...]]:
+def random_pair(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[Pair, tuple[Request, ...]]:
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
     `ahead` both schedule asynchronously, or one of them."""
     config, requests = async_case(seed) if ahead else random_case(seed)
+    if drafts:
+        config = with_drafts(config, seed)
     random = Random(seed)
     step, per_token = random.randint(1, 50), random.randint(0, 5)
+    if drafts:
+        per_token = 0  # a row that the budget cuts costs the simulator as much as a whole one
     for request in requests:
         request.arrival *= step
         if request.cancel_at is not None:

@@ -140,7 +140,7 @@ class SimEngine(EngineState):
         generation.ask(request)
         steps = generation.steps_to(request, tokens)
         if not steps and self.under_way is not None:  # that token is under way
-            self.under_way.asks.append((request, tokens))
+            self.under_way.asks.append((request, tokens, generation.generated(request)))
             steps = 1
         return cut_to(self, steps)
 
@@ -195,7 +195,7 @@ class SimEngine(EngineState):
         ended = settle(self, now)
         generation = self.generation_of(request)
         if generation is None:
-            return request.generated + (ended if request in self.ending else 0)
+            return request.output_tokens if ended and request in self.ending else request.generated
         if self.under_way is not None:
             ended = (ended - 1) * self.lag(request)
         return generation.generated(request, ended)

@@ -23,7 +23,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     state.chunk = None
     demand, partial = generation.demand(), state.partial
     left = config.step_budget - generation.rows - config.input_slots * generation.count  # of the budget
-    fits = demand <= pool.free and left >= -config.input_slots
+    fits = demand <= pool.free and left >= -config.input_slots and not generation.at_limit
     if most and generation.count and partial is None and fits and not _admits(state):
         plan_stretch(state, now, most)
         return True
@@ -43,7 +43,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         partial = state.partial
         members = [it for it in state.members() if it is not partial and it not in state.ending]
         skipped = {it for it in members if it not in rows}
-        cut = {it: row for it, row in rows.items() if row < generation.row(it)}
+        limited = generation.at_limit
+        cut = {it: row for it, row in rows.items() if row < generation.row(it) or it in limited}
         left = config.step_budget - sum(rows.values()) - config.input_slots * len(rows)
         batch, context = state.batch(len(rows)), generation.context
     generating = batch.requests

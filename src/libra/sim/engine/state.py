@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.drawn import Drawn
+from libra.sim.engine.drawn_ahead import DrawnAhead
 from libra.sim.engine.flight import Deferred, Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
@@ -175,7 +176,9 @@ class EngineState:
 
     def _generation(self) -> Generation:
         speculative = self.config.speculative
-        return Even(self.config.block_size) if speculative is None else Drawn(self.config, speculative)
+        if speculative is None:
+            return Even(self.config.block_size)
+        return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
     def batch(self, requests: int) -> DecodeBatch:
         """What the next iteration decodes if so many requests of the batch that is looked at are in it."""
