@@ -12,7 +12,8 @@ from libra.sim.engine.speculative import SEQUENTIAL, Speculative
 def with_drafts(config: EngineConfig, seed: int) -> EngineConfig:
     """The same engine with drafts. Its budget may do for all drafts of a full batch, or not; and a pull fits."""
     random = Random(f"drafts {seed}")
-    drafts, method = random.choice((1, 2, 3, 5)), random.choice(SEQUENTIAL)
+    methods = [it for it in SEQUENTIAL if it != "ngram" or not config.async_scheduling]
+    drafts, method = random.choice((1, 2, 3, 5)), random.choice(methods)
     if random.random() < 0.3:
         accepted = tuple(random.randint(0, drafts) for _ in range(random.randint(1, 7)))
         speculative = Speculative(method, drafts, accepted=accepted)

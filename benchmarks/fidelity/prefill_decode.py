@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker
+from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import with_tier
@@ -39,12 +40,18 @@ class Pair:
     load: int = 0
 
 
-def random_pair(seed: int, *, ahead: bool = False, tier: bool = False) -> tuple[Pair, tuple[Request, ...]]:
+def random_pair(
+    seed: int, *, ahead: bool = False, drafts: bool = False, tier: bool = False
+) -> tuple[Pair, tuple[Request, ...]]:
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
     `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one."""
     config, requests = async_case(seed) if ahead else random_case(seed)
+    if drafts:
+        config = with_drafts(config, seed)
     random = Random(seed)
     step, per_token = random.randint(1, 50), random.randint(0, 5)
+    if drafts:
+        per_token = 0  # a row that the budget cuts costs the simulator as much as a whole one
     for request in requests:
         request.arrival *= step
         if request.cancel_at is not None:

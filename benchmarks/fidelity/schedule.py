@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Literal
 
+from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
@@ -30,7 +31,9 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "drafts", "both", "dp", "tiers", "tiers-async"]
+Pairs = Literal["pd", "pd-async", "pd-drafts"]
+Tiers = Literal["tiers", "tiers-async"]
+Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,8 @@ class Summary:
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     """One engine."""
-    config, requests = async_case(seed) if kind == "async" else random_case(seed)
-    return with_drafts(config, seed) if kind == "drafts" else config, requests
+    config, requests = async_case(seed) if kind in ("async", "drafts-async") else random_case(seed)
+    return with_drafts(config, seed) if kind in ("drafts", "drafts-async") else config, requests
 
 
 def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
@@ -95,19 +98,21 @@ def _schedules(
         config, requests, transfers = random_pulls(seed, drafts=kind == "both")
         theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async"):
-        ahead = kind == "pd-async"
-        pair, requests = random_pair(seed, ahead=ahead)
-        its = vllm_pair(*random_pair(seed, ahead=ahead))
+    if kind in ("pd", "pd-async", "pd-drafts"):
+        ahead, drafts = kind != "pd", kind == "pd-drafts"
+        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts)
+        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind in ("tiers", "tiers-async"):
         ahead = kind == "tiers-async"
         case, requests = random_tier(seed, ahead=ahead)
         theirs = vllm_tier(*random_tier(seed, ahead=ahead))
         return case.config, requests, [simulated_tier(case, requests)], [theirs]
-    if kind == "dp":
-        ranks, requests = random_ranks(seed)
-        return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*random_ranks(seed))
+    if kind in ("dp", "dp-async"):
+        ahead = kind == "dp-async"
+        ranks, requests = random_ranks(seed, ahead=ahead)
+        drive = vllm_ranks_ahead if ahead else vllm_ranks
+        return ranks.config, requests, simulated_ranks(ranks, requests), drive(*random_ranks(seed, ahead=ahead))
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from libra.sim.engine.flight import UnderWay
-from libra.sim.engine.generation import Even
 from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import count_stretch
 from libra.sim.engine.preemption import stop_generating
@@ -71,12 +70,12 @@ def complete_ahead(state: EngineState) -> list[Request]:
 
 def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: Collection[Request] = ()) -> None:
     """The iteration that was decided begins, if any was. `late` were not in the one before."""
+    generation = state.flight.generation
     if not ticks:
         state.under_way = None
+        generation.rest(request for request in state.running if request.flight >= 0)
         return
-    generation = state.flight.generation
-    absent = generation.stalled if isinstance(generation, Even) else ()
-    state.under_way = UnderWay(ticks, absent, late, state.chunk)
+    state.under_way = UnderWay(ticks, generation.stalled, late, state.chunk)
     _land(state, generation.advance(1), stopped)
 
 
@@ -86,37 +85,36 @@ def _land(state: EngineState, last: list[Request], stopped: Collection[Request])
     under_way, flight = state.under_way, state.flight
     assert under_way is not None
     generation, longest = flight.generation, state.config.max_model_len
-    ending = []
+    ending = under_way.ending
     for request in last:
         if request in stopped:
             continue
-        if request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest:
+        if generation.overruns(request, longest):
             under_way.stopping.append(request)
             continue
-        request.computed, _ = stop_generating(state, request)
-        tokens = request.computed
+        request.generated = generation.generated(request, -1)
+        ending[request], _ = stop_generating(state, request)
         if state.pool.caching and (request.chain is not None or request.written):
-            state.write(request, tokens - (request not in under_way.late))
-        ending.append(request)
+            state.write(request, request.prompt_tokens + request.generated - (request not in under_way.late))
     for request in flight.finishing:
         under_way.started.append(request)
         request.generated += 1
         if request.generated < request.output_tokens:
             start_generating(state, request)
-        elif request.stop == "eos" and request.target < longest - 1:
+        elif request.stop == "eos" and request.target + request.padding < longest - 1:
             start_generating(state, request)
             under_way.stopping.append(request)
         else:
-            ending.append(request)
+            request.generated -= 1
+            ending[request] = state.slots(request)
     flight.finishing = []
     for request in ending:
-        request.generated, request.flight = request.output_tokens - 1, -1
+        request.flight = -1
         state.blocked = False  # it leaves budget to others
-    under_way.ending = ending
     if generation.asks:
         for request in generation.reached():
             assert request.ask_at is not None
-            under_way.asks.append((request, request.ask_at))
+            under_way.asks.append((request, request.ask_at, generation.generated(request)))
 
 
 def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
@@ -124,15 +122,14 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
     for request in before.started:
         if request.first_token is None:
             tell_first_token(request, now)
-    done = [(request.admission, request) for request in before.ending]
-    done += [(request.admission, request) for request in before.stopping]
-    for admission, request in before.stale:
-        request.generated += 1
+    done = [(request.admission, request) for request in (*before.ending, *before.stopping)]
+    for admission, request, tokens in before.stale:
+        request.generated += tokens
         if request.generated == request.output_tokens:
             done.append((admission, request))
-    for request, tokens in before.asks:
+    for request, tokens, generated in before.asks:
         if request.ask_at == tokens:
-            tell_asked(state, request, tokens)
+            tell_asked(state, request, generated)
     done.sort(key=lambda it: it[0])
     for _, request in done:
         if request.status == "waiting":
@@ -141,10 +138,12 @@ def _results(state: EngineState, before: UnderWay, now: int) -> list[Request]:
             request.status, request.finish, request.path = "finished", now, ()
             if request not in state.leaving:
                 state.carry(-request.prompt_tokens)
-        elif request.flight < 0:
-            finish(state, request, request.computed, request.computed, now)
+            continue
+        known = request.prompt_tokens + request.output_tokens - 1
+        if request in before.ending:
+            finish(state, request, before.ending[request], known, now)
         else:
-            tokens, _ = stop_generating(state, request)
-            row = int(state.under_way is not None and request not in state.under_way.absent)
-            finish(state, request, tokens, tokens - row, now, row=row > 0)
+            slots, _ = stop_generating(state, request)
+            row = state.under_way is not None and request not in state.under_way.absent
+            finish(state, request, slots, known, now, row=row)
     return [request for _, request in done]

@@ -116,9 +116,13 @@ class EngineConfig:
                 )
 
     def _check_drafts(self, speculative: Speculative) -> None:
-        if self.pipeline_parallel_size > 1 or self.async_scheduling:
-            other = "async_scheduling" if self.async_scheduling else "pipeline_parallel_size"
-            raise ValueError(f"speculative with {other} is not simulated: leave one of them out")
+        if self.pipeline_parallel_size > 1:
+            raise ValueError("speculative with pipeline_parallel_size is not simulated: leave one of them out")
+        if self.async_scheduling and speculative.method == "ngram":
+            raise ValueError(
+                "async_scheduling with speculative.method ngram: vLLM refuses it, for these drafts are looked up in"
+                " tokens that are not known yet; leave async_scheduling out, or take another method"
+            )
         if self.step_budget < speculative.tokens_each:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}: no iteration has room for a token and"
@@ -155,7 +159,9 @@ class EngineConfig:
 
     def held_blocks(self, tokens: int) -> int:
         """Blocks of a request that has computed so many tokens."""
-        return -(-min(tokens + self.lookahead, self.max_model_len) // self.block_size)
+        if self.speculative is not None:
+            tokens = min(tokens + self.lookahead, self.max_model_len)
+        return -(-tokens // self.block_size)
 
     @property
     def watermark_blocks(self) -> int:

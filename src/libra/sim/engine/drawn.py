@@ -18,7 +18,7 @@ from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Draws, Ints, Speculative
 
-_ATTENDED, _BLOCKS, _ROWS = range(3)
+ATTENDED, BLOCKS, ROWS = range(3)
 _FEWEST = 1024  # iterations for which there is room
 
 
@@ -66,7 +66,7 @@ class Drawn(Generation):
 
     @property
     def rows(self) -> int:
-        return self._sums.item(_ROWS, self.iteration - self._origin) if self.count else 0
+        return self._sums.item(ROWS, self.iteration - self._origin) if self.count else 0
 
     @property
     def spread(self) -> int:
@@ -83,8 +83,8 @@ class Drawn(Generation):
         if row:
             tokens = int(course.tokens[at])
             slots = min(tokens - 1 + row + self._speculative.lookahead, self._length)
-            return max(slots, _held(course, at) * size), tokens
-        return _held(course, at) * size, _known(course, at)
+            return max(slots, held_by(course, at) * size), tokens
+        return held_by(course, at) * size, _known(course, at)
 
     def computed(self, request: Request, more: int = 0) -> int:
         course = _course(request)
@@ -103,23 +103,23 @@ class Drawn(Generation):
 
     def row(self, request: Request, after: int = 0) -> int:
         course = _course(request)
-        return int(course.sums[_ROWS, self.iteration + after - course.start])
+        return int(course.sums[ROWS, self.iteration + after - course.start])
 
     def needs(self, request: Request, row: int) -> int:
         course = _course(request)
         at = self.iteration - course.start
         slots = min(int(course.tokens[at]) - 1 + row + self._speculative.lookahead, self._length)
-        return max(-(-slots // self._size) - _held(course, at), 0)
+        return max(-(-slots // self._size) - held_by(course, at), 0)
 
     def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
         for request in skipped:
             generated, computed = self.generated(request), self.computed(request)
             course, at = self._leave(request)
-            self._enter(request, self.iteration + 1, computed, generated, _held(course, at), None)
+            self._enter(request, self.iteration + 1, computed, generated, held_by(course, at), None)
         for request, row in cut.items():
             generated, computed = self.generated(request), self.computed(request)
             course, at = self._leave(request)
-            self._enter(request, self.iteration, computed, generated, _held(course, at), row)
+            self._enter(request, self.iteration, computed, generated, held_by(course, at), row)
         return self.context
 
     def reaches(self, request: Request, tokens: int) -> int:
@@ -128,20 +128,20 @@ class Drawn(Generation):
 
     def contexts(self, steps: int) -> Ints:
         at = self.iteration - self._origin
-        return self._sums[_ATTENDED, at : at + steps]
+        return self._sums[ATTENDED, at : at + steps]
 
     def context_after(self, steps: int) -> int:
-        return self._sums.item(_ATTENDED, self.iteration - self._origin + steps) if self.count else 0
+        return self._sums.item(ATTENDED, self.iteration - self._origin + steps) if self.count else 0
 
     def demand(self, steps: int = 1) -> int:
         at = self.iteration - self._origin
         if not self.count:
             return 0
-        return self._sums.item(_BLOCKS, at) if steps == 1 else int(self._sums[_BLOCKS, at : at + steps].sum())
+        return self._sums.item(BLOCKS, at) if steps == 1 else int(self._sums[BLOCKS, at : at + steps].sum())
 
     def affordable(self, steps: int, blocks: int) -> int:
         at = self.iteration - self._origin
-        needed = self._sums[_BLOCKS, at : at + steps].cumsum()
+        needed = self._sums[BLOCKS, at : at + steps].cumsum()
         return steps if needed[-1] <= blocks else int(needed.searchsorted(blocks, side="right"))
 
     def advance(self, steps: int) -> list[Request]:
@@ -154,42 +154,52 @@ class Drawn(Generation):
         `known` tokens; `first` tokens of it are in the first iteration, if not as many as it wants."""
         speculative, before = self._speculative, request.prompt_tokens + generated
         left = request.output_tokens - generated
-        undrawn = int(first == 1)
-        gains = self._draws.gains(request.number, request.verifications, left)
-        if undrawn:
-            gains = np.concatenate((np.ones(1, np.int64), gains))
-        elif first is not None:
-            gains[0] = min(int(gains[0]), first)
-        sums = gains.cumsum()
-        steps = int(sums.searchsorted(left)) + 1
+        undrawn, gains = self._gains(request, left, first)
+        total = gains.cumsum()
+        steps = int(total.searchsorted(left)) + 1
         tokens = np.empty(steps, np.int64)
         tokens[0] = before
-        np.add(sums[: steps - 1], before, out=tokens[1:])
-        course = np.empty((3, steps), np.int64)
-        rows = np.minimum(self._length - tokens, speculative.tokens_each, out=course[_ROWS])
+        np.add(total[: steps - 1], before, out=tokens[1:])
+        sums = np.empty((3, steps), np.int64)
+        rows = np.minimum(self._length - tokens, speculative.tokens_each, out=sums[ROWS])
         if first is not None:
             rows[0] = first
-        attended = np.add(tokens, rows, out=course[_ATTENDED])
+        attended = np.add(tokens, rows, out=sums[ATTENDED])
         attended -= 1
         blocks = np.minimum(attended + speculative.lookahead, self._length)
         blocks += self._size - 1
         blocks //= self._size
         if blocks[0] < held:  # a longer row before it had them
             np.maximum(blocks, held, out=blocks)
-        course[_BLOCKS, 0] = blocks[0] - held
-        np.subtract(blocks[1:], blocks[:-1], out=course[_BLOCKS, 1:])
+        sums[BLOCKS, 0] = blocks[0] - held
+        np.subtract(blocks[1:], blocks[:-1], out=sums[BLOCKS, 1:])
         offset = before - round(speculative.mean_tokens * start)
-        request.course = Course(start, known, generated, held, tokens, blocks, course, undrawn, offset)
-        at = self._room(start, steps)
-        self._sums[:, at : at + steps] += course
-        request.last = last = start + steps - 1
-        heappush(self._ends, (last, request.admission, request))
-        self._offsets += offset
-        self._squares += offset * offset
-        self.count += 1
-        self._look()
+        course = Course(start, known, generated, held, tokens, blocks, sums, undrawn, offset)
+        self._put(request, course, start + steps - 1)
         if request.ask_at is not None:
             self.ask(request)
+
+    def _gains(self, request: Request, left: int, first: int | None) -> tuple[int, Ints]:
+        """Tokens that a request generates in each iteration, the `left` last ones at least, if the next one has `first`
+        tokens of it, or as many as it wants. And in how many of them, 0 or 1, nothing is verified."""
+        gains = self._draws.gains(request.number, request.verifications, left)
+        if first == 1:
+            return 1, np.concatenate((np.ones(1, np.int64), gains))
+        if first is not None and left:
+            gains[0] = min(int(gains[0]), first)
+        return 0, gains
+
+    def _put(self, request: Request, course: Course, last: int) -> None:
+        """A request follows its course, and generates its last token with the iteration `last`."""
+        request.course, request.last = course, last
+        steps = course.sums.shape[1]
+        at = self._room(course.start, steps)
+        self._sums[:, at : at + steps] += course.sums
+        heappush(self._ends, (last, request.admission, request))
+        self._offsets += course.offset
+        self._squares += course.offset * course.offset
+        self.count += 1
+        self._look()
 
     def _leave(self, request: Request) -> tuple[Course, int]:
         """Take a request out of the sums. Returns its course, and how many of its iterations are over."""
@@ -230,7 +240,7 @@ def _course(request: Request) -> Course:
     return course
 
 
-def _held(course: Course, over: int) -> int:
+def held_by(course: Course, over: int) -> int:
     """Blocks held when so many of the iterations are over."""
     return course.blocks.item(over - 1) if over > 0 else course.held
 

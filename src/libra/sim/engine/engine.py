@@ -140,7 +140,7 @@ class SimEngine(EngineState):
         generation.ask(request)
         steps = generation.steps_to(request, tokens)
         if not steps and self.under_way is not None:  # that token is under way
-            self.under_way.asks.append((request, tokens))
+            self.under_way.asks.append((request, tokens, generation.generated(request)))
             steps = 1
         return cut_to(self, steps)
 
@@ -200,7 +200,7 @@ class SimEngine(EngineState):
         ended = settle(self, now)
         generation = self.generation_of(request)
         if generation is None:
-            return request.generated + (ended if request in self.ending else 0)
+            return request.output_tokens if ended and request in self.ending else request.generated
         if self.under_way is not None:
             ended = (ended - 1) * self.lag(request)
         return generation.generated(request, ended)
@@ -249,13 +249,14 @@ class SimEngine(EngineState):
             self.notices += [PullEnd(request, None) for request in self.tiers.settle(now)]
         if self.notices:
             see(self, now)
-        if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
-            self._close(now)
-            return None
-        if self.leaving:
-            leave(self, sorted(self.leaving, key=lambda it: it.number), now)
-        if self._due or self.closing or self._pause is not None:
-            return self._drain(now)
+        if self.closing or self.leaving or self._due or self._pause is not None:
+            if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
+                self._close(now)
+                return None
+            if self.leaving:
+                leave(self, sorted(self.leaving, key=lambda it: it.number), now)
+            if self._due or self.closing or self._pause is not None:
+                return self._drain(now)
         if self.overlapping:
             under_way = fill(self, now)
             self.busy, self.open = under_way > 0, under_way < len(self.flights.all)

@@ -42,19 +42,23 @@ class UnderWay:
     chunk: Request | None = None  # whose prompt it computes a part of, and not the last
     deferred: list[Deferred] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)  # whose prompts are computed with it
-    ending: list[Request] = field(default_factory=list)  # of which it is the last: their length is known
+    ending: dict[Request, int] = field(default_factory=dict)  # of which it surely is the last: slots of their blocks
     stopping: list[Request] = field(default_factory=list)  # the same, but that is seen only when it has ended
-    asks: list[tuple[Request, int]] = field(default_factory=list)  # (request, tokens): it reaches its `ask_at`
-    stale: list[tuple[int, Request]] = field(default_factory=list)  # (admission, request) of those preempted since
+    asks: list[tuple[Request, int, int]] = field(default_factory=list)  # that reach `ask_at`, it, and what they reach
+    stale: list[tuple[int, Request, int]] = field(default_factory=list)  # preempted since: admission, request, tokens
+    dummy: bool = False  # the engine is a rank that has nothing to compute in it
 
     @property
     def eventful(self) -> bool:
         """Whether anything but tokens comes with its end."""
-        return bool(self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred)
+        return self.dummy or bool(
+            self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred
+        )
 
     def forget(self, request: Request) -> None:
-        """A request leaves: its token will be dropped."""
-        for requests in (self.started, self.ending, self.stopping):
+        """A request leaves: its tokens will be dropped."""
+        self.ending.pop(request, None)
+        for requests in (self.started, self.stopping):
             if request in requests:
                 requests.remove(request)
 

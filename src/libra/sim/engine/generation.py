@@ -6,7 +6,7 @@ Invariant: the same iterations give the same counts, whether they are advanced o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from math import isqrt
 
@@ -21,7 +21,7 @@ class Generation(ABC):
     `asks` has whoever is to be asked about, at least; it is empty where nobody is.
     """
 
-    __slots__ = ("_ends", "asks", "context", "count", "iteration")
+    __slots__ = ("_ends", "asks", "at_limit", "context", "count", "iteration", "stalled")
 
     def __init__(self) -> None:
         self.iteration = 0  # the next one
@@ -29,6 +29,8 @@ class Generation(ABC):
         self.context = 0  # sum of the tokens that they attend to in the next iteration, the new ones too
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
+        self.stalled: set[Request] = set()  # in the next iteration they generate nothing
+        self.at_limit: set[Request] = set()  # whose tokens in the next iteration `max_model_len` limits, maybe to none
 
     # Requests
 
@@ -83,6 +85,14 @@ class Generation(ABC):
             iteration = self.reaches(request, request.ask_at)
             if iteration < request.last:
                 heappush(self.asks, (iteration, request.admission, request))
+
+    def overruns(self, request: Request, longest: int) -> bool:
+        """Whether the iteration after its last one is decided with a request, for nobody knows yet that it has ended:
+        it can be no longer than `longest` tokens. With asynchronous scheduling."""
+        return request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest
+
+    def rest(self, requests: Iterable[Request]) -> None:  # noqa: B027
+        """No iteration is under way: the next one is decided from tokens that are known. These generate."""
 
     # Iterations
 
@@ -171,14 +181,13 @@ class Even(Generation):
     of iterations.
     """
 
-    __slots__ = ("_offsets", "_phases", "_size", "_squares", "stalled")
+    __slots__ = ("_offsets", "_phases", "_size", "_squares")
 
     def __init__(self, block_size: int) -> None:
         super().__init__()
         self._size = block_size
         self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
-        self.stalled: set[Request] = set()  # in the next iteration they generate nothing
 
     @property
     def spread(self) -> int:

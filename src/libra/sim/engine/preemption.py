@@ -32,6 +32,8 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], in
             needed = config.held_blocks(request.computed + new) - config.held_blocks(request.computed)
         else:
             new = min(generation.row(request), budget)
+            if not new:
+                continue
             needed = generation.needs(request, new)
         while needed > pool.free:
             victim = _victim(state)
@@ -68,33 +70,38 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     state.preemptions += 1
     request.preemptions += 1
     admission, under_way = request.admission, state.under_way
-    if _let_go(state, request, row) and under_way is not None:
+    more = _let_go(state, request, row)
+    if more and under_way is not None:
         if request.keeps:  # the KV that another engine waits for is lost, so the token does not count
             under_way.forget(request)
         else:
-            under_way.stale.append((admission, request))
+            under_way.stale.append((admission, request, more))
     request.status = "waiting"
     state.waiting.requeue(request)
 
 
 def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = False) -> int:
-    """Stop running a request that is not finished; it may end with that. Returns how many of its iterations are under
-    way."""
-    lag, under_way = 0, state.under_way
+    """Stop running a request that is not finished; it may end with that. Returns how many tokens of it are under way,
+    with asynchronous scheduling."""
+    more, under_way = 0, state.under_way
     request.reserves, in_iteration = False, state.is_under_way(request)
     if request is state.partial:
         state.partial = None
         tokens, known = state.slots(request), request.computed
     elif under_way is not None:
-        lag = state.lag(request)
         if request in under_way.ending:
-            under_way.ending.remove(request)
-            tokens = known = request.computed
+            tokens, more = under_way.ending.pop(request), request.output_tokens - request.generated
         else:
-            request.generated = state.flight.generation.generated(request, -lag)
-            tokens, known = stop_generating(state, request, row)
+            generation = state.flight.generation
+            request.generated = generation.generated(request, -state.lag(request))
+            more = generation.generated(request) - request.generated
+            tokens, _ = stop_generating(state, request, row)
             if request in under_way.stopping:
                 under_way.stopping.remove(request)
+        # Blocks are known when an iteration is decided, with the tokens that are known then; or when one has ended, but
+        # for the token that it brought last.
+        decided = row or (more and request in under_way.late)
+        known = max(request.prompt_tokens + request.generated - (not decided), request.target)
     else:
         flight = state.flight = state.flights.all[request.flight]
         if request in flight.finishing:  # its last chunk is under way
@@ -104,16 +111,12 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
             request.generated = flight.generation.generated(request)
             # While its batch is under way its next token has a place already.
             tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
-    computed = known
-    # The token that is under way is not known yet, but what is computed of a prompt always is.
-    if under_way is not None and lag and request not in under_way.late:
-        known = max(known - lag, request.target)
     if state.pool.caching:
         state.write(request, known)
     if state.tiers is not None and ends:
-        state.tiers.end(request, computed)
+        state.tiers.end(request, request.prompt_tokens + request.generated if more else known)
     state.release(request, tokens, known, row=in_iteration)
-    return lag
+    return more
 
 
 def stop_generating(state: EngineState, request: Request, row: int = 0) -> tuple[int, int]:

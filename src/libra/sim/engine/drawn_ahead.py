@@ -1,0 +1,182 @@
+"""Drafts under asynchronous scheduling: an iteration is decided before it is known how many drafts of the one before it
+are accepted.
+
+Invariant: a request is scheduled from where it is if all its drafts under way are accepted: so many tokens has its
+context for `max_model_len` and for blocks, which it keeps. What it computes and generates is what is accepted. vLLM's
+`num_output_placeholders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from heapq import heappush
+
+import numpy as np
+
+from libra.sim.engine.drawn import ATTENDED, BLOCKS, ROWS, Course, Drawn, held_by
+from libra.sim.engine.request import Request
+from libra.sim.engine.speculative import Ints
+
+
+class CourseAhead(Course):
+    """One request's iterations from `start` on, but for those that are decided without it: up to its last one and maybe
+    one more, in vain; or to the one whose tokens `max_model_len` limits, which depends on the one before."""
+
+    __slots__ = ("before", "overruns", "positions", "since", "whole")
+
+    before: int  # tokens generated before the iteration under way when it was made
+    since: int  # the iteration that was to be decided then: `start`, or the one before it
+    positions: Ints  # tokens of the context before each iteration if all drafts under way are accepted
+    whole: bool  # it goes to the last iteration
+    overruns: bool  # and one further
+
+    @property
+    def end(self) -> int:
+        """The last iteration, or the one that is not known."""
+        return self.start + len(self.tokens) - 1 - self.whole
+
+
+class DrawnAhead(Drawn):
+    """As vLLM's `AsyncScheduler` does."""
+
+    __slots__ = ()
+
+    def add(self, request: Request, slots: int) -> None:
+        generated, held = request.generated, -(-slots // self._size)
+        self._follow(request, self.iteration, generated, generated - 1, held, request.target + request.padding)
+        if request.ask_at == generated:  # it is under way
+            self.ask(request)
+
+    def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
+        known = max(request.prompt_tokens + self.generated(request) - (not row), request.target)
+        course, at = self._leave(request)
+        slots = held_by(course, at) * self._size
+        return max(slots, self._slots(course, at, row)) if row else slots, known
+
+    def computed(self, request: Request, more: int = 0) -> int:
+        return max(request.prompt_tokens + self.generated(request, more) - 1, request.target)
+
+    def generated(self, request: Request, more: int = 0) -> int:
+        course = _course(request)
+        if self.iteration + more < course.since:
+            return course.before
+        at = max(self.iteration + more - course.start, 0)
+        return course.tokens.item(min(at, len(course.tokens) - 1)) - request.prompt_tokens
+
+    def needs(self, request: Request, row: int) -> int:
+        course = _course(request)
+        at = self.iteration - course.start
+        return max(-(-self._slots(course, at, row) // self._size) - held_by(course, at), 0)
+
+    def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
+        for request in skipped:
+            self._again(request, self.iteration + 1, None)
+        for request, row in cut.items():
+            self._again(request, self.iteration, row)
+        self.stalled = skipped
+        return self.context
+
+    def rest(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._again(request, self.iteration, None)
+
+    def overruns(self, request: Request, longest: int) -> bool:
+        return _course(request).overruns
+
+    def reaches(self, request: Request, tokens: int) -> int:
+        course, context = _course(request), request.prompt_tokens + tokens
+        if context <= course.tokens[0]:
+            return course.since - 1
+        return course.start + int(course.tokens.searchsorted(context)) - 1
+
+    def ask(self, request: Request) -> None:
+        assert request.ask_at is not None
+        if request.ask_at < request.output_tokens:
+            iteration = self.reaches(request, request.ask_at)
+            if iteration < _course(request).end:
+                heappush(self.asks, (iteration, request.admission, request))
+
+    def advance(self, steps: int) -> list[Request]:
+        self.stalled = set()
+        done = super().advance(steps)
+        self.at_limit.update(request for request in done if not _course(request).whole)
+        return [request for request in done if _course(request).whole]
+
+    def _again(self, request: Request, start: int, first: int | None) -> None:
+        """Let a request go on from the iteration `start` on, which is the next one only if it has `first` tokens in it,
+        or if none is under way."""
+        generated, before = self.generated(request), self.generated(request, -1)
+        course, at = self._leave(request)
+        position = request.prompt_tokens + generated - 1 if first is None else course.positions.item(at)
+        self._follow(request, start, generated, before, held_by(course, at), position, first)
+
+    def _follow(
+        self,
+        request: Request,
+        start: int,
+        generated: int,
+        before: int,
+        held: int,
+        position: int,
+        first: int | None = None,
+    ) -> None:
+        """A request generates from the iteration `start` on, decided from `position`, with `first` tokens in it if not
+        as many as it wants. It holds `held` blocks."""
+        each, longest = self._speculative.tokens_each, self._length
+        context, left = request.prompt_tokens + generated, request.output_tokens - generated
+        undrawn, gains = self._gains(request, left, first)
+        total = gains.cumsum()
+        steps = int(total.searchsorted(left)) + 1 if left else 0
+        tokens = np.empty(steps + 1, np.int64)
+        tokens[0] = context
+        np.add(total[:steps], context, out=tokens[1:])
+        rows = np.full(steps + 1, each, np.int64)
+        if first is not None:
+            rows[0] = first
+        positions = np.empty(steps + 1, np.int64)
+        positions[0] = position
+        np.add(tokens[:-1], rows[:-1], out=positions[1:])
+        positions[1:] -= 1
+        given = int(first is not None)
+        limited = given + int(positions[given:].searchsorted(longest - 1 - each, side="right"))
+        whole = limited >= steps
+        if whole:
+            tokens[steps] = request.prompt_tokens + request.output_tokens
+        else:
+            steps = limited
+            tokens, rows, positions = tokens[: steps + 1], rows[: steps + 1], positions[: steps + 1]
+        rows[steps] = min(rows.item(steps), longest - 1 - positions.item(steps))
+        surely = request.stop == "length" and steps and tokens[steps - 1] + 1 == tokens[steps]
+        overruns = whole and rows.item(steps) > 0 and not surely
+        columns = steps + (overruns or not whole)
+        slots = np.minimum(positions[:columns] + rows[:columns] + self._speculative.lookahead, longest)
+        blocks = np.maximum(-(-slots // self._size), held)  # a longer row before it may have had them
+        sums = np.empty((3, columns), np.int64)
+        sums[ROWS] = rows[:columns]
+        sums[ATTENDED] = tokens[:columns] + rows[:columns] - 1
+        sums[BLOCKS] = np.diff(blocks, prepend=held)
+        offset = context - round(self._speculative.mean_tokens * start)
+        course = CourseAhead(start, context - 1, generated, held, tokens, blocks, sums, undrawn, offset)
+        course.before, course.since, course.positions = before, self.iteration, positions
+        course.whole, course.overruns = whole, overruns
+        self._put(request, course, start + steps - 1)
+        if not steps and not whole and start == self.iteration:
+            self.at_limit.add(request)
+        if request.ask_at is not None and self.reaches(request, request.ask_at) >= self.iteration:
+            self.ask(request)
+
+    def _leave(self, request: Request) -> tuple[CourseAhead, int]:
+        course = _course(request)
+        self.at_limit.discard(request)
+        _, over = super()._leave(request)
+        return course, over
+
+    def _slots(self, course: CourseAhead, at: int, row: int) -> int:
+        """Of whose blocks a request holds for so many tokens in an iteration."""
+        return min(course.positions.item(at) + row + self._speculative.lookahead, self._length)
+
+
+def _course(request: Request) -> CourseAhead:
+    course = request.course
+    assert isinstance(course, CourseAhead)
+    return course
