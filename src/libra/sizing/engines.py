@@ -183,7 +183,15 @@ def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: Engine
     """The ranks of each group."""
     shape = pool.shape
     cost = _expert_cost(experts_of(question, shape), config, grid_of(question, shape).host, question.model)
-    alone = EngineSpec(name, config, cost.rank(Graph("NONE")), devices=shape.rank_devices, role=ROLES[pool.role])
+    kv_bytes = shape.tensor_parallel_size * question.model.kv_bytes_per_token(NUMBER_BYTES, shape.tensor_parallel_size)
+    alone = EngineSpec(
+        name,
+        config,
+        cost.rank(Graph("NONE")),
+        devices=shape.rank_devices,
+        role=ROLES[pool.role],
+        kv_bytes=kv_bytes,
+    )
     groups = [GroupSpec(f"{name}.{number}", cost) for number in range(pool.count)]
     return [replace(alone, name=f"{it.name}-dp{rank}", group=it) for it in groups for rank in range(shape.ranks)]
 
