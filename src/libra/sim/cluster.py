@@ -253,15 +253,15 @@ class SimCluster:
                 self.now, kind, _, what = event
                 if isinstance(what, SimEngine):
                     self._commit(what, self.now)
-                elif isinstance(what, RankGroup):
-                    for rank in what.land():
-                        self._commit(rank, self.now)
-                    what.landed()
                 elif isinstance(what, Request):
                     if kind is ARRIVAL:
                         self._arrive(what)
                     else:
                         self.frontend.cancel(what)
+                elif isinstance(what, RankGroup):
+                    for rank in what.land():
+                        self._commit(rank, self.now)
+                    what.landed()
                 elif isinstance(what, WeightUpdate):
                     self.update(what)
                 else:
