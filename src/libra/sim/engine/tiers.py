@@ -153,7 +153,11 @@ class Tiers:
         for request in preempted:
             self.failed.pop(request, None)
             begin = max(begin, self._uses[request].until(now))
-        begin = max([begin, *(store.end for store in given.values() if store.end is not None)])
+        for block, reader in given.items():
+            store = reader if isinstance(reader, Offload) else None
+            while store is not None:
+                begin = max(begin, store.end or begin)
+                store = store.before.get(block)
         for request, known in rows:
             self.store(request, known)
         ended, self._ended = self._ended, []
@@ -228,6 +232,8 @@ class Tiers:
             for block in store.blocks[key]:
                 if reading.get(block) is store:
                     del reading[block]
+                    if block in store.before:
+                        reading[block] = store.before[block]
         store.keys = new
         at_once = any(given.get(block) is store for key in new for block in store.blocks[key])
         if new and not at_once:
@@ -248,7 +254,11 @@ class Tiers:
                     pool.unwritten.setdefault(request, []).append((number, block))
                     blocks.append(block)
             store.blocks[key] = blocks
-            pool.reading.update((block, store) for block in blocks)
+            for read in blocks:
+                other = pool.reading.get(read)
+                if isinstance(other, Offload) and other is not store:
+                    store.before[read] = other
+                pool.reading[read] = store
 
     def _chunks(self, request: Request, known: int) -> int:
         """Chunks of a request that may be stored."""
