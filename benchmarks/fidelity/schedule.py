@@ -32,7 +32,8 @@ from libra.sim.workload.requests import Requests
 CASE = "schedule, simulated and vLLM's"
 
 Pairs = Literal["pd", "pd-async", "pd-drafts"]
-Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", "tiers"]
+Tiers = Literal["tiers", "tiers-async"]
+Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,10 @@ def _schedules(
         pair, requests = random_pair(seed, ahead=ahead, drafts=drafts)
         its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts))
         return pair.decode, requests, simulated_pair(pair, requests), its
-    if kind == "tiers":
-        case, requests = random_tier(seed)
-        theirs = vllm_tier(*random_tier(seed))
+    if kind in ("tiers", "tiers-async"):
+        ahead = kind == "tiers-async"
+        case, requests = random_tier(seed, ahead=ahead)
+        theirs = vllm_tier(*random_tier(seed, ahead=ahead))
         return case.config, requests, [simulated_tier(case, requests)], [theirs]
     if kind in ("dp", "dp-async"):
         ahead = kind == "dp-async"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from time import process_time
 from typing import Any
 
+from libra.cost.quantization import UNQUANTIZED
 from libra.cost.transfer import fabric
 from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.route.baselines import LeastLoaded
@@ -20,7 +21,6 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import bottleneck
 from libra.sizing.bound import Bounds
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NUMBER_BYTES
 from libra.sizing.menu import ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
@@ -133,10 +133,7 @@ def single_engines(
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))
-    apart = [
-        replace(it, async_scheduling=False) for it in shapes if it.pipeline_parallel_size == 1 and it.parallel is None
-    ]
-    apart = list(dict.fromkeys(apart))
+    apart = [it for it in shapes if it.pipeline_parallel_size == 1]
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
     if "colocated" in menu.file.architectures:
         asked |= {ServingCandidate((EnginePool("colocated", it, 1),)): ("colocated", it) for it in shapes}
@@ -154,7 +151,7 @@ def single_engines(
     possible = {it: bounds.of(it).rate for it in asked}
     slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
-    kv = tokens * question.model.kv_bytes_per_token(NUMBER_BYTES)
+    kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
     options, kept = [], []
     with simulator(alone, jobs) as simulate:
         for candidate, served, _, _ in simulate([(it, rate) for it, rate in possible.items() if rate]):
@@ -190,8 +187,9 @@ def _routes(
 ) -> tuple[Weighted, Weighted]:
     rate = {(option.role, shape): option.rate for option, shape in zip(options, shapes, strict=True)}
     rates = {
-        f"{pool.role}-{place}.{number}": rate[pool.role, pool.shape]
+        f"{pool.role}-{place}.{number}{rank}": rate[pool.role, pool.shape]
         for place, pool in enumerate(candidate.pools)
         for number in range(pool.count)
+        for rank in ([""] if pool.shape.parallel is None else [f"-dp{it}" for it in range(pool.shape.ranks)])
     }
     return Weighted(rates), Weighted(rates)

@@ -24,6 +24,7 @@ from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineProfile
 from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import KernelTerms, default_terms
+from libra.cost.quantization import Quantization, rollout_quantization
 from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.files import load_calibration, load_fit, load_grid, save_grid
@@ -88,17 +89,18 @@ def _stages(
     note: Callable[[str], None],
     ffn_gpu: GPU | None,
 ) -> StageGrid:
-    width = recipe.rollout_weight_bytes
+    quantization = rollout_quantization(recipe)
     if source in ("auto", "tables"):
         try:
-            _require_bf16(width)
-            return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu)
+            return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization)
         except NoTablesError as error:
             if source == "tables":
                 raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
             note(f"{nodes.name}: times of attention and FFN are the roofline's: {error}")
     calibration = _calibration(nodes, source, note)
-    return stage_roofline(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, dtype_bytes=width, calibration=calibration)
+    return stage_roofline(
+        nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization, calibration=calibration
+    )
 
 
 def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
@@ -154,13 +156,13 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
-    _require_bf16(recipe.rollout_weight_bytes)
+    quantization = rollout_quantization(recipe)
     degrees = tensor_degrees(model, nodes)
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
         installed = "none"
-    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, _code()]
+    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), quantization.name, degrees, installed, _code()]
     key = cache_key(asked)
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():
@@ -168,17 +170,12 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
             return load_grid(cached)
         except ConfigError:
             cached.unlink(missing_ok=True)  # another process may have seen it, too
-    found = _known_degrees(nodes, model, degrees)
+    found = _known_degrees(nodes, model, quantization, degrees)
     try:
         save_grid(cached, found)
     except OSError:
         pass  # a cache that cannot be written costs time, nothing else
     return found
-
-
-def _require_bf16(width: int) -> None:
-    if width != 2:
-        raise NoTablesError(f"tables are read for 16-bit weights, the request asks for {width} bytes; use a roofline")
 
 
 @cache
@@ -188,13 +185,17 @@ def _code() -> str:
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
 
-def _known_degrees(nodes: NodeClass, model: ModelSpec, degrees: Sequence[int]) -> EngineProfile:
+def _known_degrees(
+    nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
+) -> EngineProfile:
     """The degrees that the tables have kernels for; raises the last `NoTablesError` where that is none."""
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
     for tp in degrees:
         try:
-            known.append(tables(nodes.gpu, model, [tp], intra_bandwidth=nodes.intra_bandwidth))
+            known.append(
+                tables(nodes.gpu, model, [tp], quantization=quantization, intra_bandwidth=nodes.intra_bandwidth)
+            )
         except NoTablesError as error:
             missing = error
     if not known:

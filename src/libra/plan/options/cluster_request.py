@@ -14,6 +14,7 @@ from typing import Literal
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
@@ -58,6 +59,9 @@ class ClusterRequest:
                 " tokens: lower max_length"
             )
         check_classes(self.classes, self.recipe.max_length)
+        refused = rollout_quantization(self.recipe).refusal(self.model)
+        if refused is not None:
+            raise ValueError(refused)
         if len(self.profiles) != len(self.cluster.nodes):
             raise ValueError(
                 f"there are {len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes; give one each"
@@ -161,7 +165,8 @@ class ClusterRequest:
         """For colocated devices to change sides, once: training state, spread over all devices, goes to the host, and
         an engine's weights come from it."""
         state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
-        weights = self.model.parameters * self.recipe.rollout_weight_bytes / min(n.gpus for n in self.cluster.nodes)
+        weights = rollout_quantization(self.recipe).version_bytes(self.model)
+        weights /= min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)
 
 
@@ -202,7 +207,7 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
             yield f"gpu_memory_utilization: {_USUAL_UTILIZATION}"
             return
     fp8 = recipe.model_copy(update={"rollout_dtype": "fp8"})
-    narrower = fp8.rollout_weight_bytes < recipe.rollout_weight_bytes
+    narrower = rollout_quantization(fp8).matrix_bytes < rollout_quantization(recipe).matrix_bytes
     if narrower and any(_holds(model, nodes, fp8, request.classes) for nodes in request.cluster.nodes):
         yield "rollout_dtype: fp8"
         narrower = False

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.recipe import Recipe
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
@@ -170,7 +171,8 @@ def _tail_seconds(
 def _publish_seconds(work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass) -> float:
     trainers = layout.devices / nodes.gpus
     engines = 0.0 if nodes.count == 1 else max(1.0, nodes.count - trainers)
-    return weight_sync(work.model.parameters * recipe.rollout_weight_bytes, trainers, engines, work.fabric).publish
+    version = rollout_quantization(recipe).version_bytes(work.model)
+    return weight_sync(version, trainers, engines, work.fabric).publish
 
 
 def _total(columns: Mapping[str, Array]) -> Array:

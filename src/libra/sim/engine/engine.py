@@ -179,6 +179,11 @@ class SimEngine(EngineState):
                 cut_stretch(self, now)
         return new * self.config.block_size
 
+    def tier_changed(self, now: int) -> bool:
+        """Another engine has begun something in a tier that is shared: who waits for that is told anew."""
+        tiers = self.tiers
+        return tiers is not None and bool(tiers.watched or tiers.failed) and cut_stretch(self, now)
+
     # What can be seen from outside
 
     @property
@@ -244,13 +249,14 @@ class SimEngine(EngineState):
             self.notices += [PullEnd(request, None) for request in self.tiers.settle(now)]
         if self.notices:
             see(self, now)
-        if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
-            self._close(now)
-            return None
-        if self.leaving:
-            leave(self, sorted(self.leaving, key=lambda it: it.number), now)
-        if self._due or self.closing or self._pause is not None:
-            return self._drain(now)
+        if self.closing or self.leaving or self._due or self._pause is not None:
+            if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
+                self._close(now)
+                return None
+            if self.leaving:
+                leave(self, sorted(self.leaving, key=lambda it: it.number), now)
+            if self._due or self.closing or self._pause is not None:
+                return self._drain(now)
         if self.overlapping:
             under_way = fill(self, now)
             self.busy, self.open = under_way > 0, under_way < len(self.flights.all)
@@ -279,17 +285,16 @@ class SimEngine(EngineState):
     def _iterate_with(self, tiers: Tiers, now: int) -> int | None:
         """The same beside tiers: an iteration may have to wait for a store, and an engine for KV."""
         self.wait = 0
-        if schedule(self, now, 0 if tiers.restless else self.most_steps):
-            load = tiers.next_load()
-            if load is not None:
-                cut_stretch(self, load)
+        ahead = self.config.async_scheduling
+        if plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps):
+            event = tiers.next_event()
+            if event is not None:
+                cut_stretch(self, event)
             return self.end
         self.events -= 1
-        following = now + self.wait if self.wait else tiers.next_load()
-        if following is None and tiers.deferred:
-            following = tiers.next_end()
+        following = now + self.wait if self.wait else tiers.next_event()
         if following is None:
-            if self.waiting or self.running:
+            if (self.waiting or self.running) and not (self.orphans or self.sending):
                 raise nothing_fits(self)
             self.busy = False
             return None
