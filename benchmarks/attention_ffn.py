@@ -101,8 +101,6 @@ def plugin_rows(link: float) -> Iterator[Row]:
             experts = 2 * model.routed_parameters / gpus if gpus == ranks else 0.0
             held = kv_tokens(
                 *(model, gpu.memory, 0.9, 1),
-                weight_bytes=2,
-                kv_bytes=2,
                 batched_tokens=512,
                 taken=experts,
                 routed=False,

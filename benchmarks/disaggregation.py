@@ -34,6 +34,7 @@ from libra.cost.afd import StageGrid
 from libra.cost.experts import Balancing, power_law
 from libra.cost.graphs import capture_sizes
 from libra.cost.host import default_host
+from libra.cost.quantization import Quantization
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import roofline, stage_roofline
 from libra.cost.transfer import fabric
@@ -116,7 +117,8 @@ def one_engine(drafts: Speculative | None) -> SimCluster:
 
 @cache
 def stages() -> StageGrid:
-    return stage_roofline(GPUS["H800"], load_model("deepseek-ai/DeepSeek-V3"), 1, APART.ffn, dtype_bytes=1)
+    model = load_model("deepseek-ai/DeepSeek-V3")
+    return stage_roofline(GPUS["H800"], model, 1, APART.ffn, quantization=Quantization("fp8"))
 
 
 def apart() -> SimCluster:

@@ -45,6 +45,7 @@ LARGEST_GAP = 1e-3
 
 _ETHERNET = 25e9  # bytes/s of a node: 200 Gb/s
 _OBSERVED = 2000  # trajectories behind each plan
+_FIVE_TYPES = ("L40S", "A800", "H800", "H200", "B200")
 _DRIFT = 1.15  # factor on the median length from plan to plan
 
 _Found = TypeVar("_Found")
@@ -63,7 +64,8 @@ CASES = (
     Case("48 A800, 512 trajectories", (("A800", 6),), 512, 0.2),
     Case("128 A800, 512 trajectories", (("A800", 16),), 512, 0.3),
     Case("1,024 A800, 4,096 trajectories", (("A800", 128),), 4096, 1.0),
-    Case("10,240 of three types, 16,384", (("A800", 427), ("H800", 427), ("H200", 426)), 16384, 5.0),
+    Case("10,240 of three types, 16,384", (("A800", 427), ("H800", 427), ("H200", 426)), 16384, 0.5),
+    Case("100,000 of five types, 160,000", tuple((gpu, 2500) for gpu in _FIVE_TYPES), 160000, 5.0),
     Case("48 A800, with the last plan as hint", (("A800", 6),), 512, 0.1, hint=True),
 )
 

@@ -163,7 +163,7 @@ def test_tables_are_of_16_bit_weights() -> None:
     eight = Recipe(batch=64, samples_per_prompt=8, max_length=8192, rollout_dtype="fp8")
     notes: list[str] = []
     assert engine_profiles(CLUSTER, QWEN_06B, eight, note=notes.append) == rooflines(CLUSTER, QWEN_06B, eight)
-    assert "tables are read for 16-bit weights, the request asks for 1 bytes" in notes[0]
+    assert "tables are read for 16-bit weights and KV, the request asks for fp8" in notes[0]
     with pytest.raises(ConfigError, match="tables are read for 16-bit weights"):
         engine_profiles(CLUSTER, QWEN_06B, eight, "tables")
 

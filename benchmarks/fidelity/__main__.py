@@ -48,7 +48,10 @@ if TYPE_CHECKING:  # it imports vLLM
 
 SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
-SCHEDULES = ("sync", "async", "pull", "pd", "pd-async", "pd-drafts", "drafts", "drafts-async", "both", "dp", "tiers")
+SCHEDULES = (
+    *("sync", "async", "pull", "pd", "pd-async", "pd-drafts"),
+    *("drafts", "drafts-async", "both", "dp", "dp-async", "tiers"),
+)
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
 
@@ -130,14 +133,16 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
 
     try:
         predicted = gpu_runs.predict_all(folder)
-        steps = gpu_training.price_steps(folder, predicted[0].run.gpu)
+        fitted = [one for one in predicted if one.fitted is not None]
+        steps = gpu_training.price_steps(folder, fitted[0].run.gpu) if fitted else ()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     gpu_runs.show(predicted, Console(width=200))
     if save is not None:
         for one in predicted:
-            save_fit(save / f"{one.run.name}.host.json", one.fit)
+            if one.fitted is not None:
+                save_fit(save / f"{one.run.name}.host.json", one.fitted.fit)
     gpu_training.show(steps, Console(width=200))
     found = [*gpu_runs.rows(predicted), *gpu_training.rows(steps)]
     report(found, json_path)

@@ -5,7 +5,7 @@ the field.
 
 A folder has, for each model, `MODEL.json` with `facts` (of the engine), `grid` (points) and `cases` (a row for each
 request of each workload), and where every iteration was kept `MODEL_steps.csv.gz`: the rows of the case `grid` tell
-more than the points do, what admissions take among it.
+more than the points do, what admissions take among it. Instead of a grid it may have `layers`, tables of single layers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fidelity.layer_tables import LayerTables, read_layers
 from libra.config.yaml_file import ConfigError
 from libra.cost.lines import least_squares
 from libra.cost.sources.engine_fit import MeasuredIteration
@@ -61,13 +62,23 @@ class EngineRun:
     """An engine that ran: its GPU, model and settings, its grid, and the workloads that it served."""
 
     name: str
-    gpu: GPU
+    device: str
     model: ModelSpec
     software: str
     config: EngineConfig
     grid: tuple[MeasuredIteration, ...]
+    layers: LayerTables | None  # instead of a grid
     intake: Intake | None  # None: the grid does not show it
     cases: Mapping[str, tuple[CaseRequest, ...]]
+
+    @property
+    def gpu(self) -> GPU:
+        """Raises ValueError where Libra does not know it: prices are those of `layers` then."""
+        words = self.device.casefold().replace("-", " ").split()
+        known = [gpu for gpu in GPUS.values() if gpu.name.casefold() in words]
+        if not known:
+            raise ValueError(f"facts.gpu is {self.device}; Libra knows {', '.join(GPUS)}")
+        return known[0]
 
 
 def read_runs(folder: Path) -> tuple[EngineRun, ...]:
@@ -90,7 +101,7 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
     model = load_model(facts["model"])
     sizes = tuple(facts["capture_sizes"])
     config = EngineConfig(
-        max_model_len=model.max_context,
+        max_model_len=facts.get("max_model_len", model.max_context),
         kv_blocks=facts["num_gpu_blocks"] - 1,  # vLLM keeps one for itself
         block_size=facts["block_size"],
         max_num_seqs=facts["max_num_seqs"],
@@ -106,23 +117,21 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
         grid, intake = _iterations(rows, config.block_size, config.max_num_batched_tokens), _intake(rows)
     else:
         grid, intake = _points(document["grid"], config.block_size), None
-    return EngineRun(
+    layers = document.get("layers")
+    run = EngineRun(
         path.stem,
-        _gpu(facts["gpu"]),
+        facts["gpu"],
         model,
         f"vLLM {facts['vllm']}, torch {facts['torch']}, {facts['cudagraph_mode']}",
         config,
         grid,
+        None if layers is None else read_layers(layers, facts["tensor_parallel_size"]),
         intake,
         {name: tuple(_request(row) for row in case["requests"]) for name, case in document["cases"].items()},
     )
-
-
-def _gpu(name: str) -> GPU:
-    known = [gpu for gpu in GPUS.values() if gpu.name.casefold() in name.casefold().replace("-", " ").split()]
-    if not known:
-        raise ValueError(f"facts.gpu is {name}; Libra knows {', '.join(GPUS)}")
-    return known[0]
+    if layers is None:
+        run.gpu  # noqa: B018 - it has to be known
+    return run
 
 
 def _request(row: Mapping[str, Any]) -> CaseRequest:

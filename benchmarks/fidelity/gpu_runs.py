@@ -1,7 +1,7 @@
 """Predictions of engines that ran on GPUs, beside what they did: prices by kernels alone, by default, and fitted.
 
-Invariant: a model is predicted from its own grid and from defaults; no workload goes into a fit, and no model into
-another's.
+Invariant: a model is predicted from its own grid and from defaults, or from tables of its layers; no workload goes into
+a fit, and no model into another's.
 
     python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
 """
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from benchmarks.fidelity.gpu_cases import measured_outcomes, predicted_outcomes
 from benchmarks.fidelity.gpu_data import EngineRun, read_runs
+from benchmarks.fidelity.layer_tables import LayerCost
 from benchmarks.fidelity.summary import Summary, errors, summarize
 from benchmarks.rows import Row
 from libra.cost.grid import EngineProfile
@@ -26,7 +27,9 @@ from libra.cost.kernels import default_terms
 from libra.cost.sources.engine_fit import EngineFit, fit_engine
 from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import NoTablesError, tables
+from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.iteration_cost import IterationCost
 
 METRICS = (
     *("throughput", "makespan", "ttft_mean", "ttft_p99"),
@@ -35,6 +38,13 @@ METRICS = (
 _WAITS = METRICS[2:]  # what requests wait for
 MAKESPAN, WAITS, MEAN = 0.04, 0.08, 0.05  # of a fit: of each workload, and mean over them
 PLAIN_MAKESPAN, PLAIN_LATENCY = 0.08, 0.12  # of defaults
+LAYERS = {"makespan": 0.02, "tpot_mean": 0.02, "latency_mean": 0.022}  # of tables of layers: each workload
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    fit: EngineFit
+    profile: EngineProfile  # with the fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,7 @@ class Predicted:
     """One engine's workloads at three prices; errors are relative and signed, above 0 is predicted too large."""
 
     run: EngineRun
-    fit: EngineFit
-    profile: EngineProfile  # with the fit
+    fitted: Fitted | None  # None: prices are those of tables of layers
     measured: Mapping[str, Summary]  # by workload
     predicted: Mapping[str, Mapping[str, Summary]]  # by price, by workload
 
@@ -60,11 +69,22 @@ def predict_all(folder: Path) -> tuple[Predicted, ...]:
 
 
 def rows(predicted: Sequence[Predicted]) -> list[Row]:
-    """In percent; bars are of the fitted and of the default prices."""
+    """In percent; bars are of the fitted and of the default prices, or of those by layers."""
     made = []
     for one in predicted:
         name = one.run.name
-        made.append(Row(f"{name}, fit", "held-out error of grid iterations", 100 * one.fit.heldout_error, "%"))
+        if one.fitted is None:
+            for workload in one.measured:
+                found = one.errors("layers", workload)
+                made += [
+                    _row(
+                        f"{name}, {workload}, layers", f"error of {metric}", getattr(found, metric), LAYERS.get(metric)
+                    )
+                    for metric in METRICS[1:]
+                ]
+            continue
+        fit = one.fitted.fit
+        made.append(Row(f"{name}, fit", "held-out error of grid iterations", 100 * fit.heldout_error, "%"))
         for metric in METRICS[1:]:
             error = one.mean_error("fitted", metric)
             made.append(_row(f"{name}, fitted", f"mean error of {metric}", error, MEAN))
@@ -83,20 +103,7 @@ def rows(predicted: Sequence[Predicted]) -> list[Row]:
 def show(predicted: Sequence[Predicted], console: Console) -> None:
     """What was measured, and the errors of each price, workload by workload."""
     for one in predicted:
-        run, host, terms = one.run, one.profile.host, one.profile.terms
-        console.print(f"[bold]{run.name}[/bold] on {run.gpu.name}, {run.software}; kernels: {one.profile.source}")
-        console.print(
-            f"host: {1e3 * host.iteration:.2f} ms an iteration, {1e6 * host.request:.1f} us a request,"
-            f" {1e3 * host.admission:.2f} ms an admission, {1e6 * host.context_token:.3f} us a token of it,"
-            f" {1e6 * host.cached_token:.3f} us a cached one; at least {1e3 * host.piecewise:.1f} ms with prefill,"
-            f" {1e3 * host.eager:.1f} ms without a graph"
-        )
-        console.print(
-            f"kernels: linear layers with prefill x {terms.linear:.3f}, {1e9 * terms.longest:.0f} ns a token of the"
-            f" longest context, shared tokens at {1 - terms.shared:.2f} of their price, spread x {terms.spread:.2f},"
-            f" decodes x {terms.decode:.2f};"
-            f" error of {len(run.grid)} grid iterations {one.fit.error:.1%}, held out {one.fit.heldout_error:.1%}"
-        )
+        _show_prices(one, console)
         table = Table()
         for column in ("workload", "", *METRICS):
             table.add_column(column, justify="left" if column in ("workload", "") else "right")
@@ -111,7 +118,33 @@ def show(predicted: Sequence[Predicted], console: Console) -> None:
         console.print(table)
 
 
+def _show_prices(one: Predicted, console: Console) -> None:
+    run = one.run
+    if one.fitted is None:
+        console.print(f"[bold]{run.name}[/bold] on {run.device}, {run.software}; kernels: tables of its layers")
+        return
+    fit, profile = one.fitted.fit, one.fitted.profile
+    host, terms = profile.host, profile.terms
+    console.print(f"[bold]{run.name}[/bold] on {run.gpu.name}, {run.software}; kernels: {profile.source}")
+    console.print(
+        f"host: {1e3 * host.iteration:.2f} ms an iteration, {1e6 * host.request:.1f} us a request,"
+        f" {1e3 * host.admission:.2f} ms an admission, {1e6 * host.context_token:.3f} us a token of it,"
+        f" {1e6 * host.cached_token:.3f} us a cached one; at least {1e3 * host.piecewise:.1f} ms with prefill,"
+        f" {1e3 * host.eager:.1f} ms without a graph"
+    )
+    console.print(
+        f"kernels: linear layers with prefill x {terms.linear:.3f}, {1e9 * terms.longest:.0f} ns a token of the"
+        f" longest context, shared tokens at {1 - terms.shared:.2f} of their price, spread x {terms.spread:.2f},"
+        f" decodes x {terms.decode:.2f};"
+        f" error of {len(run.grid)} grid iterations {fit.error:.1%}, held out {fit.heldout_error:.1%}"
+    )
+
+
 def _predict(run: EngineRun) -> Predicted:
+    measured = {name: summarize(measured_outcomes(case)) for name, case in run.cases.items()}
+    if run.layers is not None:
+        cost = LayerCost(run.layers, run.config)
+        return Predicted(run, None, measured, {"layers": _served(run, run.config, cost)})
     kernels = _kernels(run)
     layers = run.model.layers
     host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
@@ -128,17 +161,19 @@ def _predict(run: EngineRun) -> Predicted:
     }
     return Predicted(
         run,
-        fit,
-        profiles["fitted"],
-        {name: summarize(measured_outcomes(case)) for name, case in run.cases.items()},
-        {price: _served(run, profile) for price, profile in profiles.items()},
+        Fitted(fit, profiles["fitted"]),
+        measured,
+        {price: _served_by(run, profile) for price, profile in profiles.items()},
     )
 
 
-def _served(run: EngineRun, profile: EngineProfile) -> dict[str, Summary]:
+def _served_by(run: EngineRun, profile: EngineProfile) -> dict[str, Summary]:
     # Graphs belong to the host's part: kernels alone are not padded.
     config = run.config if profile.host.priced else replace(run.config, capture_sizes=())
-    cost = GridCost(profile.grid(1), config)
+    return _served(run, config, GridCost(profile.grid(1), config))
+
+
+def _served(run: EngineRun, config: EngineConfig, cost: IterationCost) -> dict[str, Summary]:
     return {name: summarize(predicted_outcomes(case, config, cost)) for name, case in run.cases.items()}
 
 
@@ -150,5 +185,7 @@ def _kernels(run: EngineRun) -> EngineProfile:
         return roofline(run.gpu, run.model, [1])
 
 
-def _row(case: str, metric: str, error: float, most: float) -> Row:
-    return Row(case, metric, 100 * error, "%", f"at most {100 * most:.0f} %", abs(error) <= most)
+def _row(case: str, metric: str, error: float, most: float | None) -> Row:
+    if most is None:
+        return Row(case, metric, 100 * error, "%")
+    return Row(case, metric, 100 * error, "%", f"at most {100 * most:g} %", abs(error) <= most)

@@ -21,7 +21,7 @@ from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_
 
 from benchmarks.fidelity.graphs import dispatcher
 from benchmarks.fidelity.pulls import alarms_of
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.cost.graphs import capture_sizes
 from libra.route.baselines import RoundRobin
@@ -61,9 +61,10 @@ class Ranks:
     sync_interval: int
 
 
-def random_ranks(seed: int) -> tuple[Ranks, tuple[Request, ...]]:
-    """The random case of a seed for ranks like its engine, with CUDA graphs or without."""
-    config, requests = random_case(seed)
+def random_ranks(seed: int, *, ahead: bool = False) -> tuple[Ranks, tuple[Request, ...]]:
+    """The random case of a seed for ranks like its engine, with CUDA graphs or without; with `ahead` they schedule
+    asynchronously."""
+    config, requests = async_case(seed) if ahead else random_case(seed)
     random = Random(seed)
     cost = StepCost(random.randint(1, 50), random.randint(0, 2), random.randint(0, 1))
     for request in requests:
@@ -150,16 +151,22 @@ def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ..
 
 def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
     """Schedule a step of every rank. Returns those that have one, and its ticks."""
+    under_way, rows = [], [[1]] * len(engines)  # a dummy batch
+    for place, engine in enumerate(engines):
+        if engine.unfinished:
+            engine.schedule()
+            rows[place] = engine.scheduled_rows or rows[place]
+            under_way.append(place)
+    return under_way, step_ticks(ranks, rows)
+
+
+def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
+    """Of a step in which each rank has requests of so many tokens."""
     config, dispatch = ranks.config, None
     if config.capture_sizes:
         dispatch = dispatcher("FULL_AND_PIECEWISE", config.max_num_seqs, config.capture_sizes, 1)
-    under_way, tokens, told = [], [], []
-    for place, engine in enumerate(engines):
-        rows = [1]  # a dummy batch
-        if engine.unfinished:
-            engine.schedule()
-            rows = engine.scheduled_rows or rows
-            under_way.append(place)
+    tokens, told = [], []
+    for rows in rows_of_ranks:
         kind, size = CUDAGraphMode.NONE, sum(rows)
         if dispatch is not None:
             # `GPUModelRunner._is_uniform_decode`
@@ -171,7 +178,7 @@ def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
     mode = _post_process_cudagraph_mode(synchronised)
     padded = int(_post_process_dp_padding(synchronised, should_dp_pad=mode != 0).sum())
     cost = ranks.cost
-    return under_way, cost.step + cost.own * max(tokens) + cost.each * padded + _KINDS[CUDAGraphMode(mode).name]
+    return cost.step + cost.own * max(tokens) + cost.each * padded + _KINDS[CUDAGraphMode(mode).name]
 
 
 def _goes_on(wave: Any, unfinished: bool) -> bool:

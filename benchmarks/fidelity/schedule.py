@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Literal
 
+from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
@@ -30,7 +31,8 @@ from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
 
-Kind = Literal["sync", "async", "pull", "pd", "pd-async", "pd-drafts", "drafts", "drafts-async", "both", "dp", "tiers"]
+Pairs = Literal["pd", "pd-async", "pd-drafts"]
+Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", "tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,11 @@ def _schedules(
         case, requests = random_tier(seed)
         theirs = vllm_tier(*random_tier(seed))
         return case.config, requests, [simulated_tier(case, requests)], [theirs]
-    if kind == "dp":
-        ranks, requests = random_ranks(seed)
-        return ranks.config, requests, simulated_ranks(ranks, requests), vllm_ranks(*random_ranks(seed))
+    if kind in ("dp", "dp-async"):
+        ahead = kind == "dp-async"
+        ranks, requests = random_ranks(seed, ahead=ahead)
+        drive = vllm_ranks_ahead if ahead else vllm_ranks
+        return ranks.config, requests, simulated_ranks(ranks, requests), drive(*random_ranks(seed, ahead=ahead))
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

@@ -130,7 +130,7 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
         """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own."""
-        self._scheduler = _make_scheduler(config, kv_role)
+        self.scheduler = self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -204,16 +204,21 @@ class VllmEngine:
 
     def schedule(self) -> bool:
         """Schedule a step. True: another one may be scheduled before this one has ended."""
-        self._preempted.clear()
-        output = self._scheduler.schedule()
+        alone = not self._under_way and self._scheduler.connector is None
+        step = self.scheduled(self._scheduler.schedule())
+        if alone and not step.scheduled and not step.preempted:
+            raise RuntimeError("vLLM scheduled nothing, with requests waiting: the driver is at fault")
+        return not self.full
+
+    def scheduled(self, output: SchedulerOutput) -> Step:
+        """What the scheduler has decided is under way from now on."""
         scheduled = tuple((int(name), tokens) for name, tokens in output.num_scheduled_tokens.items())
         free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if not scheduled and not self._preempted and not self._under_way and self._scheduler.connector is None:
-            raise RuntimeError("vLLM scheduled nothing, with requests waiting: the driver is at fault")
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
+        self._preempted.clear()
         samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
-        return not self.full
+        return step
 
     def started_pulls(self) -> list[int]:
         """Requests whose KV is to be pulled since the last schedule."""
@@ -234,26 +239,26 @@ class VllmEngine:
 
     def end_oldest(self, time: int, transfers: KVConnectorOutput | None = None) -> Step:
         """What came of the oldest step under way, which began at `time`, and the transfers that ended meanwhile."""
+        output, step, _ = self._under_way[0]
+        results = self._scheduler.update_from_output(output, self.compute_oldest(transfers))
+        self._draft(list(output.num_scheduled_tokens))
+        return replace(step, time=time, finished=_ended(results))
+
+    def compute_oldest(self, transfers: KVConnectorOutput | None = None) -> ModelRunnerOutput:
+        """What a model would return for the oldest step under way, which is under way no more."""
         output, step, samples = self._under_way.popleft()
         drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
         admitted = {number for number, _ in step.cached}
-        results = self._scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[
-                    self._sample(name, 0 if int(name) in admitted else len(drafts.get(name, ())))
-                    if samples[name]
-                    else []
-                    for name in names
-                ],
-                kv_connector_output=transfers,
-            ),
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[
+                self._sample(name, 0 if int(name) in admitted else len(drafts.get(name, ()))) if samples[name] else []
+                for name in names
+            ],
+            kv_connector_output=transfers,
         )
-        self._draft(names)
-        return replace(step, time=time, finished=_ended(results))
 
     def _sample(self, name: str, drafts: int) -> list[int]:
         """The next token of a request, and before it the drafts that are accepted. None comes of one that was given up,

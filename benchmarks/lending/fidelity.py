@@ -6,8 +6,8 @@ that differ by more than the simulation does say no more than that.
     python -m benchmarks.lending fidelity --traffic azure_2023_conv.csv [--rate 3] [--requests 120] [--json FILE]
 
 Engines, requests and clock are those of `pair`. The simulation has costs fitted to the first run's steps of both
-engines, the bounds that its borrower kept to, what it takes to take a request in, and for every step the mean of the
-time that was neither.
+engines, and in sum as long as these, the bounds that its borrower kept to, what it takes to take a request in, and for
+every step the mean of the time that was neither.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _spec(name: str, learnt: StepCost, batched_tokens: int, besides: float, admi
     def predicted(shape: StepShape) -> float:
         value = learnt.predicted(shape)
         assert value is not None
-        return value
+        return learnt.understatement * value
 
     base = predicted(StepShape(0, 0, 0))
     sequence, token, context = (
@@ -183,7 +183,7 @@ def _factor(learnt: StepCost) -> float:
     shape = StepShape(1, 0, 0)
     bound, predicted = learnt.bound(shape), learnt.predicted(shape)
     assert bound is not None and predicted is not None
-    return max(1.0, bound / predicted)
+    return max(1.0, bound / (learnt.understatement * predicted))
 
 
 if __name__ == "__main__":

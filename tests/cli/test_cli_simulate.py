@@ -270,6 +270,17 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
     ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
     ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
+    (
+        "an unknown quantisation",
+        group(quantization="fp16"),
+        ("engines.0.quantization: Input should be 'fp8', 'awq', 'gptq', 'modelopt_fp4' or 'mxfp4'", "(got 'fp16')"),
+    ),
+    (
+        "quantised experts of a model without",
+        group(quantization="mxfp4"),
+        ("engines.0.quantization is mxfp4, which is of routed experts", "Qwen/Qwen3-14B has none: take another one"),
+    ),
+    ("an unknown KV type", group(kv_cache_dtype="int4"), ("engines.0.kv_cache_dtype: Input should be 'auto', ",)),
     ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
     (
         "KV for less than a request",

@@ -79,15 +79,6 @@ def test_bytes_of_a_trained_parameter(dtype: Dtype, optimiser: Optimiser) -> Non
     assert held.total == total
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rollout", "weights", "kv"),
-    [("bf16", None, 2, 2), ("bf16", "fp8", 1, 2), ("fp32", "bf16", 2, 2), ("fp32", "fp8", 1, 2)],
-)
-def test_bytes_in_an_engine(dtype: str, rollout: str | None, weights: int, kv: int) -> None:
-    recipe = Recipe(**given(dtype=dtype, rollout_dtype=rollout))
-    assert (recipe.rollout_weight_bytes, recipe.kv_bytes) == (weights, kv)
-
-
 REFUSED: list[tuple[str, object, str]] = [
     ("no batch", {"samples_per_prompt": 1, "max_length": 1}, "batch: this key is required; add it"),
     ("no limit", {"batch": 1, "samples_per_prompt": 1}, "max_length: this key is required; add it"),
@@ -108,7 +99,8 @@ REFUSED: list[tuple[str, object, str]] = [
     ("reference", given(reference="yes"), "reference: Input should be 'none', 'resident' or 'offloaded'"),
     ("type", given(dtype="bfloat16"), "dtype: Input should be 'bf16', 'fp16' or 'fp32'"),
     ("engines in fp32", given(dtype="fp32"), "dtype is fp32, but engines are priced in 8 or 16 bits: set rollout"),
-    ("rollout type", given(rollout_dtype="int4"), "rollout_dtype: Input should be 'fp8' or 'bf16'"),
+    ("rollout type", given(rollout_dtype="int4"), "rollout_dtype: Input should be 'bf16', 'fp8', 'awq', "),
+    ("KV type", given(kv_cache_dtype="fp4"), "kv_cache_dtype: Input should be 'auto', 'bfloat16', 'fp8', "),
     ("optimiser", given(optimiser="adam"), "optimiser: Input should be 'adamw', 'adamw_bf16' or 'sgd'"),
     ("no memory", given(gpu_memory_utilization=0), "gpu_memory_utilization: Input should be greater than 0"),
     ("more than all memory", given(gpu_memory_utilization=1.1), "gpu_memory_utilization: Input should be less than or"),

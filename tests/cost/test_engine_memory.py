@@ -10,24 +10,31 @@ from hypothesis import strategies as st
 from oracles.small_cluster import QWEN_14B
 
 from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.quantization import KV_FORMATS, UNQUANTIZED, Quantization
 from libra.hardware.cluster import GPUS
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 A800 = GPUS["A800"].memory
+QUANTIZATIONS = st.builds(
+    Quantization, st.sampled_from([None, "fp8", "awq", "modelopt_fp4"]), st.sampled_from([*KV_FORMATS])
+)
 MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
 
 
-def tokens(tp: int, memory: float = A800, utilization: float = 0.9, model: ModelSpec = QWEN_14B, **other: float) -> int:
-    sizes = {"weight_bytes": 2, "kv_bytes": 2, **other}
+def tokens(
+    tp: int,
+    memory: float = A800,
+    utilization: float = 0.9,
+    model: ModelSpec = QWEN_14B,
+    quantization: Quantization = UNQUANTIZED,
+    batched_tokens: int = 8192,
+    pp: int = 1,
+) -> int:
     return kv_tokens(
-        model,
-        memory,
-        utilization,
-        tp,
-        weight_bytes=sizes["weight_bytes"],
-        kv_bytes=sizes["kv_bytes"],
-        batched_tokens=int(sizes.get("batched_tokens", 8192)),
-        pp=int(sizes.get("pp", 1)),
+        *(model, memory, utilization, tp),
+        batched_tokens=batched_tokens,
+        quantization=quantization,
+        pp=pp,
     )
 
 
@@ -95,13 +102,13 @@ def test_more_stages_than_layers_are_refused() -> None:
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4]),
     st.floats(20e9, 200e9),
-    st.sampled_from([1, 2]),
+    QUANTIZATIONS,
 )
 def test_pipeline_parallelism_doubled_at_fixed_memory_at_least_doubles_the_kv_blocks(
-    model: ModelSpec, tp: int, pp: int, memory: float, width: int
+    model: ModelSpec, tp: int, pp: int, memory: float, stored: Quantization
 ) -> None:
-    found = tokens(tp, memory, model=model, pp=pp, weight_bytes=width)
-    assert tokens(tp, memory, model=model, pp=2 * pp, weight_bytes=width) // BLOCK >= 2 * (found // BLOCK)
+    found = tokens(tp, memory, model=model, pp=pp, quantization=stored)
+    assert tokens(tp, memory, model=model, pp=2 * pp, quantization=stored) // BLOCK >= 2 * (found // BLOCK)
 
 
 @given(st.integers(1, 39), st.floats(20e9, 200e9))
@@ -118,19 +125,16 @@ def test_weights_that_leave_no_room_leave_no_tokens() -> None:
     st.sampled_from([1, 2, 4, 8]),
     st.floats(20e9, 200e9),
     st.floats(0.3, 1.0),
-    st.sampled_from([1, 2]),
+    QUANTIZATIONS,
     st.sampled_from([1024, 8192]),
 )
 def test_tokens_are_whole_blocks_that_fit_and_one_more_would_not(
-    tp: int, memory: float, utilization: float, width: int, batched: int
+    tp: int, memory: float, utilization: float, stored: Quantization, batched: int
 ) -> None:
-    found = tokens(tp, memory, utilization, weight_bytes=width, batched_tokens=batched)
-    per_token = QWEN_14B.kv_bytes_per_token(2, tp)
+    found = tokens(tp, memory, utilization, quantization=stored, batched_tokens=batched)
+    per_token = stored.kv_bytes_per_token(QWEN_14B, tp)
     beside = (
-        1.5e9
-        + batched * 2 * (2 * 5120 + 3 * 17408 / tp)
-        + 1024 * 151936 * 4 / tp
-        + width * QWEN_14B.device_parameters(tp)
+        1.5e9 + batched * 2 * (2 * 5120 + 3 * 17408 / tp) + 1024 * 151936 * 4 / tp + stored.weight_bytes(QWEN_14B, tp)
     )
     assert found % BLOCK == 0
     assert found == 0 or beside + found * per_token <= memory * utilization
@@ -142,6 +146,4 @@ def test_more_of_anything_never_holds_less(tp: int, memory: float) -> None:
     found = tokens(tp, memory)
     assert tokens(2 * tp, memory) >= found
     assert tokens(tp, memory * 1.1) >= found
-    assert tokens(tp, memory, weight_bytes=1) >= found
-    assert tokens(tp, memory, kv_bytes=1) >= found
     assert tokens(tp, memory, utilization=0.8) <= found

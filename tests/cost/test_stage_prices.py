@@ -51,16 +51,17 @@ def test_a_token_goes_once_to_each_rank_that_has_an_expert_for_it() -> None:
 
 
 def test_an_attention_rank_has_room_for_what_the_experts_leave() -> None:
-    sizes = {"weight_bytes": 2, "kv_bytes": 2, "batched_tokens": 8192}
-    with_experts, without = (kv_tokens(MOE, H100.memory, 0.9, 1, **sizes, routed=it) for it in (True, False))
+    with_experts, without = (
+        kv_tokens(MOE, H100.memory, 0.9, 1, batched_tokens=8192, routed=it) for it in (True, False)
+    )
     weights = 2 * 48 * 128 * 3 * 2048 * 768
     activations = 8192 * 2 * 3 * 8 * 768
     assert without - with_experts == pytest.approx((weights + activations) / MOE.kv_bytes_per_token(2), abs=32)
-    assert held_bytes(MOE, 2, weight_bytes=2, batched_tokens=1, routed=False) > CONTEXT
+    assert held_bytes(MOE, 2, batched_tokens=1, routed=False) > CONTEXT
 
 
 def test_an_ffn_rank_holds_its_share_of_the_experts_and_what_comes() -> None:
-    held = ffn_rank_bytes(MOE, 16, weight_bytes=2, tokens=4096)
+    held = ffn_rank_bytes(MOE, 16, tokens=4096)
     assert held == CONTEXT + 2 * 48 * 8 * 3 * 2048 * 768 + 2048 * 2 * (2 * 2048 + 3 * 768)
 
 

@@ -6,6 +6,7 @@ import random
 
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import kv_tokens
+from libra.cost.quantization import rollout_quantization
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
@@ -29,9 +30,8 @@ def kv_of(recipe: Recipe, model: ModelSpec, tp: int, nodes: NodeClass = A800) ->
         nodes.gpu.memory,
         recipe.gpu_memory_utilization,
         tp,
-        weight_bytes=recipe.rollout_weight_bytes,
-        kv_bytes=recipe.kv_bytes,
         batched_tokens=recipe.max_batched_tokens,
+        quantization=rollout_quantization(recipe),
     )
 
 

@@ -49,11 +49,14 @@ def test_defaults_are_those_of_an_engine(tmp_path: Path) -> None:
 def test_memory_and_length_are_the_gpus_and_the_models(tmp_path: Path) -> None:
     (engine,) = load(tmp_path).engines
     model = load_model(SMALL["model"])
-    tokens = kv_tokens(model, GPUS["H100"].memory, 0.9, 1, weight_bytes=2, kv_bytes=2, batched_tokens=8192)
+    tokens = kv_tokens(model, GPUS["H100"].memory, 0.9, 1, batched_tokens=8192)
     assert engine.config.kv_blocks == tokens // 16 - 1
     assert engine.config.max_model_len == model.max_context
     (narrow,) = load(tmp_path, {"quantization": "fp8"}).engines
     assert narrow.config.kv_blocks > engine.config.kv_blocks
+    (both,) = load(tmp_path, {"quantization": "fp8", "kv_cache_dtype": "fp8"}).engines
+    assert both.config.kv_blocks == pytest.approx(2 * narrow.config.kv_blocks, abs=2)
+    assert both.kv_bytes == narrow.kv_bytes / 2
     (staged,) = load(tmp_path, {"pipeline_parallel_size": 2}).engines
     assert staged.config.pipeline_parallel_size == 2
     assert staged.config.kv_blocks > 2 * engine.config.kv_blocks
@@ -155,6 +158,11 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
             [PREFILL, {**DECODE, "model": "Qwen/Qwen3-14B"}],
             {"kv_transfer": {"bandwidth": 1e9}},
             "engines.1.model is Qwen/Qwen3-14B, and engines.0.model Qwen/Qwen3-0.6B: KV differs, name one",
+        ),
+        (
+            [PREFILL, {**DECODE, "kv_cache_dtype": "fp8"}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto: KV differs, name one",
         ),
         (
             [PREFILL, DECODE],
@@ -262,9 +270,9 @@ def test_attention_ranks_are_a_group_with_the_memory_that_experts_leave(tmp_path
     ranks = apart(tmp_path, max_model_len=4096).engines
     assert [it.name for it in ranks] == ["one-0", "one-1", "one-2", "one-3"]
     assert {it.group.name for it in ranks if it.group is not None} == {"one"} and len({it.group for it in ranks}) == 1
-    memory = {"weight_bytes": 2, "kv_bytes": 2, "batched_tokens": 2048}
     model = load_model(MOE)
-    assert ranks[0].config.kv_blocks == kv_tokens(model, GPUS["H100"].memory, 0.9, 1, **memory, routed=False) // 16 - 1
+    tokens = kv_tokens(model, GPUS["H100"].memory, 0.9, 1, batched_tokens=2048, routed=False)
+    assert ranks[0].config.kv_blocks == tokens // 16 - 1
     assert ranks[0].devices == 1 and ranks[0].kv_bytes == model.kv_bytes_per_token(2)
     two = apart(tmp_path, count=2).engines
     assert [it.name for it in two] == [f"one-{group}-{rank}" for group in range(2) for rank in range(4)]

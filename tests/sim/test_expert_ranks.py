@@ -64,6 +64,17 @@ def test_prices_are_those_of_the_grid(tmp_path: Path) -> None:
     assert grid.source.endswith("deepep_low_latency: modelled at 369 GB/s in a node")
 
 
+def test_the_host_of_asynchronous_ranks_works_beside_their_gpus(tmp_path: Path) -> None:
+    overhead = {"iteration": 0.002}
+    taken = []
+    for ahead in (False, True):
+        (rank, *_) = load(tmp_path, async_scheduling=ahead, overhead={**overhead, "overlapped": ahead}).engines
+        assert rank.config.async_scheduling is ahead and rank.group is not None
+        taken.append(rank.group.cost.together(Graph("NONE"), 64 * 8, 0).lines)
+    ((_, after), _), ((_, beside), (factor, least)) = taken
+    assert after - beside == least == 2 * 10**9 and factor == 0
+
+
 def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(json.dumps([[8] * 16 + [1] * 112]))  # the first GPU has the popular ones
     given = {"expert_load": {"frequencies": "counts.json"}}
@@ -99,7 +110,6 @@ def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
         ({"expert_load": {"frequencies": "no.json"}}, "expert_load.frequencies: "),
         ({"expert_load": {"frequencies": "no.json", "power_law": 1.0}}, "leave one of them out"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size with data_parallel_size is not simulated"),
-        ({"async_scheduling": True}, "async_scheduling of q-dp0 is True; with data_parallel_size it is not simulated"),
         ({"profile": "tables", "model": "deepseek-ai/DeepSeek-V2-Lite"}, "profile: deepseek-ai/DeepSeek-V2-Lite has"),
         ({"profile": "tables", "quantization": "fp8"}, "profile: tables are read for 16-bit weights"),
         ({"all2all_backend": "pplx"}, "all2all_backend"),

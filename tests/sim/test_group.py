@@ -15,6 +15,7 @@ from libra.sim.deployment import Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, IterationCost
+from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
 from libra.sim.rank_balancer import RankBalancer
 from libra.sim.workload.requests import Requests
@@ -59,7 +60,9 @@ def groups(draw: st.DrawFn, lattice: bool, *, closed: bool) -> Scenario:
         )
         sizes = draw(st.sampled_from([(), (1, 2, 4), (2, first.config.max_num_batched_tokens)]))
         config = replace(
-            first.config, capture_sizes=tuple(sorted({it for it in sizes if it <= first.config.max_num_batched_tokens}))
+            first.config,
+            capture_sizes=tuple(sorted({it for it in sizes if it <= first.config.max_num_batched_tokens})),
+            async_scheduling=draw(st.booleans()),
         )
         group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)))
         made += [
@@ -139,6 +142,44 @@ def test_requests_go_to_the_rank_that_vllm_would_choose(blocks: int) -> None:
         placed.append([(it.engine, it.finish) for it in cluster.requests])
     assert placed[0] == placed[1]
     assert [engine for engine, _ in placed[0][:3]] == [0, 1, 2]
+
+
+def two_ranks(tokens: int, *, ahead: bool, exact: bool, cancel_at: int | None = None) -> tuple[int, list[int]]:
+    """When two ranks stop of which one has a request of so many tokens, and the dummy batches of each. They look with
+    the first step and each fourth."""
+    config = EngineConfig(max_model_len=LONGEST, kv_blocks=LONGEST, async_scheduling=ahead)
+    cost = DrawnGroupCost(AffineCost(STEP), 0, 0, ((1, 0),), None)
+    group = GroupSpec("group", cost, 4)
+    specs = [EngineSpec(f"rank {it}", config, cost.cost, group=group) for it in range(2)]
+    made = [Request(0, 0, 5, tokens, cancel_at=cancel_at)]
+    cluster = SimCluster(specs, Requests(lambda: made, {}), policy_named("round-robin"), exact=exact)
+    cluster.run()
+    assert made[0].finish == (cancel_at or tokens * STEP)
+    return cluster.now, [engine.dummies for engine in cluster.engines if isinstance(engine, Rank)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "ahead", "stop"),
+    [
+        (3, False, 4),
+        (4, False, 4),
+        (5, False, 8),
+        (3, True, 4),  # the fourth step sees the third iteration end, and has decided the fourth
+        (4, True, 8),  # the last token is under way then
+        (5, True, 8),
+    ],
+)
+def test_a_group_stops_with_the_step_that_sees_nobody_have_work(
+    tokens: int, ahead: bool, stop: int, exact: bool
+) -> None:
+    assert two_ranks(tokens, ahead=ahead, exact=exact) == (stop * STEP, [stop - tokens, stop])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_given_up_at_a_boundary_is_there_for_the_step_that_ends_with_it(exact: bool) -> None:
+    """In the middle of a jump, too."""
+    assert two_ranks(10, ahead=False, exact=exact, cancel_at=4 * STEP) == (8 * STEP, [4, 8])
 
 
 def test_ranks_of_a_group_are_alike() -> None:

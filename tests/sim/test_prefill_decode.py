@@ -196,7 +196,6 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
             replace(
                 it,
                 name=f"{it.name}.{place}",
-                config=replace(it.config, async_scheduling=False),
                 group=GroupSpec(it.name, TogetherCost(cost), random.choice((1, 4, 16))),
             )
             for it in specs

@@ -238,7 +238,7 @@ def test_twice_the_pipeline_stages_at_fixed_memory_hold_at_least_twice_the_block
     model: ModelSpec, stages: int, tp: int
 ) -> None:
     def blocks(pp: int) -> int:
-        tokens = kv_tokens(model, 80e9, 0.9, tp, weight_bytes=2, kv_bytes=2, batched_tokens=8192, pp=pp)
+        tokens = kv_tokens(model, 80e9, 0.9, tp, batched_tokens=8192, pp=pp)
         return tokens // BLOCK
 
     assert blocks(2 * stages) >= 2 * blocks(stages) > 0

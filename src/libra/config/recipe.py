@@ -21,8 +21,12 @@ Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
 Execution = Literal["fused", "eager"]
 # Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
 KVOnUpdate = Literal["keep", "refresh"]
+# As vLLM calls them; what they take is `libra.cost.quantization`.
+WeightQuantization = Literal["fp8", "awq", "gptq", "modelopt_fp4", "mxfp4"]
+RolloutDtype = Literal["bf16", WeightQuantization]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"]
 
-_BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw_bf16": 4, "sgd": 0}  # two in fp32, two in bf16, none
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -66,7 +70,8 @@ class Recipe(Section):
     # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
     reference: Literal["none", "resident", "offloaded"] = "none"
     dtype: Dtype = "bf16"  # of training's compute, and of rollout unless `rollout_dtype` says otherwise
-    rollout_dtype: Literal["fp8", "bf16"] | None = None  # of the engines' weights
+    rollout_dtype: RolloutDtype | None = None  # of the engines' weights: bf16, or a `quantization` of vLLM's
+    kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
     optimiser: Optimiser = "adamw"
     execution: Execution = "fused"
     horizon: _Count = 100  # steps that a plan is expected to hold: what changing to it is paid back over
@@ -110,10 +115,12 @@ class Recipe(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without pairs a recipe is written as it was before there were any."""
+        """Without what came later a recipe is written as it was before."""
         written: dict[str, Any] = fields(self)
         if not self.prefill_decode:
             written.pop("prefill_decode", None)
+        if self.kv_cache_dtype == "auto":
+            written.pop("kv_cache_dtype", None)
         return written
 
     @property
@@ -129,16 +136,6 @@ class Recipe(Section):
         compute = _BYTES[self.dtype]
         master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
         return TrainingBytes(weights=compute, gradients=compute, states=master + _MOMENTS[self.optimiser])
-
-    @property
-    def rollout_weight_bytes(self) -> int:
-        """Bytes of one parameter in an engine."""
-        return _BYTES[self.rollout_dtype or self.dtype]
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of one number in the KV cache: of the type engines compute in, which with fp8 weights is bf16."""
-        return max(2, self.rollout_weight_bytes)
 
 
 def load_recipe(path: Path | str, overrides: dict[str, Any] | None = None) -> Recipe:

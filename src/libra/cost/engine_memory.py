@@ -6,6 +6,7 @@ engine needs besides is stated here and taken off before the KV cache gets the r
 
 from __future__ import annotations
 
+from libra.cost.quantization import UNQUANTIZED, Quantization
 from libra.hardware.model import ModelSpec
 
 # Tokens of one KV block; the prefix cache keeps whole blocks.
@@ -21,27 +22,34 @@ def kv_tokens(
     utilization: float,
     tp: int,
     *,
-    weight_bytes: float,
-    kv_bytes: float,
     batched_tokens: int,
+    quantization: Quantization = UNQUANTIZED,
     pp: int = 1,
     taken: float = 0.0,
+    kv_beside: float = 0.0,
     routed: bool = True,
 ) -> int:
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each, of which it may use a
     share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every token, so the
-    fullest stage decides. `taken` bytes of each device are another engine's; without `routed`, the experts that tokens
+    fullest stage decides. `taken` bytes of each device are another engine's, and
+    with each byte of KV there are `kv_beside` of a drafter's; without `routed`, the experts that tokens
     are routed to are on other devices (attention and FFN apart). Raises ValueError where the degrees do not divide the
     model.
     """
-    held = held_bytes(model, tp, weight_bytes=weight_bytes, batched_tokens=batched_tokens, pp=pp, routed=routed)
+    held = held_bytes(model, tp, batched_tokens=batched_tokens, quantization=quantization, pp=pp, routed=routed)
     free = memory * utilization - taken - held
-    tokens = int(max(0.0, free) / model.kv_bytes_per_token(kv_bytes, tp, pp))
+    tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp) * (1 + kv_beside)))
     return tokens // BLOCK * BLOCK
 
 
 def held_bytes(
-    model: ModelSpec, tp: int, *, weight_bytes: float, batched_tokens: int, pp: int = 1, routed: bool = True
+    model: ModelSpec,
+    tp: int,
+    *,
+    batched_tokens: int,
+    quantization: Quantization = UNQUANTIZED,
+    pp: int = 1,
+    routed: bool = True,
 ) -> float:
     """Bytes that an engine needs on each of its devices besides KV.
 
@@ -51,18 +59,18 @@ def held_bytes(
     widest = max(model.intermediate, _expert_width(model, routed))
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
     logits = SAMPLED * model.vocab * 4 / tp
-    held = CONTEXT + activations + logits + model.weight_bytes(weight_bytes, tp, pp)
-    return held if routed else held - weight_bytes * model.routed_parameters / tp
+    held = CONTEXT + activations + logits + quantization.weight_bytes(model, tp, pp)
+    return held if routed else held - quantization.expert_bytes * model.routed_parameters / tp
 
 
-def ffn_rank_bytes(model: ModelSpec, ranks: int, *, weight_bytes: float, tokens: int) -> float:
+def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = UNQUANTIZED) -> float:
     """Bytes that each of `ranks` devices needs that divide the experts and have nothing else, for `tokens` tokens of
     all attention ranks together: what comes, and an MLP's vectors of it, as above."""
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks
     activations = rows * 2 * (2 * model.hidden + 3 * experts.intermediate)
-    return CONTEXT + activations + weight_bytes * model.routed_parameters / ranks
+    return CONTEXT + activations + quantization.expert_bytes * model.routed_parameters / ranks
 
 
 def _expert_width(model: ModelSpec, routed: bool) -> int:

@@ -209,9 +209,18 @@ class ModelSpec:
             + max(0, layers - most) * light
         )
 
-    def weight_bytes(self, dtype_bytes: float, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
-        """Bytes of weights on one device of the heaviest pipeline stage; see `device_parameters`."""
-        return dtype_bytes * self.device_parameters(tp, pp, ep)
+    def device_routed_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
+        """Of `device_parameters` those of routed experts."""
+        layers = min(-(-self.layers // pp), self.sparse_layers)
+        return layers * self.expert_parameters * (self.experts.count if self.experts else 0) / ep / tp
+
+    def unquantized_parameters(self, tp: int = 1, pp: int = 1) -> float:
+        """Of `device_parameters` those that no quantisation narrows: embeddings, output head, norms of layers and
+        routers."""
+        layers = -(-self.layers // pp)
+        embedding = self.embedding_parameters if pp == 1 else self.vocab * self.hidden
+        routers = min(layers, self.sparse_layers) * self.router_parameters
+        return embedding / tp + self.hidden + layers * self.norm_parameters + routers
 
     def kv_bytes_per_token(self, dtype_bytes: float, tp: int = 1, pp: int = 1) -> float:
         """Bytes that one token of context takes in the KV cache of one of `tp` devices: all layers of the pipeline

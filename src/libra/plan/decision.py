@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from libra.cost.device import SwitchCost
 from libra.cost.grid import whole_iterations
 from libra.cost.lines import prefill_line
+from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import fabric, weight_sync
 from libra.plan.allocation import Allocation
@@ -41,7 +42,7 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
     state = model.parameters * recipe.training_bytes.total
-    load = weight_sync(model.parameters * recipe.rollout_weight_bytes, 1, 1, slowest).stall
+    load = weight_sync(rollout_quantization(recipe).version_bytes(model), 1, 1, slowest).stall
     return SwitchCost(
         engine_start=ENGINE_START + load, trainer_join=TRAINER_START + state / slowest.network, weight_load=load
     )

@@ -29,7 +29,7 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
         raise ValueError(refused)
     tokens = -(-afd.attention * section.max_num_batched_tokens // afd.micro_batches)
     gpu = _ffn_gpu(afd) or engine.gpu
-    held = ffn_rank_bytes(model, afd.ffn, weight_bytes=engine.weight_bytes, tokens=tokens)
+    held = ffn_rank_bytes(model, afd.ffn, tokens=tokens, quantization=engine.quantization)
     memory = section.gpu_memory_utilization * gpu.memory
     if held > memory:
         raise ValueError(

@@ -15,8 +15,9 @@ from libra.route.policy import Policy
 from libra.sim.deployment import WeightUpdate, check_engines, check_groups, check_roles
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
-from libra.sim.engine.group import Rank, RankGroup
+from libra.sim.engine.group import RankGroup
 from libra.sim.engine.group_cost import GroupSpec
+from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
 from libra.sim.engine.tiers import SharedTiers
@@ -252,15 +253,15 @@ class SimCluster:
                 self.now, kind, _, what = event
                 if isinstance(what, SimEngine):
                     self._commit(what, self.now)
-                elif isinstance(what, RankGroup):
-                    for rank in what.land():
-                        self._commit(rank, self.now)
-                    what.landed()
                 elif isinstance(what, Request):
                     if kind is ARRIVAL:
                         self._arrive(what)
                     else:
                         self.frontend.cancel(what)
+                elif isinstance(what, RankGroup):
+                    for rank in what.land():
+                        self._commit(rank, self.now)
+                    what.landed()
                 elif isinstance(what, WeightUpdate):
                     self.update(what)
                 else:

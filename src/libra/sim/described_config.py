@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.graphs import capture_sizes
+from libra.cost.quantization import UNQUANTIZED
 from libra.hardware.model_file import load_model
-from libra.sim.described_engine import KV_BYTES, DescribedEngine
+from libra.sim.described_engine import DescribedEngine
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
@@ -56,15 +57,15 @@ def _drafts(engine: DescribedEngine) -> Speculative | None:
 
 
 def _kv_blocks(engine: DescribedEngine) -> int:
-    section, model, tp = engine.section, engine.model, engine.tp
+    section, model, tp, stored = engine.section, engine.model, engine.tp, engine.quantization
     weights, more = 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
     divided, drafts = section.data_parallel_size > 1, section.speculative
     if drafts is not None and drafts.model is not None:
         drafter = load_model(drafts.model)
-        weights = drafter.weight_bytes(KV_BYTES, tp)
-        more = drafter.kv_bytes_per_token(KV_BYTES, tp) / model.kv_bytes_per_token(KV_BYTES, tp)
+        weights = UNQUANTIZED.weight_bytes(drafter, tp)
+        more = stored.kv_bytes_per_token(drafter, tp) / stored.kv_bytes_per_token(model, tp)
     elif drafts is not None and drafts.method != "ngram":
-        weights, more = model.weight_bytes(engine.weight_bytes, tp) / model.layers, 1 / model.layers
+        weights, more = stored.weight_bytes(model, tp) / model.layers, 1 / model.layers
     if divided:
         weights += expert_bytes(engine)
     tokens = kv_tokens(
@@ -72,11 +73,11 @@ def _kv_blocks(engine: DescribedEngine) -> int:
         engine.gpu.memory,
         section.gpu_memory_utilization,
         tp,
-        weight_bytes=engine.weight_bytes,
-        kv_bytes=KV_BYTES * (1 + more),
         batched_tokens=section.max_num_batched_tokens,
+        quantization=stored,
         pp=section.pipeline_parallel_size,
         taken=weights,
+        kv_beside=more,
         routed=section.afd is None and not divided,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, unknown
+from libra.cost.quantization import Quantization
 from libra.hardware.cluster import GPU, GPUS, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.engines_keys import EngineSection
 
-KV_BYTES = 2  # of an element
 _NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
 _NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
 
@@ -47,14 +47,13 @@ class DescribedEngine:
         return self.model.max_context if given is None else given
 
     @property
-    def weight_bytes(self) -> int:
-        """Of a parameter."""
-        return 1 if self.section.quantization == "fp8" else 2
+    def quantization(self) -> Quantization:
+        return Quantization(self.section.quantization, self.section.kv_cache_dtype)
 
     @property
     def kv_bytes(self) -> float:
         """Of a token, on all devices together."""
-        return self.tp * self.model.kv_bytes_per_token(KV_BYTES, self.tp)
+        return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp)
 
     @property
     def nodes(self) -> NodeClass:
@@ -66,8 +65,8 @@ class DescribedEngine:
     @property
     def recipe(self) -> Recipe:
         """What profiles of its times are asked for."""
-        dtype = self.section.quantization
-        return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=dtype)
+        weights, kv = self.section.quantization, self.section.kv_cache_dtype
+        return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=weights, kv_cache_dtype=kv)
 
     @property
     def source(self) -> str:
@@ -94,7 +93,11 @@ def described_engine(
     refused = model.tp_refusal(section.tensor_parallel_size)
     if refused is not None:
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
-    return DescribedEngine(section, model, gpu, beside, note)
+    engine = DescribedEngine(section, model, gpu, beside, note)
+    refused = engine.quantization.refusal(model)
+    if refused is not None:
+        raise ValueError(f"{key}.{refused}")
+    return engine
 
 
 def named_gpu(given: str, key: str) -> GPU:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from libra.config.yaml_file import read_section, refusal
+from libra.cost.quantization import KV_FORMATS
 from libra.hardware.model_file import load_model
 from libra.sim.afd_ranks import afd_cost, check_afd
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
@@ -110,6 +111,12 @@ def _check_models(file: EnginesFile) -> None:
     """Raises ValueError where an engine could not use the KV of another one."""
     apart = [(f"engines.{index}", it) for index, it in enumerate(file.engines) if it.role != "colocated"]
     for key, section in apart:
-        first = apart[0][1].model
-        if load_model(section.model) != load_model(first):
-            raise ValueError(f"{key}.model is {section.model}, and {apart[0][0]}.model {first}: KV differs, name one")
+        first = apart[0][1]
+        same = {
+            "model": load_model(section.model) == load_model(first.model),
+            "kv_cache_dtype": KV_FORMATS[section.kv_cache_dtype] == KV_FORMATS[first.kv_cache_dtype],
+        }
+        for option, alike in same.items():
+            if not alike:
+                here, there = getattr(section, option), getattr(first, option)
+                raise ValueError(f"{key}.{option} is {here}, and {apart[0][0]}.{option} {there}: KV differs, name one")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from libra.config.recipe import KVCacheDtype, WeightQuantization
 from libra.config.yaml_file import Section
 from libra.cost.collectives import AllToAll
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
@@ -137,7 +138,8 @@ class EngineSection(RanksSection):
     profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
     tensor_parallel_size: _Count = 1
     pipeline_parallel_size: _Count = 1
-    quantization: Literal["fp8"] | None = None  # of the weights
+    quantization: WeightQuantization | None = None  # of the weights
+    kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_blocks: _Count | None = None  # instead of what that leaves
     max_model_len: _Count | None = None  # None: the model's

@@ -67,29 +67,30 @@ class EventQueue:
     def until(self, limit: int | None) -> Iterator[Event | None]:
         """What happens up to a tick, in order, taken out one by one; what is added meanwhile included. None follows the
         last event of each tick. It ends early where nothing is left that happens by itself."""
-        heap = self._heap
-        while heap:
-            tick, kind, _, what = heap[0]
-            if isinstance(what, (SimEngine, RankGroup)):
+        heap, now = self._heap, -1  # the tick that is not over
+        while heap or now >= 0:
+            if now >= 0 and (not heap or heap[0][0] != now):
+                now = -1
+                yield None
+                continue
+            event = heap[0]
+            tick, kind, _, what = event
+            if kind is END and isinstance(what, (SimEngine, RankGroup)):
                 if not what.busy or what.end != tick:  # that plan was cut
                     heappop(heap)
                     continue
-            elif kind < ACTION and not self.goes_on():
+            elif tick != now and kind < ACTION and not self.goes_on():
                 return
-            if limit is not None and tick > limit:
-                return
-            while heap and heap[0][0] == tick:
-                event = heappop(heap)
-                what = event[3]
-                if isinstance(what, (SimEngine, RankGroup)):
-                    if not what.busy or what.end != tick:
-                        continue
-                elif what is self._next:
-                    self._next = following = next(self._expected, None)
-                    if following is not None:
-                        self.arrive(following)
-                yield event
-            yield None
+            if tick != now:
+                if limit is not None and tick > limit:
+                    return
+                now = tick
+            heappop(heap)
+            if what is self._next:
+                self._next = following = next(self._expected, None)
+                if following is not None:
+                    self.arrive(following)
+            yield event
 
     def goes_on(self) -> bool:
         """Whether anything is left that happens by itself: no cancellation, no update, and no end of a plan that was

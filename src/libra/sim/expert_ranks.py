@@ -72,12 +72,12 @@ def check_ranks(engine: DescribedEngine) -> None:
 
 def expert_bytes(engine: DescribedEngine) -> float:
     """Bytes on each GPU of routed experts, and of an MLP's vectors for the tokens that come to them."""
-    section, model, width = engine.section, engine.model, engine.weight_bytes
+    section, model, quantization = engine.section, engine.model, engine.quantization
     assert model.experts is not None
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
-    held = ffn_rank_bytes(model, gpus, weight_bytes=width, tokens=dp * section.max_num_batched_tokens) - CONTEXT
+    held = ffn_rank_bytes(model, gpus, tokens=dp * section.max_num_batched_tokens, quantization=quantization) - CONTEXT
     more = section.eplb_config.num_redundant_experts / model.experts.count
-    return held + more * width * model.routed_parameters / gpus
+    return held + more * quantization.expert_bytes * model.routed_parameters / gpus
 
 
 def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
@@ -116,7 +116,7 @@ def _expert_grid(engine: DescribedEngine) -> ExpertGrid:
         section.all2all_backend,
         fabric(nodes),
         source=source,
-        dtype_bytes=engine.weight_bytes,
+        quantization=engine.quantization,
         calibration=calibration,
         note=engine.note,
     )

@@ -63,17 +63,13 @@ class Frontend:
         interrupted: Callable[[Request, int], Request] | None,
     ) -> None:
         self.host, self.placer, self.patient = host, placer, patient
+        self.placers: Sequence[Placer] = (placer,)  # for each kind of work that engines take
         self.unplaced: list[Request] = []
         self.again: set[Request] = set()  # that arrived before, and will once more
         self.moved_tokens = 0
         self._handovers = None if kv_moves is None else Handovers(kv_moves, host.engines, host.specs)
         numbers = count(_RESTS)
         self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
-
-    @property
-    def placers(self) -> Sequence[Placer]:
-        """For each kind of work that engines take."""
-        return (self.placer,)
 
     def placer_of(self, spec: EngineSpec) -> Placer:
         return self.placer

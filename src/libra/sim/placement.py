@@ -82,12 +82,14 @@ class Placer:
         "migrated_tokens",
         "migrations",
         "placements",
+        "routed",
     )
 
     def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
         self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
         self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
+        self.routed = route is not None  # a policy says where requests go
         self._route = route
         self._by_name: dict[str, SimEngine] = {}
         self._instances: dict[int, EngineInstance] = {}  # by index of the engine
@@ -95,11 +97,6 @@ class Placer:
         self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
 
     # Engines in service
-
-    @property
-    def routed(self) -> bool:
-        """Whether a policy says where requests go."""
-        return self._route is not None
 
     def engines(self) -> list[SimEngine]:
         return list(self._by_name.values())

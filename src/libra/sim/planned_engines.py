@@ -12,6 +12,7 @@ from libra.cost.device import slowed
 from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid
+from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
@@ -96,7 +97,7 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
 
 def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[EngineSpec, ...]:
     made: dict[tuple[int, str], tuple[EngineConfig, IterationCost]] = {}
-    kv_bytes = request.model.kv_bytes_per_token(request.recipe.kv_bytes)
+    kv_bytes = rollout_quantization(request.recipe).kv_bytes_per_token(request.model)
     beside = {it.shape: it for it in request.menu().lent} if plan.loans else {}
     engines = []
     for group in plan.placement:

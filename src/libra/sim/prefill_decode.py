@@ -42,6 +42,7 @@ class PrefillDecode(Frontend):
     ) -> None:
         super().__init__(host, placer, patient=patient, kv_moves=kv_moves, interrupted=interrupted)
         self.settings, self.decoders = settings, decoders
+        self.placers = placer, decoders
         self.transfers = 0
         self.handed_over: list[HandedOver] = []  # in the order in which their prompts were computed
         self._keep = keep
@@ -64,10 +65,6 @@ class PrefillDecode(Frontend):
     def moved_bytes(self) -> tuple[int, int]:
         """Sent by all engines, and received: of transfers that ended."""
         return self._pulls.moved_bytes
-
-    @property
-    def placers(self) -> Sequence[Placer]:
-        return self.placer, self.decoders
 
     def placer_of(self, spec: EngineSpec) -> Placer:
         return self.decoders if spec.role.takes == "context" else self.placer

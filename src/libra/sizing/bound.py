@@ -22,10 +22,11 @@ import numpy as np
 
 from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import Array
+from libra.cost.quantization import UNQUANTIZED
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NUMBER_BYTES, NoRoomError, configuration, experts_of, grid_of, group_cost, network
+from libra.sizing.engines import NoRoomError, configuration, experts_of, grid_of, group_cost, network
 from libra.sizing.floor import Floor, Prices, group_prices, prices, prices_of_rank
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.question import SizingQuestion
@@ -177,7 +178,7 @@ class Bounds:
 
     def _kv_bytes(self, candidate: ServingCandidate) -> Array:
         tp = candidate.pools[-1].shape.tensor_parallel_size
-        size: Array = self._work.new * tp * self.question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
+        size: Array = self._work.new * tp * UNQUANTIZED.kv_bytes_per_token(self.question.model, tp)
         return size
 
     def _transfer(self, candidate: ServingCandidate) -> Array:

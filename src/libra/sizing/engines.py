@@ -17,6 +17,7 @@ from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import HostCost
+from libra.cost.quantization import UNQUANTIZED
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables
@@ -33,7 +34,6 @@ from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandid
 from libra.sizing.question import SizingQuestion
 
 UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
-NUMBER_BYTES = 2  # of weights and KV
 
 
 class NoRoomError(ValueError):
@@ -50,14 +50,12 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     taken = 0.0
     if shape.parallel is not None:
         batched = shape.ranks * shape.max_num_batched_tokens
-        taken = ffn_rank_bytes(model, shape.devices, weight_bytes=NUMBER_BYTES, tokens=batched) - CONTEXT
+        taken = ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
     tokens = kv_tokens(
         model,
         nodes.gpu.memory,
         UTILIZATION,
         shape.tensor_parallel_size,
-        weight_bytes=NUMBER_BYTES,
-        kv_bytes=NUMBER_BYTES,
         batched_tokens=shape.max_num_batched_tokens,
         pp=shape.pipeline_parallel_size,
         taken=taken,
@@ -107,7 +105,7 @@ def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
 
 def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:
     tokens = -(-apart.attention * shape.max_num_batched_tokens // apart.micro_batches)
-    held = ffn_rank_bytes(question.model, apart.ffn, weight_bytes=NUMBER_BYTES, tokens=tokens)
+    held = ffn_rank_bytes(question.model, apart.ffn, tokens=tokens)
     memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.memory
     if held > memory:
         raise NoRoomError(
@@ -160,7 +158,7 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
         shape = pool.shape
         config = configuration(question, shape)
         tp = shape.tensor_parallel_size
-        kv_bytes = tp * question.model.kv_bytes_per_token(NUMBER_BYTES, tp)
+        kv_bytes = tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp)
         group = None if shape.apart is None else group_cost(question, shape)
         grid = grid_of(question, shape)
         if shape.parallel is not None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from time import process_time
 from typing import Any
 
+from libra.cost.quantization import UNQUANTIZED
 from libra.cost.transfer import fabric
 from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.route.baselines import LeastLoaded
@@ -20,7 +21,6 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import bottleneck
 from libra.sizing.bound import Bounds
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NUMBER_BYTES
 from libra.sizing.menu import ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
@@ -154,7 +154,7 @@ def single_engines(
     possible = {it: bounds.of(it).rate for it in asked}
     slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
-    kv = tokens * question.model.kv_bytes_per_token(NUMBER_BYTES)
+    kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
     options, kept = [], []
     with simulator(alone, jobs) as simulate:
         for candidate, served, _, _ in simulate([(it, rate) for it, rate in possible.items() if rate]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from oracles.small_problem import ONE, PROBLEM
 
 from libra.plan.allocation import Bucket
 from libra.plan.model.ranges import NEVER, RangeTable
+from libra.plan.options.price import fixed_seconds
 from libra.plan.problem import Problem, TrainingOption
 
 MOST = 6  # engines that the oracle tries
@@ -72,12 +74,13 @@ def test_a_step_that_is_just_kept_never_misses_an_engine(problem: Problem, tried
 
 @settings(max_examples=50, deadline=None)
 @given(problems(), st.floats(0.1, 30.0))
-def test_training_options_of_equal_rank_leave_the_same_table(problem: Problem, step: float) -> None:
+def test_training_options_of_a_higher_rank_ask_for_no_more(problem: Problem, step: float) -> None:
     table = RangeTable(problem, tried=False)
-    for one in problem.training:
-        for other in problem.training:
-            if table.rank(one, step) == table.rank(other, step):
-                assert (table.engines(one, step) == table.engines(other, step)).all()
+    ranks = table.ranks(np.array([fixed_seconds(problem, option) for option in problem.training]), step)
+    for one, rank in zip(problem.training, ranks, strict=True):
+        for other, its in zip(problem.training, ranks, strict=True):
+            if rank <= its:
+                assert (table.engines(one, step) >= table.engines(other, step)).all()
 
 
 # Routers (1, 0.5) and (0.5, 0); the first bucket's work as in the tests of the price.

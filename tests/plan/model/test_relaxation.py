@@ -38,7 +38,8 @@ def keeps(problem: Problem, candidate: Candidate, plan: Priced) -> bool:
 def test_no_allocation_that_keeps_the_step_is_left_out(problem: Problem, factor: float, data: st.DataObject) -> None:
     plans = priced(problem)
     step = max(1e-6, factor * data.draw(st.sampled_from(plans)).step)
-    candidates = Relaxation(problem, RangeTable(problem, tried=problem.current is not None)).candidates(step)
+    table = RangeTable(problem, tried=problem.current is not None)
+    candidates = list(Relaxation(problem, table).candidates(step))
     for plan in plans:
         if plan.step * (1 + 1e-9) <= step:
             assert any(keeps(problem, candidate, plan) for candidate in candidates)
@@ -55,13 +56,32 @@ def test_bounds_stay_valid_while_weights_change(problem: Problem, data: st.DataO
         assert any(keeps(problem, candidate, asked) for candidate in relaxation.candidates(step))
 
 
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from([1 + 1e-6, 1.1, 2.0]), st.data())
+def test_no_plan_with_as_few_devices_is_left_out(problem: Problem, factor: float, data: st.DataObject) -> None:
+    problem = replace(problem, current=None)
+    plans = priced(problem)
+    step = max(1e-6, factor * data.draw(st.sampled_from(plans)).step)
+    relaxation = Relaxation(problem, RangeTable(problem, tried=False))
+    candidates = list(relaxation.candidates(step))
+    within = [plan for plan in plans if plan.step * (1 + 1e-9) <= step]
+    if not within:
+        return
+    most = data.draw(st.sampled_from(sorted({plan.devices for plan in within})))
+    assert min(map(relaxation.least_devices, candidates)) <= min(plan.devices for plan in within)
+    left = relaxation.with_devices(candidates, most)
+    for plan in within:
+        if plan.devices <= most:
+            assert any(keeps(problem, candidate, plan) for candidate in left)
+
+
 def test_a_range_that_would_take_devices_from_the_others_is_left_out() -> None:
     """Within 9.5 s a long engine for the long class takes 2 of the 7 devices; 5 are left for the short class."""
     small = replace(PROBLEM, pools=(Pool("a", 1, 4),), training=(ONE,))
     table = RangeTable(small, tried=False)
     assert table.engines(ONE, 9.5)[0, 0, 0] == 2  # short engines for the short class: one device too many
-    assert Relaxation(small, table).candidates(9.5) == []
-    candidates = Relaxation(PROBLEM, RangeTable(PROBLEM, tried=False)).candidates(9.5)
+    assert not list(Relaxation(small, table).candidates(9.5))
+    candidates = list(Relaxation(PROBLEM, RangeTable(PROBLEM, tried=False)).candidates(9.5))
     assert [candidate.training for candidate in candidates] == [ONE]
     assert candidates[0].engines.tolist() == [[[2, NEVER], [NEVER, NEVER]], [[2, 2], [NEVER, 1]]]
 
@@ -70,9 +90,9 @@ def test_devices_of_one_pool_do_not_stand_in_for_another_s() -> None:
     """Eight devices in all, but long engines would need four of a pool that has three."""
     pools = (Pool("a", 1, 5), Pool("b", 1, 3))
     problem = replace(PROBLEM, pools=pools, engines=(replace(LONG, pool="b", devices=1),), training=(ONE,))
-    assert Relaxation(problem, RangeTable(problem, tried=False)).candidates(20.0)
+    assert any(Relaxation(problem, RangeTable(problem, tried=False)).candidates(20.0))
     slow = replace(problem, engines=(replace(LONG, pool="b", devices=1, work=((40.0, 40.0),)),))
-    assert Relaxation(slow, RangeTable(slow, tried=False)).candidates(20.0) == []
+    assert not list(Relaxation(slow, RangeTable(slow, tried=False)).candidates(20.0))
 
 
 @settings(max_examples=200, deadline=None)

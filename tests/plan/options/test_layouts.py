@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -21,7 +21,8 @@ from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
-from libra.plan.options.layouts import Layouts, training_layouts
+from libra.plan.options.layouts import Layouts, rejected_layouts, training_layouts
+from libra.plan.options.menu import Rejected
 
 QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN3_30B = ModelSpec(
@@ -103,7 +104,9 @@ def test_options_are_the_fastest_that_fit(model: ModelSpec, at: NodeClass, given
         if not fastest or seconds < min(fastest.values()):
             fastest[devices] = seconds
     assert {option.devices: option.seconds for option in menu.options} == pytest.approx(fastest)
-    answered = {each.name for each in menu.rejected} | {layout.family for layout in menu.chosen.values()}
+    answered = {each.name for each in rejected_layouts(model, at, given, SKEWED)} | {
+        layout.family for layout in menu.chosen.values()
+    }
     assert seen <= answered
 
 
@@ -125,8 +128,8 @@ def test_the_space_is_the_one_described(model: ModelSpec, at: NodeClass, given: 
     assert [layout.family for layout in found] == [families.layout(int(row)).family for row in owner]
 
 
-def qwen(**changes: object) -> Layouts:
-    return training_layouts(QWEN3_14B, nodes(), recipe(**changes), SKEWED)
+def qwen() -> Layouts:
+    return training_layouts(QWEN3_14B, nodes(), recipe(), SKEWED)
 
 
 def test_options_name_their_layouts() -> None:
@@ -145,33 +148,32 @@ def test_options_name_their_layouts() -> None:
     assert max(devices) == 48
 
 
-def reason(menu: Layouts, layout: str) -> str:
-    (found,) = (each.reason for each in menu.rejected if each.name == layout)
+def reason(rejected: Sequence[Rejected], layout: str) -> str:
+    (found,) = (each.reason for each in rejected if each.name == layout)
     return found
 
 
 def test_reasons_of_what_qwen3_14b_cannot_do() -> None:
-    menu = qwen()
+    rejected = rejected_layouts(QWEN3_14B, nodes(), recipe(), SKEWED)
     megatron = "tp1 pp1 cp1 dp* zero1 full-recompute chunked-logits 40960-token"
-    assert "the largest item is weights with 29.5 GB" in reason(menu, megatron)
-    assert "it fits at no dp" in reason(menu, "tp1 pp1 cp1 dp* zero1 40960-token")
-    assert "logits" in reason(menu, "tp1 pp1 cp1 dp* zero3 full-recompute 40960-token")
+    assert "the largest item is weights with 29.5 GB" in reason(rejected, megatron)
+    assert "it fits at no dp" in reason(rejected, "tp1 pp1 cp1 dp* zero1 40960-token")
+    assert "logits" in reason(rejected, "tp1 pp1 cp1 dp* zero3 full-recompute 40960-token")
     sharded = "tp1 pp1 cp1 dp* zero3 full-recompute chunked-logits 40960-token"
-    assert sharded in {layout.family for layout in menu.chosen.values()}
-    assert re.fullmatch(r"at dp 4 .*largest item is optimiser with .* GB; it fits from dp 5", reason(menu, sharded))
-    assert reason(menu, "pp16") == "pp is 16; it must divide the 40 layers"
-    assert "neither a power of two that divides" in reason(menu, "tp1 pp5 cp1")
-    assert "a replica has 80 devices; there are 48" in reason(menu, "tp8 pp10 cp1")
+    assert sharded in {layout.family for layout in qwen().chosen.values()}
+    assert re.fullmatch(r"at dp 4 .*largest item is optimiser with .* GB; it fits from dp 5", reason(rejected, sharded))
+    assert reason(rejected, "pp16") == "pp is 16; it must divide the 40 layers"
+    assert "neither a power of two that divides" in reason(rejected, "tp1 pp5 cp1")
+    assert "a replica has 80 devices; there are 48" in reason(rejected, "tp8 pp10 cp1")
 
 
 @pytest.mark.parametrize(("model", "reference"), [(QWEN3_14B, "none"), (QWEN3_14B, "offloaded"), (QWEN3_30B, "none")])
 def test_the_least_dp_of_a_reason_is_the_least_that_fits(model: ModelSpec, reference: str) -> None:
     at, given = nodes(1), recipe(batch=24, reference=reference)
-    menu = training_layouts(model, at, given, SKEWED)
     degrees = r"tp(\d) pp(\d) cp(\d) dp\*(?: ep(\d+))? "
     pattern = re.compile(degrees + r"(zero\d)( full-recompute)?( chunked-logits)? 40960-token")
     claimed = 0
-    for each in menu.rejected:
+    for each in rejected_layouts(model, at, given, SKEWED):
         found, least = pattern.fullmatch(each.name), re.search(r"fits from dp (\d+)", each.reason)
         if not found or not (least or "at no dp" in each.reason):
             continue
@@ -198,10 +200,10 @@ def test_the_least_dp_of_a_reason_is_the_least_that_fits(model: ModelSpec, refer
 
 
 def test_every_reason_has_words_no_layout_is_named_twice_and_slower_ones_say_by_how_much() -> None:
-    menu = qwen()
-    assert menu == qwen()
-    rejected = {each.name: each.reason for each in menu.rejected}
-    assert len(rejected) == len(menu.rejected)
+    assert qwen() == qwen()
+    all_rejected = rejected_layouts(QWEN3_14B, nodes(), recipe(), SKEWED)
+    rejected = {each.name: each.reason for each in all_rejected}
+    assert len(rejected) == len(all_rejected)
     assert all(reason and "\n" not in reason for reason in rejected.values())
     slower = rejected["tp8 pp1 cp1 dp* zero1 full-recompute 40960-token"]
     percent = re.search(r"slower, by ([\d.]+)% at least, than tp1 .* on \d+ devices", slower)
@@ -215,15 +217,15 @@ def test_a_trajectory_is_the_least_a_rank_gets() -> None:
 
 
 def test_what_fits_nowhere_has_reasons_only() -> None:
-    menu = training_layouts(QWEN3_14B, nodes(1, 1), recipe(), SKEWED)
-    assert menu.options == ()
-    assert any("it fits from dp 5, on 5 devices of which there are 1" in each.reason for each in menu.rejected)
+    assert training_layouts(QWEN3_14B, nodes(1, 1), recipe(), SKEWED).options == ()
+    rejected = rejected_layouts(QWEN3_14B, nodes(1, 1), recipe(), SKEWED)
+    assert any("it fits from dp 5, on 5 devices of which there are 1" in each.reason for each in rejected)
 
 
 def test_experts_need_whole_groups() -> None:
-    menu = training_layouts(SMALL_MOE, nodes(1, 2), recipe(8, 8192), SKEWED)
-    assert reason(menu, "ep8") == "ep is 8; it must divide the 12 experts"
-    apart = reason(menu, "tp2 pp1 cp1 dp* ep2 zero1 8192-token")
+    rejected = rejected_layouts(SMALL_MOE, nodes(1, 2), recipe(8, 8192), SKEWED)
+    assert reason(rejected, "ep8") == "ep is 8; it must divide the 12 experts"
+    apart = reason(rejected, "tp2 pp1 cp1 dp* ep2 zero1 8192-token")
     assert apart.startswith("ep 2 needs a dp of 2 or more; it fits from dp 2, on 4 devices of which there are 2")
 
 

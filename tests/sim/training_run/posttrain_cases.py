@@ -144,10 +144,9 @@ def seeing() -> Iterator[Seen]:
     """The loop's cluster keeps its requests and tells its iterations, and batches are noted: all goes on as without."""
     seen = Seen()
 
-    class Kept(sim_cluster.SimCluster):
-        def __init__(self, *args: Any, **others: Any) -> None:
-            super().__init__(*args, **{**others, "keep": True, "trace": seen.iterations.append})
-            seen.clusters.append(self)
+    def kept(*args: Any, **others: Any) -> sim_cluster.SimCluster:
+        seen.clusters.append(sim_cluster.SimCluster(*args, **{**others, "keep": True, "trace": seen.iterations.append}))
+        return seen.clusters[-1]
 
     class Noted(Admission[Trajectory]):
         def take(self) -> Batch:
@@ -155,7 +154,7 @@ def seeing() -> Iterator[Seen]:
             seen.batches.append(batch)
             return batch
 
-    with patch.object(loop, "SimCluster", Kept), patch.object(loop, "Admission", Noted):
+    with patch.object(loop, "SimCluster", kept), patch.object(loop, "Admission", Noted):
         yield seen
 
 

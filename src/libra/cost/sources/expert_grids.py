@@ -14,9 +14,10 @@ from libra.cost.afd import StageGrid
 from libra.cost.collectives import AllToAll, exchange_seconds
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.grid import EngineGrid
+from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import TOKENS, stage_roofline
-from libra.cost.sources.tables import NoTablesError, exchange_tables, expert_tables, stage_tables
+from libra.cost.sources.tables import NoTablesError, exchange_tables, expert_tables, require_unquantized, stage_tables
 from libra.cost.transfer import Fabric
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
@@ -33,7 +34,7 @@ def expert_grid(
     fabric: Fabric,
     *,
     source: str = "auto",
-    dtype_bytes: int = 2,
+    quantization: Quantization = UNQUANTIZED,
     calibration: Calibration | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> ExpertGrid:
@@ -41,13 +42,12 @@ def expert_grid(
     have the model, and `note` is told where not. Raises `NoTablesError` for `tables`, ValueError where a degree does
     not divide the model."""
     gpus = dp * tp
-    modelled = stage_roofline(gpu, model, tp, gpus, dtype_bytes=dtype_bytes, calibration=calibration)
+    modelled = stage_roofline(gpu, model, tp, gpus, quantization=quantization, calibration=calibration)
     stages, experts = modelled, tuple(modelled.experts_seconds(gpus * tokens) for tokens in _AXIS)
     experts_source, asked = modelled.source, calibration is None and source != "roofline"
     if asked:
         try:
-            if dtype_bytes != 2:
-                raise NoTablesError("tables are read for 16-bit weights; use a roofline")
+            require_unquantized(quantization)
             stages = stage_tables(gpu, model, tp, gpus)
             if way == "allgather_reducescatter":
                 experts = expert_tables(gpu, model, gpus, _AXIS)
@@ -66,7 +66,7 @@ def expert_grid(
             pass  # they have one shape only; the source says what it is
     far = gpus > fabric.gpus
     if exchange is None:
-        size, active = dtype_bytes * model.hidden, model.experts.active
+        size, active = ACTIVATION_BYTES * model.hidden, model.experts.active
         exchange = tuple(exchange_seconds(way, tokens, size, active, gpus, fabric) for tokens in _AXIS)
         exchange_source = f"modelled at {fabric.link / 1e9:.0f} GB/s in a node"
         if far:
@@ -79,7 +79,7 @@ def expert_grid(
         tokens=_AXIS,
         experts=experts,
         exchange=exchange,
-        expert_bytes=dtype_bytes * model.expert_parameters,
+        expert_bytes=quantization.expert_bytes * model.expert_parameters,
         link=fabric.network / fabric.gpus if far else fabric.link,
         source=f"{stages.source}{told}; {way}: {exchange_source}",
     )

@@ -24,12 +24,13 @@ from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineProfile
 from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import KernelTerms, default_terms
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.files import load_calibration, load_fit, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import node_roofline, stage_roofline, tensor_degrees
-from libra.cost.sources.tables import NoTablesError, stage_tables, tables
+from libra.cost.sources.tables import NoTablesError, require_unquantized, stage_tables, tables
 from libra.hardware import cluster as clusters
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
@@ -88,17 +89,19 @@ def _stages(
     note: Callable[[str], None],
     ffn_gpu: GPU | None,
 ) -> StageGrid:
-    width = recipe.rollout_weight_bytes
+    quantization = rollout_quantization(recipe)
     if source in ("auto", "tables"):
         try:
-            _require_bf16(width)
+            require_unquantized(quantization)
             return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu)
         except NoTablesError as error:
             if source == "tables":
                 raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
             note(f"{nodes.name}: times of attention and FFN are the roofline's: {error}")
     calibration = _calibration(nodes, source, note)
-    return stage_roofline(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, dtype_bytes=width, calibration=calibration)
+    return stage_roofline(
+        nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization, calibration=calibration
+    )
 
 
 def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
@@ -154,7 +157,7 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
-    _require_bf16(recipe.rollout_weight_bytes)
+    require_unquantized(rollout_quantization(recipe))
     degrees = tensor_degrees(model, nodes)
     try:
         installed = version("aiconfigurator-core")
@@ -174,11 +177,6 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     except OSError:
         pass  # a cache that cannot be written costs time, nothing else
     return found
-
-
-def _require_bf16(width: int) -> None:
-    if width != 2:
-        raise NoTablesError(f"tables are read for 16-bit weights, the request asks for {width} bytes; use a roofline")
 
 
 @cache

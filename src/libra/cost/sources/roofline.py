@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from libra.config.recipe import Recipe
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
+from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization, rollout_quantization
 from libra.cost.sources.rates import Calibration, Rates, rates
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
@@ -29,7 +30,6 @@ CONTEXTS = tuple(2**power for power in range(8, 18))
 CHUNKS = tuple(2**power for power in range(4, 15))
 PREFIXES = (0, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
 TOKENS = tuple(2**power for power in range(21))  # of a micro-batch on all attention ranks
-DTYPES = {1: "fp8", 2: "bf16"}
 PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: what is not faster is no NVLink
 
 
@@ -47,7 +47,7 @@ def node_roofline(
         nodes.gpu,
         model,
         tensor_degrees(model, nodes),
-        dtype_bytes=recipe.rollout_weight_bytes,
+        quantization=rollout_quantization(recipe),
         intra_bandwidth=nodes.intra_bandwidth,
         calibration=calibration,
     )
@@ -58,27 +58,24 @@ def roofline(
     model: ModelSpec,
     tps: Iterable[int],
     *,
-    dtype_bytes: int = 2,
+    quantization: Quantization = UNQUANTIZED,
     intra_bandwidth: float | None = None,
     calibration: Calibration | None = None,
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from constants or from a calibration of the device.
 
-    `dtype_bytes` is the width of weights, activations and KV; arithmetic runs at the rate of bf16 either way.
-    `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction; the GPU's own link unless told. Raises
-    ValueError where a degree does not divide the model.
+    Quantised matrices are multiplied at the rate of their type where the GPU has tensor cores for it, else at that of
+    bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction; the GPU's own
+    link unless told. Raises ValueError where a degree does not divide the model.
     """
-    if dtype_bytes not in DTYPES:
-        raise ValueError(
-            f"dtype_bytes is {dtype_bytes}; known are {', '.join(f'{n} ({d})' for n, d in DTYPES.items())}"
-        )
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
     if not link > 0:
         raise ValueError(f"intra_bandwidth is {link}; give bytes/s in one direction, above 0")
     reached = rates(gpu, calibration)
-    engines = tuple(_grid(reached, model, tp, dtype_bytes, link) for tp in sorted(set(tps)))
+    stored = _Stored.on(gpu, quantization)
+    engines = tuple(_grid(reached, model, tp, stored, link) for tp in sorted(set(tps)))
     kind = "roofline" if calibration is None else "calibration"
-    return EngineProfile(gpu.name, model.name, DTYPES[dtype_bytes], f"{kind}: {reached.source}", engines)
+    return EngineProfile(gpu.name, model.name, quantization.name, f"{kind}: {reached.source}", engines)
 
 
 def stage_roofline(
@@ -88,14 +85,14 @@ def stage_roofline(
     ffn: int,
     *,
     ffn_gpu: GPU | None = None,
-    dtype_bytes: int = 2,
+    quantization: Quantization = UNQUANTIZED,
     calibration: Calibration | None = None,
 ) -> StageGrid:
     """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. Raises
     ValueError as `roofline` does."""
     require_degree(model, tp)
     reached = rates(gpu, calibration)
-    layers = _Layers(reached, model, tp, dtype_bytes, gpu.link)
+    layers = _Layers(reached, model, tp, _Stored.on(gpu, quantization), gpu.link)
     sparse = model.sparse_layers
     batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
     chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
@@ -103,7 +100,8 @@ def stage_roofline(
     prefill = sparse * (layers.prefill_attention(chunk, prefix) + layers.beside_experts(chunk))
     tokens = np.array(TOKENS, dtype=float)
     other = reached if ffn_gpu is None or ffn_gpu == gpu else rates(ffn_gpu)
-    experts = _Layers(other, model, 1, dtype_bytes, gpu.link).experts_of(tokens, ffn)
+    stored = _Stored.on(ffn_gpu or gpu, quantization)
+    experts = _Layers(other, model, 1, stored, gpu.link).experts_of(tokens, ffn)
     source = f"{'roofline' if calibration is None else 'calibration'}: {reached.source}"
     return StageGrid(
         attention=EngineGrid(tp, BATCHES, CONTEXTS, _table(decode), CHUNKS, PREFIXES, _table(prefill)),
@@ -114,7 +112,7 @@ def stage_roofline(
         head=tuple(layers.head(tokens).tolist()),
         experts=tuple(experts.tolist()),
         ffn=ffn,
-        token_bytes=dtype_bytes * model.hidden * token_copies(model, ffn),
+        token_bytes=ACTIVATION_BYTES * model.hidden * token_copies(model, ffn),
         source=source if other is reached else f"{source}; FFN: {other.source}",
     )
 
@@ -139,9 +137,9 @@ def require_degree(model: ModelSpec, tp: int) -> None:
         raise ValueError(f"{model.name}: {refusal}")
 
 
-def _grid(reached: Rates, model: ModelSpec, tp: int, width: int, link: float) -> EngineGrid:
+def _grid(reached: Rates, model: ModelSpec, tp: int, stored: _Stored, link: float) -> EngineGrid:
     require_degree(model, tp)
-    layers = _Layers(reached, model, tp, width, link)
+    layers = _Layers(reached, model, tp, stored, link)
     batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
     chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
     decode = model.layers * layers.decode_attention(batch, batch * context) + layers.rest(batch, batch)
@@ -154,25 +152,61 @@ def _table(seconds: Array) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A kind of weights: bytes of one, and times as fast as in bf16 that it is multiplied."""
+
+    bytes: float = ACTIVATION_BYTES
+    faster: float = 1.0
+
+
+_PLAIN = _Matrix()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a quantisation is on one GPU."""
+
+    matrix: _Matrix
+    expert: _Matrix
+    kv_bytes: float  # of an element
+
+    @classmethod
+    def on(cls, gpu: GPU, quantization: Quantization) -> _Stored:
+        expert = _Matrix(quantization.expert_bytes, quantization.faster(gpu))
+        matrix = expert if quantization.matrix_bytes == quantization.expert_bytes else _PLAIN
+        return cls(matrix, expert, quantization.kv_number.bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layers:
     """The kernels of one GPU's share of the model; every method is seconds."""
 
     reached: Rates
     model: ModelSpec
     tp: int
-    width: int  # bytes of a number
+    stored: _Stored
     link: float
 
     def linear(self, tokens: Array, inputs: float, outputs: float) -> Array:
-        traffic = self.width * (tokens * (inputs + outputs) + inputs * outputs)
-        return self._bound(2 * tokens * inputs * outputs / self.reached.linear_flops, traffic)
+        """A matrix of a layer."""
+        return self._product(tokens, inputs, outputs, self.stored.matrix)
+
+    def _product(self, tokens: Array, inputs: float, outputs: float, matrix: _Matrix) -> Array:
+        traffic = ACTIVATION_BYTES * tokens * (inputs + outputs) + matrix.bytes * inputs * outputs
+        return self._bound(2 * tokens * inputs * outputs / (self.reached.linear_flops * matrix.faster), traffic)
+
+    def _grouped(self, tokens: Array, touched: Array, inputs: float, outputs: float) -> Array:
+        """A matrix of each of the experts that are touched."""
+        matrix = self.stored.expert
+        traffic = ACTIVATION_BYTES * tokens * (inputs + outputs) + matrix.bytes * touched * inputs * outputs
+        return self._bound(2 * tokens * inputs * outputs / (self.reached.expert_flops * matrix.faster), traffic)
 
     def _bound(self, computing: Array, traffic: Array) -> Array:
         seconds: Array = np.maximum(computing, traffic / self.reached.bandwidth)
         return seconds + self.reached.linear_launch
 
     def pass_over(self, elements: Array) -> Array:
-        return self.width * elements / self.reached.bandwidth + self.reached.pass_launch
+        return ACTIVATION_BYTES * elements / self.reached.bandwidth + self.reached.pass_launch
 
     def decode_attention(self, tokens: Array, cached: Array) -> Array:
         """One layer: reads all KV of the batch. Latent attention is absorbed (DeepSeek-V2, section 2.1): its one
@@ -189,7 +223,7 @@ class _Layers:
             heads = model.heads / self.tp
             projections = self.linear(tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
         seconds = np.maximum(
-            cached * self.width * read / reached.cache_bandwidth, cached * flops / reached.linear_flops
+            cached * self.stored.kv_bytes * read / reached.cache_bandwidth, cached * flops / reached.linear_flops
         )
         attention: Array = seconds + reached.decode_launch + projections
         return attention
@@ -212,11 +246,11 @@ class _Layers:
     def rest(self, tokens: Array, logits: Array) -> Array:
         """All layers but their attention, for `tokens` tokens, and the output head for `logits` of them."""
         model = self.model
-        reduce = all_reduce_seconds(self.reached, self.link, self.tp, self.width * tokens * model.hidden)
+        reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
         norm = self.pass_over(4 * tokens * model.hidden)  # the residual and the layer's output, read and written
         each = 2 * norm + 2 * reduce + self._projections(tokens)
         experts = 0 if model.experts is None else model.experts.layers
-        seconds: Array = model.layers * each + self.linear(logits, model.hidden, model.vocab / self.tp)
+        seconds: Array = model.layers * each + self.head(logits)
         if model.layers > experts:
             seconds = seconds + (model.layers - experts) * self._dense(tokens, model.intermediate)
         if model.experts is not None:
@@ -228,9 +262,9 @@ class _Layers:
         have the experts. The all-reduce after them is theirs."""
         model, experts = self.model, self.model.experts
         assert experts is not None
-        reduce = all_reduce_seconds(self.reached, self.link, self.tp, self.width * tokens * model.hidden)
+        reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
         seconds = 2 * self.pass_over(4 * tokens * model.hidden) + reduce + self._projections(tokens)
-        seconds = seconds + self.linear(tokens, model.hidden, experts.count)
+        seconds = seconds + self.router(tokens)
         if experts.shared_intermediate:
             seconds = seconds + self._dense(tokens, experts.shared_intermediate) + reduce
         return seconds
@@ -240,12 +274,17 @@ class _Layers:
         model = self.model
         seconds = self.head(tokens)
         if model.dense_layers:
-            reduce = all_reduce_seconds(self.reached, self.link, self.tp, self.width * tokens * model.hidden)
+            reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
             seconds = seconds + model.dense_layers * (self._dense(tokens, model.intermediate) + reduce)
         return seconds
 
     def head(self, logits: Array) -> Array:
-        return self.linear(logits, self.model.hidden, self.model.vocab / self.tp)
+        return self._product(logits, self.model.hidden, self.model.vocab / self.tp, _PLAIN)
+
+    def router(self, tokens: Array) -> Array:
+        model, experts = self.model, self.model.experts
+        assert experts is not None
+        return self._product(tokens, model.hidden, experts.count, _PLAIN)
 
     def experts_of(self, tokens: Array, ranks: int) -> Array:
         """The experts of one layer on one of `ranks` GPUs that divide them, as `_experts`: of `tokens` tokens in all,
@@ -256,8 +295,7 @@ class _Layers:
         routed = tokens * experts.active / ranks
         seconds = 2 * self.pass_over(2 * routed * model.hidden) + self.pass_over(3 * routed * experts.intermediate)
         for inputs, outputs in ((model.hidden, 2 * experts.intermediate), (experts.intermediate, model.hidden)):
-            traffic = self.width * (routed * (inputs + outputs) + touched * inputs * outputs)
-            seconds = seconds + self._bound(2 * routed * inputs * outputs / self.reached.expert_flops, traffic)
+            seconds = seconds + self._grouped(routed, touched, inputs, outputs)
         return seconds
 
     @property
@@ -293,10 +331,9 @@ class _Layers:
         touched = experts.count * (1 - (1 - experts.active / experts.count) ** tokens)
         routed, share = tokens * experts.active, experts.intermediate / self.tp
         moved = 2 * self.pass_over(2 * routed * model.hidden)
-        seconds = self.linear(tokens, model.hidden, experts.count) + moved + self.pass_over(3 * routed * share)
+        seconds = self.router(tokens) + moved + self.pass_over(3 * routed * share)
         for inputs, outputs in ((model.hidden, 2 * share), (share, model.hidden)):
-            traffic = self.width * (routed * (inputs + outputs) + touched * inputs * outputs)
-            seconds = seconds + self._bound(2 * routed * inputs * outputs / self.reached.expert_flops, traffic)
+            seconds = seconds + self._grouped(routed, touched, inputs, outputs)
         if experts.shared_intermediate:
             seconds = seconds + self._dense(tokens, experts.shared_intermediate)
         return seconds

@@ -22,13 +22,13 @@ import numpy as np
 
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile
+from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
 from libra.cost.sources.rates import rates
 from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOKENS, all_reduce_seconds, require_degree
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
 
 _DEEPEP_GPUS = 8  # among which DeepEP was measured
-_WIDTH = 2  # bytes of a number: the tables are read in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,14 @@ _SYSTEMS = {
 
 class NoTablesError(ValueError):
     """The tables are not installed, or do not have what was asked for; a roofline always has."""
+
+
+def require_unquantized(quantization: Quantization) -> None:
+    """Raises `NoTablesError` unless weights and KV are what the tables are read for."""
+    if quantization.name != UNQUANTIZED.name:
+        raise NoTablesError(
+            f"tables are read for 16-bit weights and KV, the request asks for {quantization.name}; use a roofline"
+        )
 
 
 def tables(gpu: GPU, model: ModelSpec, tps: Iterable[int], *, intra_bandwidth: float | None = None) -> EngineProfile:
@@ -106,7 +114,7 @@ def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU 
         head=tuple(outside[: len(axis)]),  # there are no layers without experts
         experts=tuple(np.interp(np.array(axis) / ffn, each, experts).tolist()),
         ffn=ffn,
-        token_bytes=_WIDTH * model.hidden * token_copies(model, ffn),
+        token_bytes=ACTIVATION_BYTES * model.hidden * token_copies(model, ffn),
         source=source if other == gpu else f"{source}; FFN: {_source(other, other.link)}",
     )
 
@@ -250,7 +258,7 @@ def _sampled(engine: Any) -> tuple[Array, Array]:
 
 def _difference(gpu: GPU, link: float, measured: GPU, model: ModelSpec, tp: int, tokens: tuple[int, ...]) -> Array:
     """[tokens, 1] seconds by which one all-reduce a layer is slower on `link` than where the tables were measured."""
-    size = np.array(tokens, dtype=float)[:, None] * model.hidden * _WIDTH
+    size = np.array(tokens, dtype=float)[:, None] * model.hidden * ACTIVATION_BYTES
     here = all_reduce_seconds(rates(gpu), link, tp, size)
     there = all_reduce_seconds(rates(measured), measured.link, tp, size)
     difference: Array = model.layers * (here - there)

@@ -49,7 +49,7 @@ def explain_plan(plan: Plan) -> Explanation:
         plan.solution,
         larger=one_node_more(request),
         staler=one_version_more(request),
-        rejected=menu.rejected,
+        rejected=(*request.rejected_layouts(), *menu.rejected),
         fewer_nodes=one_node_fewer(request, plan.predicted.step),
         smallest=smallest_cluster(request, plan.predicted.step),
         lenders=lender_views(menu, plan.allocation),

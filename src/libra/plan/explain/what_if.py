@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, unknown
 from libra.cost.grid import EngineProfile
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster, override, with_gpus
 from libra.plan.explain.explanation import SmallerCluster
@@ -96,24 +97,24 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     for field in ("tool_seconds_if_unknown", "max_length"):
         if getattr(recipe, field) != getattr(request.recipe, field):
             raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
-    # Profiles are of one width of the weights; other widths have a roofline.
+    # Profiles are of one quantisation; others have a roofline.
     lenders = tuple(
         (lender, profile)
         for lender, profile in zip(request.lenders, request.lent_profiles, strict=True)
         if lender.pool in {pool.name for pool in cluster.serving}
     )
-    same_width = recipe.rollout_weight_bytes == request.recipe.rollout_weight_bytes
+    same = rollout_quantization(recipe).name == rollout_quantization(request.recipe).name
     known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
     changed = replace(
         request,
         cluster=cluster,
         recipe=recipe,
-        profiles=known if same_width else _same_host(rooflines(cluster, request.model, recipe), known),
+        profiles=known if same else _same_host(rooflines(cluster, request.model, recipe), known),
         current=None,
         held=(),
         lenders=tuple(lender for lender, _ in lenders),
         lent_profiles=tuple(profile for _, profile in lenders)
-        if same_width
+        if same
         else _same_host(
             [node_roofline(cluster.serving_pool(lender.pool).nodes, request.model, recipe) for lender, _ in lenders],
             [profile for _, profile in lenders],

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import fixed_seconds
-from libra.plan.problem import Problem, TrainingOption
+from libra.plan.problem import EngineOption, Problem, TrainingOption
 
 Range = tuple[int, int, int]  # shape, first class, last class
 
@@ -27,79 +27,90 @@ Counts = NDArray[np.int64]
 
 
 class RangeTable:
-    """All ranges of one problem, for one router history: `tried` is whether the ranges run already."""
+    """All ranges of one problem, for one router history: `tried` is whether the ranges run already.
+
+    What no step changes is kept by entry: an option, and a range that exists and whose longest context it holds.
+    """
 
     def __init__(self, problem: Problem, tried: bool) -> None:
         self.problem = problem
-        self._options = [
-            [o for o, option in enumerate(problem.engines) if option.shape == shape] for shape in problem.shapes
-        ]
+        shapes = {shape: number for number, shape in enumerate(problem.shapes)}
+        options = sorted(problem.engines, key=lambda option: shapes[option.shape])
+        self._starts = [i for i, it in enumerate(options) if i == 0 or it.shape != options[i - 1].shape]
+        held = _ranges_held(problem, options)
+        self._tables = held.shape
+        self._entries = np.nonzero(held)  # option, first, last
         routers = np.array(problem.recall_known if tried else problem.recall_possible)  # [router, class]
-        most_rows = max(len(option.work) for option in problem.engines)
+        most_rows = max(len(option.work) for option in options)
         classes = len(problem.peaks)
-        work = np.zeros((len(problem.engines), most_rows, classes))
-        for o, option in enumerate(problem.engines):
+        work = np.zeros((len(options), most_rows, classes))
+        for o, option in enumerate(options):
             work[o, : len(option.work)] = option.work
-        self._work = _asked(work, routers).max(axis=1)  # [option, router, first, last]
-        self._refresh = self._rows("refresh", routers)
+        self._work = self._by_entry(_asked(work, routers).max(axis=1))  # [router, entry]
+        self._refresh = self._by_entry(_asked(_rows(options, "refresh"), routers)[:, 0])
         self._refreshes = bool(self._refresh.any())
-        residence = np.array([option.residence for option in problem.engines]) * np.array(problem.expected)
-        self._residence = _longest(residence)
+        residence = _longest(np.array([option.residence for option in options]) * np.array(problem.expected))
+        self._residence = residence[self._entries]
         self._residences = np.unique(self._residence)
-        self._stall = np.array([option.stall for option in problem.engines])[:, None, None]
-        most_lines = max(1, max(len(option.generates) for option in problem.engines))
-        self._generates, self._waits = np.zeros((2, most_lines, len(problem.engines), 1, classes))
-        for o, option in enumerate(problem.engines):
+        self._stall = np.array([option.stall for option in options])[:, None]
+        most_lines = max(1, max(len(option.generates) for option in options))
+        self._generates, self._waits = np.zeros((2, most_lines, len(options), classes))
+        for o, option in enumerate(options):
             for line, (generates, waits) in enumerate(zip(option.generates, option.waits, strict=True)):
-                self._generates[line, o, 0], self._waits[line, o, 0] = generates, waits
-        self._forgets = np.flatnonzero([bool(option.refill) for option in problem.engines])
-        self._refill, self._filled = (self._rows(it, routers)[self._forgets] for it in ("refill", "kv_occupancy"))
-        self._possible = self._ranges_held()
+                self._generates[line, o], self._waits[line, o] = generates, waits
+        forgets = np.array([bool(option.refill) for option in options])
+        self._forgets = np.flatnonzero(forgets[self._entries[0]])
+        self._refill, self._filled = (
+            self._by_entry(_asked(_rows(options, field), routers)[:, 0])[:, self._forgets]
+            for field in ("refill", "kv_occupancy")
+        )
 
     def engines(self, training: TrainingOption, step: float) -> Counts:
         """[shape, first, last] fewest engines with which a step of `step` seconds is kept while training so.
 
         `NEVER` where no number of engines keeps it, or the range does not exist.
         """
-        limit = self._limit(training, step)
-        usable = self._usable(limit, step * (1 + _SLACK))
+        limit = float(self._limit(fixed_seconds(self.problem, training), step))
+        option, _, last = self._entries
+        usable = self._usable(limit, step * (1 + _SLACK))[option, last]
         with np.errstate(divide="ignore", invalid="ignore"):  # a step of 0 seconds, which nothing keeps
             asked = self._work + self._refresh / step if self._refreshes else self._work
-            count = asked.max(axis=1) / usable
+            count = asked.max(axis=0) / usable
             if len(self._forgets):
-                forgotten = self._forgetting(asked[self._forgets], usable[self._forgets, None]).max(axis=1)
+                forgotten = self._forgetting(asked[:, self._forgets], usable[self._forgets]).max(axis=0)
                 count[self._forgets] = np.maximum(count[self._forgets], forgotten)
             count = np.maximum(1.0, np.ceil(count * (1 - _SLACK)))
-        kept = self._possible & (usable > 0) & (self._residence <= limit)
-        count = np.where(kept & (count < NEVER), count, NEVER)
-        return np.array([count[options].min(axis=0) for options in self._options]).astype(np.int64)
+        kept = (usable > 0) & (self._residence <= limit) & (count < NEVER)
+        table = np.full(self._tables, NEVER, dtype=np.int64)
+        table[self._entries] = np.where(kept, count, NEVER)
+        return table if len(self._starts) == len(table) else np.minimum.reduceat(table, self._starts)
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
-        """[option, router, first, last] engines n whose caches forget: all returns, or as many as n forget, the larger
-        root of  usable * n^2 - (asked - refill) * n - refill * filled = 0."""
+        """[router, entry] engines n whose caches forget: all returns, or as many as n forget, the larger root of
+        usable * n^2 - (asked - refill) * n - refill * filled = 0."""
         linear = asked - self._refill
         root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
         return np.asarray(np.minimum(asked + self._refill, root / 2) / usable)
 
-    def _rows(self, field: str, routers: Floats) -> Floats:
-        """[option, router, first, last] what ranges ask for of one row of prices; 0 of options without."""
-        nothing = (0.0,) * len(self.problem.peaks)
-        rows = np.array([getattr(option, field) or nothing for option in self.problem.engines])
-        return _asked(rows[:, None, :], routers)[:, 0]
+    def _by_entry(self, table: Floats) -> Floats:
+        """[router, entry] of what is [option, router, first, last]."""
+        option, first, last = self._entries
+        return np.ascontiguousarray(table[option, :, first, last].T)
 
-    def rank(self, training: TrainingOption, step: float) -> float:
-        """Training options of equal rank leave `engines` the same table."""
-        limit = self._limit(training, step)
+    def ranks(self, fixed: Floats, step: float) -> Floats:
+        """[training option] for options that take `fixed` seconds after a step's last trajectory. Those of equal rank
+        leave `engines` the same table, and one of a higher rank asks for no more."""
+        limit = self._limit(fixed, step)
         if self.problem.synchronous or self.problem.shared:
             return limit
-        return float(np.searchsorted(self._residences, limit, side="right"))
+        return np.searchsorted(self._residences, limit, side="right").astype(float)
 
-    def _limit(self, training: TrainingOption, step: float) -> float:
+    def _limit(self, fixed: Floats | float, step: float) -> Floats:
         """Seconds that a trajectory may take."""
-        return (1 + self.problem.staleness) * step * (1 + _SLACK) - fixed_seconds(self.problem, training)
+        return np.asarray((1 + self.problem.staleness) * step * (1 + _SLACK) - fixed)
 
     def _usable(self, limit: float, step: float) -> Floats:
-        """[option, 1, last] seconds that an engine may work in a step whose trajectories take at most `limit`; not
+        """[option, last] seconds that an engine may work in a step whose trajectories take at most `limit`; not
         above 0 where it keeps no step. More of them the longer the step is."""
         within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
         left = (within if self.problem.synchronous else limit) - self._waits  # [line, option, 1, last] to generate in
@@ -109,18 +120,6 @@ class RangeTable:
         if self.problem.synchronous:
             return np.asarray(usable)
         return np.asarray(usable - self._stall)
-
-    def _ranges_held(self) -> NDArray[np.bool_]:
-        """[option, first, last] whether the range exists and the option holds its longest context."""
-        problem = self.problem
-        classes = len(problem.peaks)
-        first, last = np.arange(classes)[:, None], np.arange(classes)[None, :]
-        ends = [j == classes - 1 or problem.peaks[j] < problem.peaks[j + 1] for j in range(classes)]
-        starts = [True, *ends[:-1]]
-        exists = (first <= last) & np.array(starts)[:, None] & np.array(ends)[None, :]
-        up_to = np.array([*problem.peaks[:-1], problem.longest_context])
-        holds = np.array([option.holds for option in problem.engines])
-        return np.asarray(exists[None] & (holds[:, None, None] >= up_to[None, None, :]))
 
 
 def most_buckets(problem: Problem) -> int:
@@ -168,6 +167,24 @@ def make_allocation(
         for (shape, _, _), count, above, up_to in zip(cover, counts, starts, ends, strict=True)
     )
     return Allocation(training.replicas, buckets, training.layout)
+
+
+def _ranges_held(problem: Problem, options: Sequence[EngineOption]) -> NDArray[np.bool_]:
+    """[option, first, last] whether the range exists and the option holds its longest context."""
+    classes = len(problem.peaks)
+    first, last = np.arange(classes)[:, None], np.arange(classes)[None, :]
+    ends = [j == classes - 1 or problem.peaks[j] < problem.peaks[j + 1] for j in range(classes)]
+    starts = [True, *ends[:-1]]
+    exists = (first <= last) & np.array(starts)[:, None] & np.array(ends)[None, :]
+    up_to = np.array([*problem.peaks[:-1], problem.longest_context])
+    holds = np.array([option.holds for option in options])
+    return np.asarray(exists[None] & (holds[:, None, None] >= up_to[None, None, :]))
+
+
+def _rows(options: Sequence[EngineOption], field: str) -> Floats:
+    """[option, 1, class] one row of prices; 0 of options without."""
+    nothing = (0.0,) * len(options[0].residence)
+    return np.array([getattr(option, field) or nothing for option in options])[:, None, :]
 
 
 def _asked(costs: Floats, routers: Floats) -> Floats:

@@ -8,16 +8,20 @@ range through which no path is short enough is in no plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain
 
 import numpy as np
 
 from libra.plan.model.ranges import NEVER, Counts, Floats, Range, RangeTable, most_buckets
+from libra.plan.options.price import fixed_seconds
 from libra.plan.problem import Problem, TrainingOption
 
 _ROUNDS = 6  # of new weights, when no weights so far settle the question
 _UNREACHED = 1e15  # weighted devices: more than any cluster has
+_MORE = 1 + 1e-9  # times as much room: more than rounding takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,64 +44,94 @@ class Relaxation:
         self._available = np.array([float(pool.devices) for pool in problem.pools])
         self._weights = np.ones(len(self._pools))
         self._most_buckets = most_buckets(problem)
+        # Training options, fewest devices first, and what is the same of them for every step.
         possible = [option for option in problem.training if option.devices <= problem.pool(option.pool).devices]
-        self._by_devices = sorted(possible, key=lambda option: (option.devices, option.seconds, option.layout))
+        self._training = sorted(possible, key=lambda option: (option.devices, option.seconds, option.layout))
+        self._seconds = np.array([option.seconds for option in self._training])
+        self._fixed = np.array([fixed_seconds(problem, option) for option in self._training])
+        kinds = [(option.pool, self._distance(option)) for option in self._training]
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        self._kinds = np.array([numbers[kind] for kind in kinds])
+        self._rooms = np.array([self._room(option) for option in self._training])  # [option, pool] left to generate
 
     @property
     def weights(self) -> Floats:
         """[shape] what one engine weighs: its devices, dearer in pools that were overdrawn."""
         return np.asarray(self._uses @ self._weights)
 
-    def candidates(self, step: float) -> list[Candidate]:
-        """Training options that may keep the step, each with what is left of its ranges. None: no plan keeps it.
+    def candidates(self, step: float) -> Iterator[Candidate]:
+        """Training options that may keep the step, fewest devices first, each with what is left of its ranges. None: no
+        plan keeps it. They are found as they are asked for, before the next step is.
 
         Of options that leave generation the same choices and are equally far from what runs, only the one with the
         fewest devices is kept, unless no device may idle.
         """
-        kept = self._all_reduced(self._distinct(step))
+        kept = self._promising(step)
         for _ in range(_ROUNDS if len(self._pools) > 1 else 0):
-            if not kept or not self._reweigh(kept[0]):
+            first = next(kept, None)
+            if first is None:
+                return
+            overdrawn = self._reweigh(first)
+            kept = chain([first], kept)
+            if not overdrawn:
                 break
-            kept = self._all_reduced((candidate.training, candidate.engines) for candidate in kept)
-        return kept
+            kept = self._reduced(kept, self._weights)
+        yield from kept
 
-    def _distinct(self, step: float) -> list[tuple[TrainingOption, Counts]]:
-        """Those options, by devices, that the bound does not rule out at once, and their tables."""
-        seen: set[tuple[object, ...]] = set()
-        found: list[tuple[float, int, TrainingOption]] = []
-        for option in self._by_devices:
-            if option.seconds > step * (1 + 1e-9):
+    @property
+    def devices(self) -> Floats:
+        """[shape] of one engine."""
+        return np.asarray(self._uses.sum(axis=1, dtype=float))
+
+    def least_devices(self, candidate: Candidate) -> float:
+        """No plan with the candidate has fewer, those of training included."""
+        cheapest = _weighed(candidate.engines, self.devices).min(axis=0)
+        return candidate.training.devices + float(_least_before(cheapest, self._most_buckets)[-1, -1])
+
+    def with_devices(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+        """What is left of the candidates in plans of at most so many devices, those of training included."""
+        left = list(candidates)
+        # Besides, no pool is overdrawn: devices of those that were count more, and so does the room there.
+        for more in (np.zeros(len(self._pools)), self._weights / self._weights.min() - 1):
+            allowed = (most - it.training.devices + float(self._room(it.training) @ more) * _MORE for it in left)
+            reduced = (self._within(it, 1 + more, room) for it, room in zip(list(left), allowed, strict=True))
+            left = [candidate for candidate in reduced if candidate is not None]
+        return left
+
+    def _promising(self, step: float) -> Iterator[Candidate]:
+        """Of options that differ to generation, those that leave room for its least cover, fewest devices first. More
+        of a higher rank leaves, the less is asked for, so the cover of a group's highest rank bounds all of the group,
+        and most options need no table of their own."""
+        weights = self._weights
+        rooms = (self._rooms @ weights) * _MORE
+        tables: dict[float, tuple[Counts, float]] = {}
+
+        def table(number: int) -> tuple[Counts, float]:
+            rank = float(ranks[number])
+            if rank not in tables:
+                engines = self._table.engines(self._training[number], step)
+                cost = _weighed(engines, self._uses @ weights).min(axis=0)
+                tables[rank] = engines, float(_least_before(cost, self._most_buckets)[-1, -1])
+            return tables[rank]
+
+        quick = np.flatnonzero(self._seconds <= step * (1 + 1e-9))
+        ranks = self._table.ranks(self._fixed, step)
+        _, different = np.unique(np.array([self._kinds[quick], ranks[quick]]), axis=1, return_index=True)
+        left = quick[np.sort(different)]
+        # Groups of options by rank, in a heap by the first that each has.
+        groups = [(-1, left[np.argsort(ranks[left], kind="stable")])] if len(left) else []
+        while groups:
+            _, group = heappop(groups)
+            if len(group) == 1:
+                number = int(group[0])
+                option = self._training[number]
+                candidate = self._within(Candidate(option, table(number)[0]), weights, float(rooms[number]))
+                if candidate is not None:
+                    yield candidate
                 continue
-            rank = self._table.rank(option, step)
-            key = (option.pool, rank, self._distance(option))
-            if key not in seen:
-                seen.add(key)
-                found.append((rank, len(found), option))
-        tables: dict[float, Counts] = {}
-        promising = self._promising(sorted(found, key=lambda ranked: ranked[:2]), step, tables)
-        return [(option, tables[rank]) for rank, _, option in sorted(promising, key=lambda ranked: ranked[1])]
-
-    def _promising(
-        self, ranked: Sequence[tuple[float, int, TrainingOption]], step: float, tables: dict[float, Counts]
-    ) -> list[tuple[float, int, TrainingOption]]:
-        """Of options ordered by rank those that leave room for the least cover. A higher rank asks for no more engines,
-        so the last one's cover bounds those of all of them, and most need no table of their own."""
-        if not ranked:
-            return []
-        rank, _, option = ranked[-1]
-        if rank not in tables:
-            tables[rank] = self._table.engines(option, step)
-        cost = np.where(tables[rank] < NEVER, tables[rank] * self.weights[:, None, None], _UNREACHED).min(axis=0)
-        least = _shortest(cost, self._most_buckets)[0][-1, -1]
-        left = [each for each in ranked if self._allowed(each[2]) >= least]
-        if len({each[0] for each in left} | {rank}) == 1:
-            return left
-        half = len(left) // 2 if len(left) > 1 else 1
-        return [part for half_of in (left[:half], left[half:]) for part in self._promising(half_of, step, tables)]
-
-    def _allowed(self, option: TrainingOption) -> float:
-        """Weighted devices that the option leaves to generate."""
-        return float(self._room(option) @ self._weights) * (1 + 1e-9)
+            for half in np.array_split(group[rooms[group] >= table(group[-1])[1]], 2):
+                if len(half):
+                    heappush(groups, (int(half.min()), half))
 
     def _distance(self, option: TrainingOption) -> object:
         """Options of equal distance from what runs need the fewest moves where they need the fewest devices."""
@@ -108,23 +142,28 @@ class Relaxation:
             return None
         return "current" if option.layout == current.layout else option.replicas
 
-    def _all_reduced(self, options: Iterable[tuple[TrainingOption, Counts]]) -> list[Candidate]:
-        reduced = (self._reduced(option, engines) for option, engines in options)
-        return [candidate for candidate in reduced if candidate is not None]
+    def _reduced(self, candidates: Iterable[Candidate], weights: Floats) -> Iterator[Candidate]:
+        """What other weights leave of candidates."""
+        for candidate in candidates:
+            allowed = float(self._room(candidate.training) @ weights) * _MORE
+            left = self._within(candidate, weights, allowed)
+            if left is not None:
+                yield left
 
-    def _reduced(self, option: TrainingOption, engines: Counts) -> Candidate | None:
-        room = self._room(option)
+    def _within(self, candidate: Candidate, weights: Floats, allowed: float) -> Candidate | None:
+        """What is left of a candidate where generation may take so many weighed devices; None where that is nothing."""
+        room = self._room(candidate.training)
         most = np.where(self._uses > 0, room // np.maximum(self._uses, 1), np.inf).min(axis=1)
-        counts = np.where(engines <= most[:, None, None], engines, NEVER)
-        weight = self.weights[:, None, None]
-        cost = np.where(counts < NEVER, counts * weight, _UNREACHED)
-        before, after = _shortest(cost.min(axis=0), self._most_buckets)
-        allowed = self._allowed(option)
+        counts = np.where(candidate.engines <= most[:, None, None], candidate.engines, NEVER)
+        cost = _weighed(counts, self._uses @ weights)
+        cheapest = cost.min(axis=0)
+        before = _least_before(cheapest, self._most_buckets)
         if before[-1, -1] > allowed:
             return None
+        after = _least_after(cheapest, self._most_buckets)
         around = (before[:-1, :-1, None] + after[-2::-1, None, 1:]).min(axis=0)  # [first, last]
         through = around + cost
-        return Candidate(option, np.where(through <= allowed, counts, NEVER))
+        return Candidate(candidate.training, np.where(through <= allowed, counts, NEVER))
 
     def _room(self, option: TrainingOption) -> Floats:
         """Devices of each pool that are left to generate."""
@@ -139,18 +178,17 @@ class Relaxation:
         use = np.zeros(len(self._pools))
         for shape, first, last in cheapest_cover(candidate.engines, self.weights, self._most_buckets):
             use += self._uses[shape] * candidate.engines[shape, first, last]
-        self._weights *= np.exp(np.clip(use / room - 1, -1, 1))
-        self._weights /= self._weights.max()
-        self._weights = np.maximum(self._weights, 1e-3)
+        weights = self._weights * np.exp(np.clip(use / room - 1, -1, 1))
+        self._weights = np.maximum(weights / weights.max(), 1e-3)
         return bool((use > room).any())
 
 
 def cheapest_cover(engines: Counts, weights: Floats, most_buckets: int) -> list[Range]:
     """Ranges (shape, first, last), at most so many, that cover all classes with the least sum of engines times weight;
     some need `NEVER` engines if there is no such cover."""
-    cost = np.where(engines < NEVER, engines * weights[:, None, None], _UNREACHED)
+    cost = _weighed(engines, weights)
     shapes, cheapest = cost.argmin(axis=0), cost.min(axis=0)
-    before, _ = _shortest(cheapest, most_buckets)
+    before = _least_before(cheapest, most_buckets)
     cover, end, b = [], cost.shape[-1], most_buckets
     while end > 0:
         first = int((before[b - 1, :end] + cheapest[:end, end - 1]).argmin())
@@ -159,15 +197,21 @@ def cheapest_cover(engines: Counts, weights: Floats, most_buckets: int) -> list[
     return cover[::-1]
 
 
-def _shortest(cost: Floats, most_buckets: int) -> tuple[Floats, Floats]:
-    """[buckets, class] least cost to cover the classes before each one, and from each one on, with at most so many
-    buckets; `cost` is [first, last]."""
-    classes = cost.shape[0]
-    edges = np.full((classes + 1, classes + 1), _UNREACHED)  # [from boundary, to boundary]
-    edges[:-1, 1:] = cost
-    before, after = np.full((2, most_buckets + 1, classes + 1), _UNREACHED)
-    before[0, 0] = after[0, classes] = 0.0
+def _weighed(engines: Counts, weights: Floats) -> Floats:
+    """[shape, first, last] devices that ranges take, each shape's by its weight."""
+    return np.where(engines < NEVER, engines * weights[:, None, None], _UNREACHED)
+
+
+def _least_before(cost: Floats, most_buckets: int) -> Floats:
+    """[buckets, class] least cost to cover the classes before each one, and at last all, with at most so many buckets;
+    `cost` is [first, last]."""
+    least = np.full((most_buckets + 1, cost.shape[0] + 1), _UNREACHED)
+    least[:, 0] = 0.0
     for b in range(1, most_buckets + 1):
-        before[b] = np.minimum(before[b - 1], (before[b - 1][:, None] + edges).min(axis=0))
-        after[b] = np.minimum(after[b - 1], (edges + after[b - 1][None, :]).min(axis=1))
-    return before, after
+        least[b, 1:] = np.minimum(least[b - 1, 1:], (least[b - 1, :-1, None] + cost).min(axis=0))
+    return least
+
+
+def _least_after(cost: Floats, most_buckets: int) -> Floats:
+    """[buckets, class] the same for the classes from each one on, and after the last."""
+    return _least_before(cost[::-1, ::-1].T, most_buckets)[:, ::-1]

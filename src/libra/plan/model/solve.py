@@ -8,7 +8,7 @@ cannot be part of a plan; `libra.plan.model.cpsat` answers the others, and choos
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -16,9 +16,9 @@ from ortools.sat.python import cp_model
 from libra.plan.allocation import Allocation
 from libra.plan.model.cpsat import StepModel, contains
 from libra.plan.model.feasibility import all_devices_conflict, ample_step, require_feasible
-from libra.plan.model.ranges import NEVER, Counts, RangeTable, make_allocation, most_buckets, present_ranges
+from libra.plan.model.ranges import NEVER, Counts, Floats, RangeTable, make_allocation, most_buckets, present_ranges
 from libra.plan.model.relaxation import Candidate, Relaxation, cheapest_cover
-from libra.plan.options.price import infeasibility, price, solution
+from libra.plan.options.price import infeasibility, price, solution, total_devices
 from libra.plan.problem import InfeasiblePlanError, Problem, Solution
 
 STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
@@ -27,6 +27,8 @@ ROUNDING = 1e-8  # relative: between the price of a step and the step it was ask
 
 _BISECTION = 1e-4  # relative distance of proven and disproven steps at which the search ends
 _SHORTCUTS = 8  # candidates that are tried without a search, before one is made
+_Choice = tuple[Candidate, Counts | None]  # what it needs if present buckets are kept; None where it cannot
+
 _NO_TIME = "no plan was found within deterministic_limit; raise it"
 _NO_OTHER = "there is no plan but the excluded ones"
 
@@ -109,51 +111,52 @@ class _Search:
 
     def simplest(self, step: float, otherwise: Allocation) -> Allocation:
         """The allocation with the fewest moves, devices and buckets that keeps the step."""
-        choices = self._choices(step)
-        if choices is None:
-            return otherwise
-        model = StepModel(self._problem, *choices, self._present, self._excluding)
-        model.cp.minimize(model.simplest())
-        solver = self._solve(model)
-        return otherwise if solver is None else model.allocation(solver)
+        choices = self._fewest_devices(list(self._choices(step)), step, otherwise)
+        return self._solve(choices, simplest=True) or otherwise
 
     def _within(self, step: float) -> Allocation | None:
         """Some allocation that keeps the step, or None: there is none, or (`complete` says) none was found."""
-        choices = self._choices(step)
-        if choices is None:
-            return None
-        for candidate in choices[0][:_SHORTCUTS]:
-            shortcut = self._cheapest(candidate, step)
-            if shortcut is not None:
-                return shortcut
-        model = StepModel(self._problem, *choices, self._present, self._excluding)
-        solver = self._solve(model)
-        return None if solver is None else model.allocation(solver)
+        choices: list[_Choice] = []
+        for choice in self._choices(step):
+            choices.append(choice)
+            if len(choices) <= _SHORTCUTS:
+                shortcut = self._cheapest(choice[0], step, self._relaxation.weights)
+                if shortcut is not None:
+                    return shortcut
+        return self._solve(choices)
 
-    def _choices(self, step: float) -> tuple[list[Candidate], Sequence[Counts | None]] | None:
-        """Candidates, and what each needs if the present buckets are kept; None when no plan keeps the step."""
-        reduced = self._relaxation.candidates(step)
-        if not reduced:
-            return None
-        if self._tried is None:
-            return reduced, [None] * len(reduced)
-        untried = [self._untried.engines(c.training, step) for c in reduced]
-        candidates = [
-            Candidate(c.training, np.where(c.engines < NEVER, engines, NEVER))
-            for c, engines in zip(reduced, untried, strict=True)
-        ]
-        return candidates, [c.engines for c in reduced]
+    def _choices(self, step: float) -> Iterator[_Choice]:
+        """Candidates, and what each needs if the present buckets are kept; none when no plan keeps the step."""
+        for candidate in self._relaxation.candidates(step):
+            if self._tried is None:
+                yield candidate, None
+                continue
+            untried = self._untried.engines(candidate.training, step)
+            possible = np.where(candidate.engines < NEVER, untried, NEVER)
+            yield Candidate(candidate.training, possible), candidate.engines
+
+    def _fewest_devices(self, choices: list[_Choice], step: float, otherwise: Allocation) -> list[_Choice]:
+        """What may be part of a plan with the fewest devices, as `otherwise` says how many will do; all, where moves
+        count more or no device may idle."""
+        if not choices or self._problem.current is not None or self._problem.use_all_devices:
+            return choices
+        candidates = [candidate for candidate, _ in choices]
+        likely = sorted(candidates, key=self._relaxation.least_devices)[:_SHORTCUTS]
+        found = (self._cheapest(candidate, step, self._relaxation.devices) for candidate in likely)
+        known = [next((it for it in found if it is not None), otherwise), otherwise]
+        most = min(total_devices(self._problem, it) for it in known)
+        return [(candidate, None) for candidate in self._relaxation.with_devices(candidates, most)]
 
     def _nothing_found(self) -> Exception:
         if not self.complete:
             return RuntimeError(_NO_TIME)
         return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict()
 
-    def _cheapest(self, candidate: Candidate, step: float) -> Allocation | None:
-        """The cover with the fewest devices, if it happens to be a plan: often it is, and no search is needed."""
+    def _cheapest(self, candidate: Candidate, step: float, weights: Floats) -> Allocation | None:
+        """The cover with the least weight, if it happens to be a plan: often it is, and no search is needed."""
         if self._problem.use_all_devices:
             return None
-        cover = cheapest_cover(candidate.engines, self._relaxation.weights, most_buckets(self._problem))
+        cover = cheapest_cover(candidate.engines, weights, most_buckets(self._problem))
         if any(candidate.engines[r] >= NEVER for r in cover):
             return None
         allocation = make_allocation(self._problem, candidate.training, cover, candidate.engines)
@@ -161,7 +164,14 @@ class _Search:
             return None
         return allocation if price(self._problem, allocation).step <= step * (1 + ROUNDING) else None
 
-    def _solve(self, model: StepModel) -> cp_model.CpSolver | None:
+    def _solve(self, choices: Sequence[_Choice], simplest: bool = False) -> Allocation | None:
+        """An allocation of one of the choices, if so the simplest; None: there is none, or none was found."""
+        if not choices:
+            return None
+        candidates, kept = zip(*choices, strict=True)
+        model = StepModel(self._problem, candidates, kept, self._present, self._excluding)
+        if simplest:
+            model.cp.minimize(model.simplest())
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = self._seed
@@ -177,4 +187,4 @@ class _Search:
         self.complete = self.complete and status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         if status == cp_model.MODEL_INVALID:
             raise RuntimeError(f"the solver refuses the model; report it with the request. {model.cp.validate()}")
-        return solver if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+        return model.allocation(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
@@ -22,7 +24,7 @@ from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.engines import engine_kv_tokens, engine_options
-from libra.plan.options.layouts import Layouts, training_layouts
+from libra.plan.options.layouts import Layouts, rejected_layouts, training_layouts
 from libra.plan.options.lent import availability, lent_options
 from libra.plan.options.menu import LentEngine, Menu, PrefillDecodePair, Rejected, check_classes, most_buckets, reach
 from libra.plan.options.pairs import pair_options
@@ -57,6 +59,9 @@ class ClusterRequest:
                 " tokens: lower max_length"
             )
         check_classes(self.classes, self.recipe.max_length)
+        refused = rollout_quantization(self.recipe).refusal(self.model)
+        if refused is not None:
+            raise ValueError(refused)
         if len(self.profiles) != len(self.cluster.nodes):
             raise ValueError(
                 f"there are {len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes; give one each"
@@ -83,13 +88,12 @@ class ClusterRequest:
         return self.cluster.serving_pool(lender.pool).nodes
 
     def menu(self, factors: BatchFactors = BATCH) -> Menu:
-        """Everything that could be chosen, priced, and what cannot, with its reason. `factors` correct the price of
-        rollout where a step waits for its whole batch."""
+        """Everything that could be chosen, priced, and which engines cannot, with the reason (`rejected_layouts`: which
+        layouts). `factors` correct the price of rollout where a step waits for its whole batch."""
         recipe, model, classes = self.recipe, self.model, self.classes
         engines: list[EngineOption] = []
         training: list[TrainingOption] = []
         layouts: dict[tuple[str, int], ParallelLayout] = {}
-        rejected_layouts: list[Rejected] = []
         rejected_engines: list[Rejected] = []
         for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
             options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length, factors)
@@ -98,9 +102,8 @@ class ClusterRequest:
         for menu in self.layouts().values():
             training += menu.options
             layouts.update(menu.chosen)
-            rejected_layouts += menu.rejected
         if not training:
-            raise InfeasiblePlanError(_nothing_trains(model, rejected_layouts))
+            raise InfeasiblePlanError(_nothing_trains(model, self.rejected_layouts()))
         if not engines:
             raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
         pairs: tuple[PrefillDecodePair, ...] = ()
@@ -142,8 +145,7 @@ class ClusterRequest:
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
-        rejected = (*rejected_layouts, *rejected_engines)
-        return Menu(problem, layouts, rejected, tuple(lent), pairs, availability(lent))
+        return Menu(problem, layouts, tuple(rejected_engines), tuple(lent), pairs, availability(lent))
 
     def layouts(self) -> dict[str, Layouts]:
         """The training half of the menu, by class of nodes."""
@@ -153,12 +155,18 @@ class ClusterRequest:
             found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, held)
         return found
 
+    def rejected_layouts(self) -> tuple[Rejected, ...]:
+        """Layouts of training that are not on the menu, with the reason, by class of nodes."""
+        of_nodes = (rejected_layouts(self.model, nodes, self.recipe, self.classes) for nodes in self.cluster.nodes)
+        return tuple(chain.from_iterable(of_nodes))
+
     @property
     def switch_seconds(self) -> float:
         """For colocated devices to change sides, once: training state, spread over all devices, goes to the host, and
         an engine's weights come from it."""
         state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
-        weights = self.model.parameters * self.recipe.rollout_weight_bytes / min(n.gpus for n in self.cluster.nodes)
+        weights = rollout_quantization(self.recipe).version_bytes(self.model)
+        weights /= min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)
 
 
@@ -199,7 +207,7 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
             yield f"gpu_memory_utilization: {_USUAL_UTILIZATION}"
             return
     fp8 = recipe.model_copy(update={"rollout_dtype": "fp8"})
-    narrower = fp8.rollout_weight_bytes < recipe.rollout_weight_bytes
+    narrower = rollout_quantization(fp8).matrix_bytes < rollout_quantization(recipe).matrix_bytes
     if narrower and any(_holds(model, nodes, fp8, request.classes) for nodes in request.cluster.nodes):
         yield "rollout_dtype: fp8"
         narrower = False
@@ -218,7 +226,7 @@ def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[Tr
     )
 
 
-def _nothing_trains(model: ModelSpec, rejected: list[Rejected]) -> str:
+def _nothing_trains(model: ModelSpec, rejected: Sequence[Rejected]) -> str:
     too_large = [each for each in rejected if each.kind == "does not fit"]
     nearest = (too_large or rejected)[-1]
     return (

@@ -19,6 +19,7 @@ from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile, whole_iterations
 from libra.cost.lines import iteration_lines, prefill_line
+from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import (
     EngineTiming,
     Longest,
@@ -53,9 +54,8 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
         nodes.gpu.memory,
         recipe.gpu_memory_utilization,
         tp,
-        weight_bytes=recipe.rollout_weight_bytes,
-        kv_bytes=recipe.kv_bytes,
         batched_tokens=recipe.max_batched_tokens,
+        quantization=rollout_quantization(recipe),
         taken=taken,
     )
 
@@ -85,7 +85,7 @@ def engine_options(
         kv = engine_kv_tokens(model, nodes, recipe, tp)
         holds = min(kv, longest_context)
         if holds < classes[0].peak_context:
-            weights = model.weight_bytes(recipe.rollout_weight_bytes, tp)
+            weights = rollout_quantization(recipe).weight_bytes(model, tp)
             rejected.append(
                 Rejected(
                     shape,
@@ -122,7 +122,7 @@ def shape_options(
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
-    weights = model.parameters * recipe.rollout_weight_bytes
+    weights = rollout_quantization(recipe).version_bytes(model)
     option = partial(
         EngineOption,
         shape=shape,

@@ -1,13 +1,15 @@
 """The menu of training layouts on one class of nodes: what fits, at which price, and why the rest does not.
 
-Invariant: every layout of the priced space is either an option or has its reason among the rejected. Options, but for
-those that are held, are strictly faster the more devices they use. Times are seconds, sizes bytes.
+Invariant: every layout of the priced space is either an option or has its reason among the rejected, which are asked
+for apart: a plan needs none of them. Options, but for those that are held, are strictly faster the more devices they
+use. Times are seconds, sizes bytes.
 
 The priced space is that of `libra.plan.options.layout_space`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.recipe import Recipe
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
@@ -38,7 +41,6 @@ class Layouts:
     """The menu of one class of nodes, by number of devices."""
 
     options: tuple[TrainingOption, ...]
-    rejected: tuple[Rejected, ...]
     chosen: Mapping[tuple[str, int], ParallelLayout]  # by layout and replicas of the option
 
 
@@ -53,32 +55,10 @@ def training_layouts(
     trajectories of `classes`; then the layouts that are `held` and fit, whatever is faster.
 
     `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
-    where there is only one. No option at all is an answer: the caller says what would help.
+    where there is only one. No option at all is an answer: `rejected_layouts` says what would help.
     """
-    work = Work(
-        model=model,
-        batch=batch_of(classes, recipe.batch),
-        state=recipe.training_bytes,
-        reference=recipe.reference,
-        gpu=nodes.gpu,
-        rates=training_rates(nodes.gpu, recipe.dtype, recipe.execution),
-        fabric=fabric(nodes),
-    )
-    rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
-    families = families_of(model, nodes, recipe.max_length)
-    family, table = members_of(families, device_counts(nodes.gpus, nodes.count), recipe.batch)
-
-    def memory(layouts: LayoutTable) -> Mapping[str, Array]:
-        return memory_columns(
-            model, layouts, recipe.max_length, nodes.gpu.memory, work.state, work.reference, recipe.execution
-        )
-
-    fits = _total(memory(table)) <= nodes.gpu.memory
-    priced, owner = table.take(fits), family[fits]
-    steps = step_table(work, priced)
-    used = priced.replica_devices * priced.dp
-    best = _fastest(used, steps)
-
+    space = _LayoutSpace.of(model, nodes, recipe, classes)
+    work = space.work
     options: list[TrainingOption] = []
     chosen: dict[tuple[str, int], ParallelLayout] = {}
 
@@ -90,23 +70,35 @@ def training_layouts(
         tail = _tail_seconds(work, recipe, classes, layout, seconds)
         options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish, tail))
 
-    kept = np.zeros(len(priced), dtype=bool)
-    for row, price in best.items():
-        layout = priced.layout(row)
-        if options and price >= options[-1].seconds:
-            reason = f"takes {price:.4g} s on {layout.devices} devices; {options[-1].layout} is as fast on fewer"
-            rejected.append(Rejected(layout.name, "slower", reason))
-            continue
-        kept[row] = True
-        choose(layout, price)
+    for row in space.kept:
+        choose(space.priced.layout(row), space.best[row])
     for layout in held:
         table = LayoutTable.of([layout])
-        small_enough = layout.devices <= nodes.devices and _total(memory(table))[0] <= nodes.gpu.memory
+        small_enough = layout.devices <= nodes.devices and _total(space.memory(table))[0] <= nodes.gpu.memory
         if (f"{nodes.name}/{layout.family}", layout.dp) not in chosen and small_enough:
             choose(layout, step_table(work, table).seconds(0))
-    too_large = _too_large(families, memory, nodes, recipe.batch)
-    slower = _slower(priced, owner, used, steps.total, best, kept)
-    chosen_families = set(owner[kept].tolist())
+    return Layouts(tuple(options), chosen)
+
+
+def rejected_layouts(
+    model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
+) -> tuple[Rejected, ...]:
+    """Every layout of the priced space that is no option of `training_layouts`, held ones left aside, and why: those of
+    a number of devices by their names, families at all numbers by theirs."""
+    space = _LayoutSpace.of(model, nodes, recipe, classes)
+    rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
+    fewer, kept = "", set(space.kept)
+    for row, seconds in space.best.items():
+        layout = space.priced.layout(row)
+        if row in kept:
+            fewer = f"{nodes.name}/{layout.family}"
+            continue
+        reason = f"takes {seconds:.4g} s on {layout.devices} devices; {fewer} is as fast on fewer"
+        rejected.append(Rejected(layout.name, "slower", reason))
+    families = space.families
+    too_large = _too_large(families, space.memory, nodes, recipe.batch)
+    slower = _slower(space)
+    chosen_families = set(space.owner[space.kept].tolist())
     for at in range(len(families)):
         reasons = [found[at] for found in (too_large, slower) if at in found]
         kind: RejectionKind = "slower" if at in slower else "does not fit"
@@ -115,7 +107,53 @@ def training_layouts(
             kind = "does not divide"
         if reasons:
             rejected.append(Rejected(families.layout(at).family, kind, "; ".join(reasons)))
-    return Layouts(tuple(options), tuple(rejected), chosen)
+    return tuple(rejected)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayoutSpace:
+    """All layouts on one class of nodes that fit, priced."""
+
+    work: Work
+    memory: Callable[[LayoutTable], Mapping[str, Array]]  # bytes of a device, by item
+    families: LayoutTable
+    priced: LayoutTable
+    owner: NDArray[np.intp]  # [priced] its family
+    used: Array  # [priced] devices
+    seconds: Array  # [priced] of a step, by its closed form
+    best: Mapping[int, float]  # by row of the fastest layout for each number of devices: its seconds
+    kept: list[int]  # rows of those of them that no smaller number is as fast as
+
+    @classmethod
+    def of(cls, model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> _LayoutSpace:
+        work = Work(
+            model=model,
+            batch=batch_of(classes, recipe.batch),
+            state=recipe.training_bytes,
+            reference=recipe.reference,
+            gpu=nodes.gpu,
+            rates=training_rates(nodes.gpu, recipe.dtype, recipe.execution),
+            fabric=fabric(nodes),
+        )
+        families = families_of(model, nodes, recipe.max_length)
+        family, table = members_of(families, device_counts(nodes.gpus, nodes.count), recipe.batch)
+
+        def memory(layouts: LayoutTable) -> Mapping[str, Array]:
+            return memory_columns(
+                model, layouts, recipe.max_length, nodes.gpu.memory, work.state, work.reference, recipe.execution
+            )
+
+        fits = _total(memory(table)) <= nodes.gpu.memory
+        priced = table.take(fits)
+        steps = step_table(work, priced)
+        used = priced.replica_devices * priced.dp
+        best = _fastest(used, steps)
+        kept, shortest = [], math.inf
+        for row, seconds in best.items():
+            if seconds < shortest:
+                kept.append(row)
+                shortest = seconds
+        return cls(work, memory, families, priced, family[fits], used, steps.total, best, kept)
 
 
 def _tail_seconds(
@@ -133,7 +171,8 @@ def _tail_seconds(
 def _publish_seconds(work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass) -> float:
     trainers = layout.devices / nodes.gpus
     engines = 0.0 if nodes.count == 1 else max(1.0, nodes.count - trainers)
-    return weight_sync(work.model.parameters * recipe.rollout_weight_bytes, trainers, engines, work.fabric).publish
+    version = rollout_quantization(recipe).version_bytes(work.model)
+    return weight_sync(version, trainers, engines, work.fabric).publish
 
 
 def _total(columns: Mapping[str, Array]) -> Array:
@@ -206,26 +245,20 @@ def _remedy(least: float, limit: float, replica: float, devices: int, batch: int
     return f"it fits from dp {least:.0f}, on {least * replica:.0f} devices of which there are {devices}"
 
 
-def _slower(
-    priced: LayoutTable,
-    owner: NDArray[np.intp],
-    used: Array,
-    seconds: Array,
-    best: Mapping[int, float],
-    kept: NDArray[np.bool_],
-) -> dict[int, str]:
+def _slower(space: _LayoutSpace) -> dict[int, str]:
     """Families that fit and that no option is of: by how much the best of another family is faster."""
+    best, used, owner = space.best, space.used, space.owner
     if not best:
         return {}
     fastest = np.array(list(best))
     at_count = np.searchsorted(used[fastest], used)
-    ratio = seconds / np.array(list(best.values()))[at_count]
-    names = [priced.layout(row).family for row in best]
+    ratio = space.seconds / np.array(list(best.values()))[at_count]
+    names = [space.priced.layout(row).family for row in best]
     # The row of each family at which it comes closest: the first of its run when sorted by family, then by ratio.
     order = np.lexsort((ratio, owner))
     first = np.ones(len(order), dtype=bool)
     first[1:] = owner[order][1:] != owner[order][:-1]
-    chosen = set(owner[kept].tolist())
+    chosen = set(owner[space.kept].tolist())
     reasons = {}
     for row in order[first].tolist():
         at = int(owner[row])

@@ -15,6 +15,7 @@ from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import BLOCK, held_bytes
 from libra.cost.grid import EngineGrid, EngineProfile
+from libra.cost.quantization import UNQUANTIZED
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
@@ -24,7 +25,6 @@ from libra.plan.options.engines import engine_kv_tokens, shape_options
 from libra.plan.options.menu import Availability, LentEngine, Rejected, lent_shape
 from libra.plan.problem import EngineOption
 
-_WIDTH = 2  # bytes of a weight and of a KV entry of serving: certificates do not tell
 _LEAST_PREFILL = BLOCK  # tokens that a step must be able to prefill, after the longest context
 
 
@@ -116,8 +116,9 @@ def lent_engine(
 def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: NodeClass, recipe: Recipe) -> int:
     """Tokens of KV that serving leaves while it keeps to its envelope: its contexts, and the prompts that wait."""
     tp, inside = lender.devices, certificate.envelope
-    serving = held_bytes(lender.model, tp, weight_bytes=_WIDTH, batched_tokens=recipe.max_batched_tokens)
-    reserve = (inside.context + inside.queued) * lender.model.kv_bytes_per_token(_WIDTH, tp, 1)
+    # Certificates do not tell of a quantisation: serving is taken to have none.
+    serving = held_bytes(lender.model, tp, batched_tokens=recipe.max_batched_tokens)
+    reserve = (inside.context + inside.queued) * UNQUANTIZED.kv_bytes_per_token(lender.model, tp)
     return engine_kv_tokens(model, nodes, recipe, tp, serving + reserve)
 
 

@@ -109,7 +109,7 @@ class Menu:
     problem: Problem
     # By layout and replicas of the training option; empty where every device is a replica of its own.
     layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[Rejected, ...] = ()  # shapes of engines
     lent: tuple[LentEngine, ...] = ()  # one for each shape that is lent
     pairs: tuple[PrefillDecodePair, ...] = ()  # one for each shape that is a pair
     availability: tuple[Availability, ...] = (Availability(frozenset(), 1.0),)  # the likeliest first

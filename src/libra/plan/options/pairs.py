@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
+from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import EngineTiming, batch_work, longest_of, prefill_seconds, refills
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
@@ -152,10 +153,10 @@ def _option(
     prefill: _Engine,
     decode: _Engine,
 ) -> EngineOption:
-    p, d = pair.prefill.engines, pair.decode.engines
+    p, d, quantization = pair.prefill.engines, pair.decode.engines, rollout_quantization(recipe)
     first, then = prefill.priced.timing, decode.priced.timing
     rate = min(kv_rate(prefill.nodes), kv_rate(decode.nodes))
-    token = model.kv_bytes_per_token(recipe.kv_bytes) / rate  # seconds of one GPU's network
+    token = quantization.kv_bytes_per_token(model) / rate  # seconds of one GPU's network
     sent = token / min(pair.prefill.devices, pair.decode.devices)  # by all engines of the half that has fewer GPUs
     counts = [recipe.batch * cls.share for cls in classes]
     rows, refill, occupancy = [], [], []
@@ -183,7 +184,7 @@ def _option(
     longest = [longest_of(alone, _recomputed(cls), n, factors) for n, cls in zip(draws, classes, strict=True)]
     one = token / min(prefill.tp, decode.tp)  # seconds that a token's KV is on its way, with nothing beside it
     longest = [replace(its, waits=its.waits + cls.prefill * one) for its, cls in zip(longest, classes, strict=True)]
-    weights = model.parameters * recipe.rollout_weight_bytes
+    weights = quantization.version_bytes(model)
     return EngineOption(
         shape=pair.shape,
         pool=pair.decode.pool,

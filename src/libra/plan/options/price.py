@@ -66,6 +66,11 @@ def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[in
     return {name: (train, generate) for name, (train, generate) in used.items()}
 
 
+def total_devices(problem: Problem, allocation: Allocation) -> int:
+    """Devices that train, and that generate; those that do both count twice."""
+    return sum(map(sum, devices_used(problem, allocation).values()))
+
+
 def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
     """Why the allocation cannot serve the problem, or None if it can.
 

@@ -26,8 +26,9 @@ def admit(
     """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
     into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
-    tiers, later = state.tiers, list[Request]()
-    size = config.block_size
+    tiers = state.tiers
+    later: list[Request] = []
+    size, slots = config.block_size, config.input_slots
     contexts = 0
     # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
     pads_from = None if chunks or config.speculative is None else 0 if generating else 1
@@ -68,11 +69,11 @@ def admit(
         else:
             del state.arriving[request]
             state.ready -= 1
-        found, new, padding = room
+        found, new, padding, blocks = room
         tokens = found * size
         if found:
             pool.hold(request.path, found)
-        pool.take(config.held_blocks(tokens + new + padding) - found)
+        pool.take(blocks)
         if request.scheduled is None:
             request.scheduled = now
             request.cached_tokens = tokens
@@ -84,7 +85,7 @@ def admit(
         contexts += request.target
         chunks.append((new + padding, tokens))
         cached.append((request.number, tokens))
-        budget -= new + padding + config.input_slots
+        budget -= new + padding + slots
         state.compute(request, new)
         if first is not None:
             budget, more, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
@@ -134,8 +135,9 @@ def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:
     return budget < config.tokens_each or (state.pool.caching and (tokens - 1) % config.block_size == 0)
 
 
-def _room(state: EngineState, request: Request, budget: int, pads_from: int | None) -> tuple[int, int, int] | None:
-    """(blocks found, tokens to compute now, drafts that nobody proposed) of a request that can be admitted."""
+def _room(state: EngineState, request: Request, budget: int, pads_from: int | None) -> tuple[int, int, int, int] | None:
+    """(blocks found, tokens to compute now, drafts that nobody proposed, blocks to take for both) of a request that can
+    be admitted."""
     config, pool = state.config, state.pool
     size = config.block_size
     tokens = request.prompt_tokens + request.generated
@@ -155,13 +157,13 @@ def _room(state: EngineState, request: Request, budget: int, pads_from: int | No
         if not config.enable_chunked_prefill:
             return None
         new = budget
-    needed = config.held_blocks(found * size + new + padding)
+    needed = held = config.held_blocks(found * size + new + padding)
     if config.reserve_full_prompt:
-        needed = max(needed, -(-tokens // size))
+        needed = max(held, -(-tokens // size))
     free = pool.free
     if config.watermark and state.running:
         free -= config.watermark_blocks
-    return None if needed - found + unheld > free else (found, new, padding)
+    return None if needed - found + unheld > free else (found, new, padding, held - found)
 
 
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:

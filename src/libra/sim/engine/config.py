@@ -160,7 +160,9 @@ class EngineConfig:
 
     def held_blocks(self, tokens: int) -> int:
         """Blocks of a request that has computed so many tokens."""
-        return -(-min(tokens + self.lookahead, self.max_model_len) // self.block_size)
+        if self.speculative is not None:
+            tokens = min(tokens + self.lookahead, self.max_model_len)
+        return -(-tokens // self.block_size)
 
     @property
     def watermark_blocks(self) -> int:

@@ -246,13 +246,14 @@ class SimEngine(EngineState):
             self.notices += [PullEnd(request, None) for request in self.tiers.settle(now)]
         if self.notices:
             see(self, now)
-        if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
-            self._close(now)
-            return None
-        if self.leaving:
-            leave(self, sorted(self.leaving, key=lambda it: it.number), now)
-        if self._due or self.closing or self._pause is not None:
-            return self._drain(now)
+        if self.closing or self.leaving or self._due or self._pause is not None:
+            if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
+                self._close(now)
+                return None
+            if self.leaving:
+                leave(self, sorted(self.leaving, key=lambda it: it.number), now)
+            if self._due or self.closing or self._pause is not None:
+                return self._drain(now)
         if self.overlapping:
             under_way = fill(self, now)
             self.busy, self.open = under_way > 0, under_way < len(self.flights.all)

@@ -46,11 +46,14 @@ class UnderWay:
     stopping: list[Request] = field(default_factory=list)  # the same, but that is seen only when it has ended
     asks: list[tuple[Request, int, int]] = field(default_factory=list)  # that reach `ask_at`, it, and what they reach
     stale: list[tuple[int, Request, int]] = field(default_factory=list)  # preempted since: admission, request, tokens
+    dummy: bool = False  # the engine is a rank that has nothing to compute in it
 
     @property
     def eventful(self) -> bool:
         """Whether anything but tokens comes with its end."""
-        return bool(self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred)
+        return self.dummy or bool(
+            self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred
+        )
 
     def forget(self, request: Request) -> None:
         """A request leaves: its tokens will be dropped."""

@@ -22,8 +22,11 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     config, pool, generation = state.config, state.pool, state.flight.generation
     state.chunk = None
     demand, partial = generation.demand(), state.partial
-    left = config.step_budget - generation.rows - config.input_slots * generation.count  # of the budget
-    fits = demand <= pool.free and left >= -config.input_slots and not generation.at_limit
+    slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
+    if config.speculative is not None:
+        slots = config.input_slots
+        left = config.step_budget - generation.rows - slots * generation.count
+    fits = demand <= pool.free and left >= -slots and not generation.at_limit
     if most and generation.count and partial is None and fits and not _admits(state):
         plan_stretch(state, now, most)
         return True
@@ -36,7 +39,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()
     cut: Mapping[Request, int] = {}
-    if fits and demand + blocks <= pool.free and (partial is None or partial is next(reversed(state.running))):
+    if fits and (partial is None or (demand + blocks <= pool.free and partial is next(reversed(state.running)))):
         pool.take(demand + blocks)
     else:
         preempted, rows, chunk = make_room(state)
@@ -45,24 +48,24 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         skipped = {it for it in members if it not in rows}
         limited = generation.at_limit
         cut = {it: row for it, row in rows.items() if row < generation.row(it) or it in limited}
-        left = config.step_budget - sum(rows.values()) - config.input_slots * len(rows)
+        left = config.step_budget - sum(rows.values()) - slots * len(rows)
         batch, context = state.batch(len(rows)), generation.context
     generating = batch.requests
     chunks: list[Chunk] = []
     if partial is not None and chunk:
         chunks.append((chunk, partial.computed))
         state.compute(partial, chunk)
-        left -= chunk + config.input_slots
+        left -= chunk + slots
     cached: list[tuple[int, int]] = []
     contexts = 0
     if not preempted:
         contexts = admit(state, left, now, chunks, cached, generating)
     if (skipped or cut) and (generating or chunks):
         context = generation.stall(set(skipped), cut)
-    if state.tiers is not None and (state.tiers.restless or _admits(state)):
-        most = 0
     plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
     if state.tiers is not None:
+        if state.tiers.restless or _admits(state):
+            most = 0
         computed = [] if plain and most else _computed(state, skipped, bool(chunks))
         state.wait = state.tiers.conclude(computed, preempted, now)
     if chunks:
@@ -166,7 +169,8 @@ def complete(state: EngineState) -> list[Request]:
         for request in generation.reached():
             tell_asked(state, request, generation.generated(request))
     for request in done:
-        finish(state, request, *stop_generating(state, request), now)
+        tokens, known = stop_generating(state, request)
+        finish(state, request, tokens, known, now)
     if flight.finishing:
         finishing, flight.finishing = flight.finishing, []
         for request in finishing:
@@ -218,7 +222,7 @@ def start_generating(state: EngineState, request: Request) -> None:
             )
 
 
-def finish(state: EngineState, request: Request, tokens: int, known: int, now: int, *, row: bool = False) -> None:
+def finish(state: EngineState, request: Request, tokens: int, known: int, now: int, row: bool = False) -> None:
     """End a request that has generated all its tokens; `tokens` of its context are computed, and so many of them
     known. `row`: it is in the iteration under way, in vain."""
     request.generated = request.output_tokens
@@ -233,5 +237,5 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     if request.keeps:
         state.keep(request, tokens, known)
         return
-    state.release(request, tokens, known, row=row)
+    state.release(request, tokens, known, row)
     request.path = ()

@@ -241,6 +241,8 @@ class EngineState:
     def slots(self, request: Request) -> int:
         """Tokens for which a running request that does not generate yet holds blocks, at least."""
         config = self.config
+        if config.speculative is None:
+            return request.computed
         return min(request.computed + request.padding + config.lookahead, config.max_model_len)
 
     def compute(self, request: Request, chunk: int) -> None:
@@ -261,7 +263,8 @@ class EngineState:
         """Let other requests find the full blocks of a request's computed tokens."""
         full = tokens // self.config.block_size
         if full > request.written:
-            self.pool.write(request, full, again=self.config.recomputes_block)
+            drafts = self.config.speculative
+            self.pool.write(request, full, again=drafts is not None and drafts.recomputes_block)
 
     def write_all(self, path: Path, more: int = 0) -> None:
         """Let other requests find what is generated on the chains of a context, `more` tokens of each after those
@@ -276,16 +279,17 @@ class EngineState:
         """Whether another request generates on a chain that this one's context follows."""
         return any(owner in self.writers for owner, _, _ in request.path)
 
-    def release(self, request: Request, tokens: int, known: int, *, row: bool = False) -> None:
+    def release(self, request: Request, tokens: int, known: int, row: bool = False) -> None:
         """Stop running a request, and release the blocks of its computed tokens; so many of them are known. `row` says
         whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
-        last = self.flights.under_way[-1] if self.overlapping and self.flights.under_way else self.under_way
-        if row and self.defers and last is not None:
-            last.deferred.append((request, request.path, tokens, known))
-        else:
-            self.let_go_blocks(request, tokens, known)
+        if row and self.defers:
+            last = self.flights.under_way[-1] if self.overlapping and self.flights.under_way else self.under_way
+            if last is not None:
+                last.deferred.append((request, request.path, tokens, known))
+                return
+        self.let_go_blocks(request, tokens, known)
 
     def let_go_deferred(self, deferred: Iterable[Deferred]) -> None:
         """Nothing writes any more to the blocks of those who left while an iteration had them."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from itertools import count
 
+from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric, weight_sync
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
@@ -95,9 +96,10 @@ class _Run:
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
-        self._stall = weight_sync(request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, link).stall
+        quantization = rollout_quantization(self._recipe)
+        self._stall = weight_sync(quantization.version_bytes(request.model), 1, 1, link).stall
         network = planned_network(request)
-        kv_bytes = request.model.kv_bytes_per_token(self._recipe.kv_bytes)
+        kv_bytes = quantization.kv_bytes_per_token(request.model)
 
         def cluster(specs: tuple[EngineSpec, ...]) -> SimCluster:
             return SimCluster(

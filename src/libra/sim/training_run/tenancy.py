@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from libra.cost.engine_memory import BLOCK, held_bytes
+from libra.cost.quantization import rollout_quantization
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
@@ -83,7 +84,7 @@ def tenancy_of(
     """
     lent, request = beside_lent(plan), plan.request
     assert isinstance(request, ClusterRequest)
-    version = request.model.parameters * request.recipe.rollout_weight_bytes
+    version = rollout_quantization(request.recipe).version_bytes(request.model)
     devices, weights = {}, 0.0
     for number, (name, engine) in enumerate(sorted(lent.items())):
         pool, certificate = engine.lender.pool, engine.certificate
@@ -106,8 +107,9 @@ def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) ->
     """The serving engine has the memory that its description says, all of its KV blocks among it. Raises ValueError
     where that leaves no room for the weights of the other."""
     model, recipe, tp = request.model, request.recipe, lent.lender.devices
-    held = held_bytes(model, tp, weight_bytes=recipe.rollout_weight_bytes, batched_tokens=lent.batched_tokens)
-    serves = held_bytes(lent.lender.model, tp, weight_bytes=2, batched_tokens=serving.config.max_num_batched_tokens)
+    quantization = rollout_quantization(recipe)
+    held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)
+    serves = held_bytes(lent.lender.model, tp, batched_tokens=serving.config.max_num_batched_tokens)
     block = int(serving.kv_bytes * serving.config.block_size)
     memory = request.lending_nodes(lent.lender).gpu.memory * recipe.gpu_memory_utilization
     beside = int(tp * (memory - serves - held)) - serving.config.kv_blocks * block
@@ -116,7 +118,7 @@ def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) ->
             f"{lent.lender.pool}: the serving engine leaves {-beside / 1e9:.1f} GB too little for the weights of"
             f" {model.name} beside it: lower its gpu_memory_utilization, or its kv_blocks"
         )
-    return KVTerms(block, int(model.kv_bytes_per_token(recipe.kv_bytes, tp) * tp * BLOCK), beside)
+    return KVTerms(block, int(quantization.kv_bytes_per_token(model, tp) * tp * BLOCK), beside)
 
 
 def _watched(certificate: Certificate, recall: RecallPolicy) -> SharingRule:

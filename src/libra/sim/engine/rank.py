@@ -1,0 +1,116 @@
+"""A data-parallel rank: an engine that decides by itself, and whose iterations begin and end with those of its group.
+
+Invariant: what it decides is what an engine of its own would, with dummy batches where it has nothing to compute. With
+asynchronous scheduling a dummy batch is an iteration under way like any other, of which nothing comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from libra.sim.clock import TICKS
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.flight import UnderWay
+from libra.sim.engine.jump import ended_by
+from libra.sim.engine.rank_batches import NOTHING, NotedCost, RankWork
+from libra.sim.engine.request import Request
+
+if TYPE_CHECKING:
+    from libra.sim.engine.group import RankGroup
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Rank(SimEngine):
+    """An engine of a group. It is driven as any other, but `plan` says nothing of an end: that is the group's."""
+
+    place: int = field(default=0, init=False)
+    begin: int = field(default=0, init=False)  # iteration of the group at whose beginning it planned
+    fresh: bool = field(default=False, init=False)  # it has planned at this boundary
+    dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
+    preempts: bool = field(default=False, init=False)  # it does nothing else in this iteration
+    dummies: int = field(default=0, init=False)  # dummy batches that it has run
+    group: RankGroup = field(init=False)
+    noted: NotedCost = field(init=False)
+    work: RankWork = field(default=NOTHING, init=False)  # of the first iteration that it has decided
+
+    def join(self, group: RankGroup, place: int) -> None:
+        self.place, self.group, self.clock = place, group, group
+        self.noted = NotedCost(self.cost.uneven)
+        self.cost = self.noted
+
+    @property
+    def draining(self) -> bool:
+        """Whether it decides nothing more, and what is under way ends."""
+        return self.busy and self.under_way is not None and bool(self._due or self.closing)
+
+    def submit(self, request: Request, now: int) -> bool:
+        sooner = SimEngine.submit(self, request, now)
+        self.group.unseen[request] = now
+        return sooner
+
+    def cancel(self, request: Request, now: int) -> bool:
+        self.group.given_up.setdefault(request, now)
+        return SimEngine.cancel(self, request, now)
+
+    def interrupt(self, request: Request, now: int) -> bool:
+        self.group.given_up.setdefault(request, now)
+        return SimEngine.interrupt(self, request, now)
+
+    def plan(self, now: int) -> None:
+        """Decide what to do from this boundary on: the group says until when."""
+        self.group.planning = True
+        self.noted.work = NOTHING
+        if self.config.async_scheduling:
+            self._plan_ahead(now)
+        else:
+            SimEngine.plan(self, now)
+        self.work = self.noted.work
+        self.preempts = self.under_way is None and self.busy and not self.paused and not self.work.tokens
+        self.begin = self.group.iteration
+        self.group.planned(self)
+
+    def _plan_ahead(self, now: int) -> None:
+        """Where it was idle a dummy batch is under way, and from rest one that takes no time."""
+        group, preempted = self.group, self.preemptions
+        lasts = group.lasts()
+        stops = bool(self._due or self.closing)
+        if self.under_way is not None:
+            self.under_way.ticks = lasts
+        elif (lasts and stops) or (not stops and (self.running or self.waiting or self.ready or self.notices)):
+            self.under_way = UnderWay(lasts, absent=set(self.running), dummy=True)
+        SimEngine.plan(self, now)
+        if self.steps:  # a single one is priced when it begins
+            generation = self.flight.generation
+            self.noted.line(self.batch(generation.count), generation.context)
+        elif self.under_way is not None and self.under_way.dummy and not stops and not self.noted.work.tokens:
+            if self.preemptions > preempted:
+                return  # there is room then, with the next step
+            self.under_way, self.busy = None, False
+
+    def commit(self) -> list[Request]:
+        if self.dummy:
+            self.dummies += self.group.iteration - self.begin
+            self.dummy = self.busy = False
+            return []
+        before = self.under_way
+        done = SimEngine.commit(self)
+        if before is not None and before.dummy:
+            self.dummies += before.ticks > 0
+            self.iterations -= 1
+            self.busy_ticks -= self.end - self.start
+        return done
+
+    def token_seconds(self, now: int) -> float:
+        generation = self.flight.generation
+        count = generation.count
+        context = generation.context_after(ended_by(self, now))
+        more = context + context // count if count else 1
+        batch = self.batch(min(count + 1, self.config.max_num_seqs))
+        return self.group.batches.ticks_with(batch, more) / TICKS
+
+    def stop(self, now: int) -> None:
+        if self.dummy or (self.under_way is not None and self.under_way.dummy):
+            self.busy = False
+        self.group.bring(self)
+        SimEngine.stop(self, now)

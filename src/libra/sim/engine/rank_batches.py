@@ -1,0 +1,178 @@
+"""What each rank of a group computes in the iterations that follow, and how long these take.
+
+Invariant: whole ticks, as `GroupCost` has them. A rank's line is asked for anew only where a rank has planned, or its
+context has left what the line holds for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from libra.cost.graphs import GraphKind, graph_of
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.envelope import corners, scaled
+from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch, IterationCost
+from libra.sim.engine.jump import ticks_of
+from libra.sim.engine.speculative import Ints
+from libra.sim.engine.state import Piece
+
+_KINDS: tuple[GraphKind, ...] = ("NONE", "PIECEWISE", "FULL")  # from the lowest
+
+
+class RankWork(NamedTuple):
+    """What a rank computes in an iteration; with `growth` the tokens of context that each later one has more."""
+
+    batch: DecodeBatch
+    context: int = 1
+    growth: int = 0
+    chunks: Sequence[Chunk] = ()
+    admitted: Admitted = NONE_ADMITTED
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.requests * self.batch.tokens_each + sum(new for new, _ in self.chunks)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all requests have the same tokens, as if all decoded."""
+        return all(new == self.batch.tokens_each for new, _ in self.chunks)
+
+
+NOTHING = RankWork(DecodeBatch(0))
+
+
+@dataclass(slots=True, eq=False)
+class NotedCost:
+    """Stands where an engine's cost does, and notes what an iteration has: its price takes all ranks."""
+
+    uneven: bool
+    work: RankWork = NOTHING
+
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
+        self.work = RankWork(batch, context, batch.requests)
+        return 1, 0, UNLIMITED
+
+    def mixed(
+        self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
+    ) -> int:
+        self.work = RankWork(batch, context, batch.requests, chunks, admitted)
+        return 1
+
+
+class Stretch(NamedTuple):
+    """So many iterations and their ticks, and what bounds each piece, where that has names."""
+
+    steps: int
+    pieces: list[Piece]
+    bounds: list[str]
+    end: int
+
+
+class RankBatches:
+    """Those of all ranks of a group."""
+
+    def __init__(self, spec: GroupSpec, config: EngineConfig, count: int) -> None:
+        self._spec, self._config, self._count = spec, config, count
+        self.idle = RankWork(DecodeBatch(1, config.tokens_each))  # a dummy batch
+        self._works = [self.idle] * count
+        self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
+        self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
+        self._versions = np.zeros(count, np.int64)
+        self._mixed: set[int] = set()  # places of those with prefill in the next iteration
+        self._lines: dict[GraphKind, _Lines] = {}
+        self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
+
+    def put(self, place: int, work: RankWork) -> None:
+        """A rank computes this from the next iteration on."""
+        config = self._config
+        self._works[place] = work
+        self._contexts[place], self._growths[place] = work.context, work.growth
+        self._versions[place] += 1
+        (self._mixed.add if work.chunks else self._mixed.discard)(place)
+        kind, size = graph_of(
+            work.tokens,
+            config.capture_sizes,
+            config.max_num_seqs,
+            "FULL_AND_PIECEWISE",
+            uniform=work.uniform,
+            tokens_each=config.tokens_each,
+        )
+        self._kinds[place], self._sizes[place] = _KINDS.index(kind), size
+
+    def goes_on(self, place: int, work: RankWork) -> bool:
+        """Whether that is what a rank computes anyway, in the iteration after the next one."""
+        before = self._works[place]
+        if before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
+            return False
+        return bool(work.context == self._contexts[place] + self._growths[place])
+
+    def advance(self, steps: int) -> None:
+        """So many iterations have ended."""
+        self._contexts += self._growths * steps
+
+    def price(self, iteration: int, start: int, most: int) -> Stretch:
+        """The iterations from this one on, or as many of them as are alike."""
+        kind, largest = _KINDS[self._kinds.min()], int(self._sizes.max())
+        padded, cost = kind != "NONE", self._spec.cost
+        tokens = largest * self._count if padded else int(self._sizes.sum())
+        self._graph = graph = Graph(kind, largest if padded else 0)
+        self._together = together = cost.together(graph, tokens, iteration)
+        lines = self._lines.get(kind)
+        if lines is None or lines.graph != graph:
+            lines = self._lines[kind] = _Lines(graph, cost.rank(graph), self._count)
+        steps, at, done = min(most, together.holds), start, 0
+        pieces, bounds, mixed = list[Piece](), list[str](), sorted(self._mixed)
+        while done < steps:
+            contexts = self._contexts + self._growths * done
+            ticks, growth, holds = lines.at(contexts, self._growths, self._versions, self._works, mixed)
+            for place in mixed:
+                batch, context, _, chunks, admitted = self._works[place]
+                ticks[place] = lines.cost.mixed(batch, context, chunks, admitted)
+            for count, first, more, line in corners(*scaled(ticks, growth, together.lines), min(holds, steps - done)):
+                pieces.append((done, at, first, more))
+                if together.names:
+                    bounds.append(together.names[line // self._count])
+                at += ticks_of(count, first, more)
+                done += count
+        return Stretch(steps, pieces, bounds, at)
+
+    def ticks_with(self, batch: DecodeBatch, context: int) -> int:
+        """Of an iteration like the latest one, if a rank with this batch were the slowest."""
+        base, slope, _ = self._spec.cost.rank(self._graph).line(batch, context)
+        return max(factor * (base + slope * context) + more for factor, more in self._together.lines)
+
+
+class _Lines:
+    """What each rank needs for its own part with one graph, as lines in the ranks' contexts."""
+
+    __slots__ = ("_base", "_limits", "_slope", "_starts", "_versions", "cost", "graph")
+
+    def __init__(self, graph: Graph, cost: IterationCost, count: int) -> None:
+        self.graph, self.cost = graph, cost
+        self._base, self._slope = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._starts, self._limits = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._versions = np.full(count, -1)
+
+    def at(
+        self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]
+    ) -> tuple[Ints, Ints, int]:
+        """(ticks, growth) of each rank but some, and for how many iterations they hold."""
+        # A stretch that was cut goes back to where a line did not hold yet.
+        stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
+        if without:
+            stale[without] = False
+        for place in np.flatnonzero(stale).tolist():
+            line = self.cost.line(works[place].batch, int(contexts[place]))
+            self._base[place], self._slope[place], self._limits[place] = line
+            self._starts[place] = contexts[place]
+            self._versions[place] = versions[place]
+        holds = (self._limits - contexts + growths - 1) // np.maximum(growths, 1)
+        holds[growths == 0] = UNLIMITED
+        if without:
+            holds[without] = 1
+        return self._base + self._slope * contexts, self._slope * growths, int(holds.min())
