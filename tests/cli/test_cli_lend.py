@@ -10,7 +10,8 @@ import yaml
 from calls import EXAMPLES, assert_refused, libra, write
 from fakes.made_loans import TERMS, write_loans
 
-from libra.lend.certificate import load_certificate
+from libra.hardware.model_file import load_model
+from libra.lend.certificate import ServerLimits, load_certificate
 
 LENDER, REQUESTS = EXAMPLES / "lender.yaml", EXAMPLES / "requests.jsonl"
 SLO = ("--ttft", 2, "--tpot", 0.1)
@@ -28,6 +29,8 @@ def test_a_certificate_is_found_shown_and_written(tmp_path: Path) -> None:
     found = json.loads(check(*SLO, "--use", "0.5,0.8", "--json").stdout)
     assert [it["use"] for it in found] == [0.5, 0.8]
     assert json.loads((tmp_path / "c.json").read_text()) in found
+    assert written.limits == ServerLimits(16384, 256, 1024)
+    assert written.parameters == load_model("Qwen/Qwen3-8B").parameters
     assert written.traffic == "requests.jsonl" and 0 < written.harvest[-1].share < 1
 
 

@@ -218,7 +218,8 @@ def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: 
     spec, model, hardware = load_lender(engine, lambda note: typer.echo(f"note: {note}", err=True))
     return LendingCase(
         spec=spec,
-        model=model,
+        model=model.name,
+        parameters=model.parameters,
         hardware=hardware,
         slo=Slo(ttft, tpot),
         traffic=traffic.name,

@@ -148,7 +148,7 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_qu
     engines = []
     for file, log in zip(lenders, traffic, strict=True):
         spec, model, hardware = load_lender(file, lambda note: typer.echo(f"note: {note}", err=True))
-        engines.append(TenantEngine(spec, model, hardware, log.name, read_traffic(log)))
+        engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
     serving = {}
     for lender in plan.request.lenders:
         wanted = lender.certificates[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from libra.lend.certificate import Certificate, Harvest
+from libra.lend.certificate import Certificate, Harvest, ServerLimits
 from libra.lend.gate import Gate, ServingView, Slo, ttft_queue
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
@@ -40,6 +40,7 @@ class LendingCase:
     traffic: str
     requests: tuple[RecordedRequest, ...]
     longest_grant: float  # seconds
+    parameters: int | None = None  # of the model; None: nobody knows
 
     def __post_init__(self) -> None:
         if self.requests[-1].arrival - self.requests[0].arrival < _INSTANT:
@@ -195,7 +196,7 @@ def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> No
 
 def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificate:
     last = attempts[-1]
-    outcome = last.outcome
+    outcome, config = last.outcome, case.spec.config
     return Certificate(
         model=case.model,
         hardware=case.hardware,
@@ -214,6 +215,8 @@ def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificat
         traffic=case.traffic,
         requests=len(outcome.requests),
         missed_alone=last.missed_alone,
+        parameters=case.parameters,
+        limits=ServerLimits(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
 
 

@@ -25,7 +25,7 @@ from libra.backends.tiny_model import write_tiny_model
 from libra.cli.app import app
 from libra.config.run import ModelConfig
 from libra.config.yaml_file import ConfigError
-from libra.lend.certificate import Certificate, Harvest, certificate_json
+from libra.lend.certificate import Certificate, Harvest, ServerLimits, certificate_json
 from libra.lend.gate import IDLE, Slo
 from libra.lend.quota import KVView
 from libra.traffic.envelope import Envelope
@@ -42,6 +42,7 @@ CERTIFICATE = Certificate(
     traffic="requests.jsonl",
     requests=10,
     missed_alone=0,
+    limits=ServerLimits(16384, 256, 1024),
 )
 LOAN: dict[str, Any] = {
     "device": "device",
@@ -134,6 +135,11 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
         ("no server", MUCH, "No such file or directory; start the serving engine with LendingScheduler"),
         ("ended", MUCH, "the serving engine has ended; start it first"),
         ("another model", MUCH, "serving.model is Qwen/Qwen3-8B, the server on"),
+        (
+            "other limits",
+            MUCH,
+            "max_num_batched_tokens is 8192 there and 1024 in the certificate; start the server with",
+        ),
         ("another agent", MUCH, "another agent lends this device; one at a time can"),
         ("damaged", MUCH, "/device: the serving engine ended as it wrote; start it again"),
         ("a file at listen", MUCH, "listen: {} is there and no socket; name another file, or remove this one"),
@@ -168,7 +174,8 @@ def test_a_loan_that_its_device_does_not_allow_is_refused_as_bad_input(
         if case == "ended":
             subprocess.run([sys.executable, "-c", SERVE, str(device)], check=True)
         elif case != "no server":
-            serving = ServingToken(device, CHAT._replace(model="other") if case == "another model" else CHAT)
+            other = {"another model": {"model": "other"}, "other limits": {"max_num_batched_tokens": 8192}}
+            serving = ServingToken(device, CHAT._replace(**other.get(case, {})))  # type: ignore[arg-type]
             stack.callback(serving.close)
             serving.publish(IDLE, kv, 0.0)
             if case == "damaged":
@@ -222,8 +229,11 @@ def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:
     with pytest.raises(LendingError, match="the serving engine has ended; start it first"):
         ServerWatch(lender, lenders)
     larger = serve(CHAT._replace(max_num_batched_tokens=8192))
-    assert "came back with max_num_batched_tokens 8192 instead of 1024" in (watch.objection() or "")
+    assert "max_num_batched_tokens is 8192 there and 1024 in the certificate" in (watch.objection() or "")
     end(larger)
+    shorter = serve(CHAT._replace(max_model_len=8192))  # as certified, but not as the borrower has learnt
+    assert "came back with max_model_len 8192 instead of 16384" in (watch.objection() or "")
+    end(shorter)
     other = serve(CHAT._replace(model="other"))
     assert "serving.model is Qwen/Qwen3-8B, the server on" in (watch.objection() or "")
     end(other)

@@ -18,7 +18,7 @@ from libra.backends.transport.engine_messages import DeviceLoan, StartEngine
 from libra.config.units import SIZES, quantity
 from libra.config.yaml_file import ConfigError, Section, read_section, refusal
 from libra.hardware.model_file import load_model
-from libra.lend.certificate import Certificate, load_certificate
+from libra.lend.certificate import Certificate, ServerLimits, load_certificate
 from libra.lend.gate import Slo
 from libra.lend.quota import KVLimits, KVView
 from libra.lend.recall import RecallPolicy
@@ -78,6 +78,7 @@ class LoanOrder:
     model: str  # that the server was given
     lease: float
     start: StartEngine
+    certificate: Certificate | None = None  # None: of a server whose limits nobody certified
 
     @property
     def terms(self) -> LendingTerms:
@@ -94,6 +95,9 @@ class LoanOrder:
         """Raises LendingError where the server is not the one that the certificate speaks of."""
         if facts.model != self.model:
             raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
+        limits = ServerLimits(facts.max_model_len, facts.max_num_seqs, facts.max_num_batched_tokens)
+        if self.certificate is not None and (other := self.certificate.other_limit(limits)) is not None:
+            raise LendingError(f"{self.device}: {other}")
 
     def refuse_memory(self, kv: KVView) -> None:
         """Raises LendingError where the server cannot lend KV memory that is of use."""
@@ -183,17 +187,17 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
         )
     if not listen.absolute().parent.is_dir():
         raise ValueError(f"listen: there is no directory {listen.parent}; make it, or name another socket")
-    return LoanOrder(device, listen, file.serving.model, file.lease, start)
+    return LoanOrder(device, listen, file.serving.model, file.lease, start, certificate)
 
 
 def _pace(serving: ServingSection, certificate: Certificate) -> float:
     """Tau. Raises ValueError where the certificate does not cover it."""
     slo = Slo(serving.ttft, serving.tpot)
     try:
-        name = load_model(serving.model).name
+        model = load_model(serving.model)
     except ConfigError as error:
         raise ValueError(f"serving.model: {error}") from None
-    other = certificate.mismatch(name, serving.hardware, slo)
+    other = certificate.mismatch(model.name, serving.hardware, slo, model.parameters)
     if other is not None:
         raise ValueError(f"serving: {other}; have one made for it (libra lend check)")
     use = certificate.use if serving.use is None else serving.use
