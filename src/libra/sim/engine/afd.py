@@ -23,12 +23,13 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.value import Value
 
 Bound = Literal["attention", "ffn", "link", "round trip", "host"]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFFN:
+class AttentionFFN(Value):
     """Ranks and what connects them. A link is a stage if it carries one micro-batch at a time, else a delay."""
 
     attention: int  # ranks, a multiple of `ffn`
