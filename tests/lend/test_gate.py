@@ -140,6 +140,13 @@ def test_what_is_granted(view: ServingView, now: float, answer: Grant | Refusal)
         assert given == answer
 
 
+def test_nothing_is_granted_beside_users_while_a_step_may_take_longer_than_the_pace() -> None:
+    due_late = ServingView(2, 0, 100.0)
+    assert isinstance(Gate(0.03, 0.005, 0.05).decide(due_late, 5.0, Fixed(0.05)), Grant)
+    assert Gate(0.03, 0.005, 0.04).decide(due_late, 5.0, Fixed(0.05)) == Refusal("due")
+    assert isinstance(Gate(0.03, 0.005, 0.04).decide(IDLE, 5.0, Fixed(0.05)), Grant)  # nobody would be late
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -34,7 +34,7 @@ def test_the_page_says_what_lending_gave_and_cost(source: str) -> None:
     needs_nothing(source)
     said = Page(source).text
     for words in (
-        "Rollout had 50 % of the lent devices; 2 of 5 requests of users missed their SLO.",
+        "Rollout had the lent devices for 50 % of the time it wanted them; 2 of 5 requests of users missed their SLO.",
         "2 devices lent by the gate, at a pace of 80 ms a token (SLO: 500 ms to the first token, 100 ms a token);"
         " grants of up to 40 ms.",
         # from the first step that is recorded, at 1 s, to the last, which ends at 4.01 s: 40 of 3010 ms

@@ -41,7 +41,7 @@ def random_candidate(generator: np.random.Generator) -> ServingCandidate:
             pipeline_parallel_size=stages,
             max_num_seqs=int(generator.choice([2, 16, 128])),
             max_num_batched_tokens=int(generator.choice([128, 512, 1024])),
-            async_scheduling=not apart and stages == 1 and bool(generator.random() < 0.5),
+            async_scheduling=stages == 1 and bool(generator.random() < 0.5),
         )
         return EnginePool(role, shape, int(generator.integers(1, 4)))  # type: ignore[arg-type]
 

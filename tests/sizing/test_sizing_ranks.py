@@ -35,24 +35,32 @@ def of_experts(host: str, generator: np.random.Generator, count: int, *objective
 def test_simulation_never_betters_the_bound_of_ranks(seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(5):
-        shape = EngineSetup(
-            "h200",
-            int(generator.choice([1, 2])),
-            1,
-            int(generator.choice([2, 16, 64])),
-            int(generator.choice([128, 1024])),
-            False,
-            parallel=DataParallel(
-                int(generator.choice([2, 4])),
-                "deepep_low_latency" if generator.random() < 0.5 else "allgather_reducescatter",
-            ),
+        shape, other = (
+            EngineSetup(
+                "h200",
+                int(generator.choice([1, 2])),
+                1,
+                int(generator.choice([2, 16, 64])),
+                int(generator.choice([128, 1024])),
+                bool(generator.random() < 0.5),
+                parallel=DataParallel(
+                    int(generator.choice([2, 4])),
+                    "deepep_low_latency" if generator.random() < 0.5 else "allgather_reducescatter",
+                ),
+            )
+            for _ in range(2)
         )
+        if generator.random() < 0.5:  # prompts without experts divided, or the other way round
+            other = replace(other, parallel=None)
         objectives = [Objective("ttft", "p90", float(10 ** generator.uniform(-1.5, 0.5)))]
         if generator.random() < 0.6:
             objectives.append(Objective("tpot", "mean", float(10 ** generator.uniform(-2.2, -1))))
         host = str(generator.choice(["none", "default"]))
         asked = of_experts(host, generator, int(generator.choice([4, 40])), *objectives)
         candidate = ServingCandidate((EnginePool("colocated", shape, 1),))
+        if generator.random() < 0.5:
+            pools = EnginePool("prefill", other, 1), EnginePool("decode", shape, 1)
+            candidate = ServingCandidate(pools)
         bounds = Bounds(asked)
         bound = bounds.of(candidate)
         assert "memory" not in bound.reason or "KV memory" in bound.reason
@@ -83,8 +91,14 @@ def test_the_menu_has_the_ranks_that_divide_the_experts() -> None:
     assert told == [
         "1 x h200 tp1 seqs 64 tokens 1024 async",
         "2 x h200 tp1 seqs 64 tokens 1024 async",
-        "1 x h200 tp1 dp8 deepep_low_latency seqs 64 tokens 1024",
-        "2 x h200 tp1 dp8 deepep_low_latency seqs 64 tokens 1024",
+        "1 x h200 tp1 dp8 deepep_low_latency seqs 64 tokens 1024 async",
+        "2 x h200 tp1 dp8 deepep_low_latency seqs 64 tokens 1024 async",
+    ]
+    roles = ServingMenu(menu.file.model_copy(update={"architectures": ("prefill-decode",), "engines": (1,)}))
+    assert [str(it) for it in roles.candidates(replace(asked, rate=1.0))] == [
+        f"prefill: 1 x h200 tp1{one} seqs 64 tokens 1024 async, decode: 1 x h200 tp1{two} seqs 64 tokens 1024 async"
+        for one in ("", " dp8 deepep_low_latency")
+        for two in ("", " dp8 deepep_low_latency")
     ]
     found = answer(replace(asked, rate=1.0), menu)
     assert {point.candidate.devices for point in found.points} <= {1, 2, 8, 16}

@@ -90,10 +90,12 @@ class SharingRule(Protocol):
 @dataclass(frozen=True, slots=True)
 class Gate:
     """Grants b <= B if no request waits for its first token (that slack is owed to requests that may still come), and a
-    serving step of the longest kind after the grant is still over before the next token is due."""
+    serving step of the longest kind after the grant is still over before the next token is due. Where such a step takes
+    longer than the pace, dues do not move on as fast as steps may, and nothing is granted beside users."""
 
     longest: float  # B, of a grant
     shortest: float  # below which a rollout step cannot do anything
+    pace: float = math.inf  # tau; without it steps are taken to keep to it, as inside a certificate's envelope
 
     def __post_init__(self) -> None:
         if not 0 < self.shortest <= self.longest < math.inf:
@@ -104,8 +106,11 @@ class Gate:
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
         if view.waiting:
             return Refusal("first token")
-        length = self.longest if view.due == math.inf else min(self.longest, view.due - now - cost.longest_step(view))
-        return Refusal("due") if length < self.shortest else Grant(now + length, length)
+        if view.due == math.inf:
+            return Grant(now + self.longest, self.longest)
+        step = cost.longest_step(view)
+        length = min(self.longest, view.due - now - step)
+        return Refusal("due") if step > self.pace or length < self.shortest else Grant(now + length, length)
 
 
 def due(first_token: float, tokens: int, pace: float) -> float:

@@ -42,7 +42,7 @@ class LendingTerms(Record):
     def rule(self) -> SharingRule:
         match self.sharing:
             case "gate":
-                return WatchedRule(Gate(self.longest, self.shortest), self.envelope, Recall(self.recall))
+                return WatchedRule(Gate(self.longest, self.shortest, self.pace), self.envelope, Recall(self.recall))
             case "serve-first":
                 return ServeFirst(self.longest)
             case "naive":

@@ -243,7 +243,9 @@ class LendingSummary:
 
     @property
     def words(self) -> str:
-        had = "nothing was lent" if self.rule == "off" else f"rollout had {self.share:.0%} of the lent devices"
+        had = f"rollout had the lent devices for {self.share:.0%} of the time it wanted them"
+        if self.rule == "off":
+            had = "nothing was lent"
         if (users := self.users) is None:
             return f"lending ({self.rule}): {had}"
         return (

@@ -26,6 +26,7 @@ MOST_LANES = 16  # devices that are shown one by one
 _SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
 _RECALLED = ROLES[Role.DRAINING]
 _LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
+_EARLY = 10  # paces: by how much more a token comes early is of no interest
 _MARGINS = (  # quantile, name, colour
     (0.0, "the closest of all", "var(--deep)"),
     (0.1, "p10: one in ten is closer", "#56b4e9"),
@@ -211,7 +212,13 @@ def _load(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: f
 
 def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: float, x: Axis) -> Figure:
     title = "How early tokens came"
-    points = [(span.end, 1e3 * span.margin) for it in histories for span in it.serving if span.margin is not None]
+    pace = max(it.pace for it in histories)
+    points = [
+        (span.end, 1e3 * min(span.margin, _EARLY * pace))
+        for it in histories
+        for span in it.serving
+        if span.margin is not None
+    ]
     if not points:
         return Figure(
             title, "The record has no step of serving that owed a token, or it is from before they were kept."
@@ -222,10 +229,10 @@ def _margins(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale
         for quantile, name, colour in _MARGINS
         for piece in _pieces(name, colour, binned(points, edges, partial(np.quantile, q=quantile)), edges, scale)
     ]
-    pace = max(it.pace for it in histories)
     note = (
         f"Before the due, at a pace of {fine_duration(pace)} a token: at each of {plural(len(points), 'serving step')}"
         f" the token that was due first. {'None was late.' if not late else f'{count(late)} came after it.'}"
+        f" More than {fine_duration(_EARLY * pace)} is drawn as that."
     )
     return line_figure(title, note, [*series, _level("due", 0.0, x)], x, Axis("ms before the due"))
 
@@ -243,7 +250,9 @@ def _requests(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scal
         *_pieces("a token after it (TPOT)", "#e69f00", binned(later, edges, np.max), edges, scale),
         _level("above: missed", 100.0, x),
     ]
-    note = f"The longest of the requests that came at the time, {count(len(first))} in all."
+    requests = sum(len(it.requests) for it, _ in known)
+    others = f"; {count(requests - len(first))} others came before or after" if requests > len(first) else ""
+    note = f"The longest of the requests that came at the time, {count(len(first))} in all{others}."
     return line_figure(title, note, series, x, Axis("% of the SLO"))
 
 

@@ -186,9 +186,9 @@ def _lent(log: RunLog) -> str:
     lending = log.summary.lending if log.summary is not None else None
     if lending is None:
         return ""
-    had = (
-        "Nothing was lent" if lending.rule == "off" else f"Rollout had {percent(lending.share, 0)} of the lent devices"
-    )
+    had = "Nothing was lent"
+    if lending.rule != "off":
+        had = f"Rollout had the lent devices for {percent(lending.share, 0)} of the time it wanted them"
     if (users := lending.users) is None:
         return f"{had}."
     return f"{had}; {count(users.missed)} of {plural(users.requests, 'request')} of users missed their SLO."

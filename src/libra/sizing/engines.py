@@ -179,9 +179,16 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
 
 def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
     """The ranks of each group."""
-    shape = pool.shape
+    shape, tp = pool.shape, pool.shape.tensor_parallel_size
     cost = _expert_cost(experts_of(question, shape), config, grid_of(question, shape).host, question.model)
-    alone = EngineSpec(name, config, cost.rank(Graph("NONE")), devices=shape.rank_devices, role=ROLES[pool.role])
+    alone = EngineSpec(
+        name,
+        config,
+        cost.rank(Graph("NONE")),
+        devices=shape.rank_devices,
+        role=ROLES[pool.role],
+        kv_bytes=tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp),
+    )
     groups = [GroupSpec(f"{name}.{number}", cost) for number in range(pool.count)]
     return [replace(alone, name=f"{it.name}-dp{rank}", group=it) for it in groups for rank in range(shape.ranks)]
 

@@ -81,17 +81,18 @@ class ServingMenu:
             for one, other in product(prefill, decode):
                 yield from self._apart(question, one, other)
         if "attention-ffn" in file.architectures:
-            prefill, groups = self._roles(shapes)
+            prefill, groups = self._roles([it for it in shapes if it.parallel is None])
+            groups = list(dict.fromkeys(replace(it, async_scheduling=False) for it in groups))
             for one, other, apart in product(prefill, groups, self._groups(question.model)):
                 yield from self._apart(question, one, replace(other, apart=apart))
 
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
         """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
         tokens."""
-        apart = [it for it in shapes if it.pipeline_parallel_size == 1 and it.parallel is None]
+        apart = [it for it in shapes if it.pipeline_parallel_size == 1]
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
-        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs, async_scheduling=False) for it in apart)
-        decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens, async_scheduling=False) for it in apart)
+        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in apart)
+        decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens) for it in apart)
         return list(prefill), list(decode)
 
     def _groups(self, model: ModelSpec) -> list[Apart]:
@@ -132,13 +133,17 @@ class ServingMenu:
             ):
                 if 1 in file.data_parallel_size and tp in known and tokens >= seqs and not (ahead and pp > 1):
                     yield EngineSetup(name, tp, pp, seqs, tokens, ahead)
-            # Ranks wait for each other; asynchronous scheduling of them is not simulated.
-            for tp, seqs, tokens, dp, way in product(
-                degrees, file.max_num_seqs, file.max_num_batched_tokens, several, file.all2all_backend
+            for tp, seqs, tokens, ahead, dp, way in product(
+                degrees,
+                file.max_num_seqs,
+                file.max_num_batched_tokens,
+                file.async_scheduling,
+                several,
+                file.all2all_backend,
             ):
                 experts = question.model.experts
                 if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
-                    yield EngineSetup(name, tp, 1, seqs, tokens, False, parallel=DataParallel(dp, way))
+                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead, parallel=DataParallel(dp, way))
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))

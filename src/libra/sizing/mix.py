@@ -133,10 +133,7 @@ def single_engines(
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))
-    apart = [
-        replace(it, async_scheduling=False) for it in shapes if it.pipeline_parallel_size == 1 and it.parallel is None
-    ]
-    apart = list(dict.fromkeys(apart))
+    apart = [it for it in shapes if it.pipeline_parallel_size == 1]
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
     if "colocated" in menu.file.architectures:
         asked |= {ServingCandidate((EnginePool("colocated", it, 1),)): ("colocated", it) for it in shapes}
@@ -190,8 +187,9 @@ def _routes(
 ) -> tuple[Weighted, Weighted]:
     rate = {(option.role, shape): option.rate for option, shape in zip(options, shapes, strict=True)}
     rates = {
-        f"{pool.role}-{place}.{number}": rate[pool.role, pool.shape]
+        f"{pool.role}-{place}.{number}{rank}": rate[pool.role, pool.shape]
         for place, pool in enumerate(candidate.pools)
         for number in range(pool.count)
+        for rank in ([""] if pool.shape.parallel is None else [f"-dp{it}" for it in range(pool.shape.ranks)])
     }
     return Weighted(rates), Weighted(rates)

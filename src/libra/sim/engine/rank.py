@@ -30,7 +30,7 @@ class Rank(SimEngine):
     dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
     preempts: bool = field(default=False, init=False)  # it does nothing else in this iteration
     dummies: int = field(default=0, init=False)  # dummy batches that it has run
-    group: RankGroup = field(init=False)
+    group: "RankGroup" = field(init=False)  # noqa: UP037  Compiled, the class is not there yet.
     noted: NotedCost = field(init=False)
     work: RankWork = field(default=NOTHING, init=False)  # of the first iteration that it has decided
 
