@@ -7,17 +7,13 @@ asynchronous scheduling a dummy batch is an iteration under way like any other, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 from libra.sim.clock import TICKS
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
+from libra.sim.engine.group import RankGroup  # first: compiled, the fields below need the class
 from libra.sim.engine.jump import ended_by
 from libra.sim.engine.rank_batches import NOTHING, NotedCost, RankWork
 from libra.sim.engine.request import Request
-
-if TYPE_CHECKING:
-    from libra.sim.engine.group import RankGroup
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -30,7 +26,7 @@ class Rank(SimEngine):
     dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
     preempts: bool = field(default=False, init=False)  # it does nothing else in this iteration
     dummies: int = field(default=0, init=False)  # dummy batches that it has run
-    group: "RankGroup" = field(init=False)  # noqa: UP037  Compiled, the class is not there yet.
+    group: RankGroup = field(init=False)
     noted: NotedCost = field(init=False)
     work: RankWork = field(default=NOTHING, init=False)  # of the first iteration that it has decided
 
