@@ -8,17 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from oracles.small_cluster import A800, CLUSTER, QWEN_06B, RECIPE
+from oracles.small_cluster import A800, CLUSTER, QWEN_06B, QWEN_14B, RECIPE
 
 from libra.config.cache import cache_directory
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.cost.grid import EngineProfile
+from libra.cost.quantization import Quantization
 from libra.cost.sources.files import load_grid, save_calibration
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.sources.rates import Calibration, Measured
 from libra.cost.sources.roofline import roofline
-from libra.hardware.cluster import GPU, GPUS, Cluster
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.plan.planner import rooflines
 
@@ -39,11 +40,17 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
 
     def tables(
-        gpu: GPU, model: ModelSpec, tps: Iterable[int], *, intra_bandwidth: float | None = None
+        gpu: GPU,
+        model: ModelSpec,
+        tps: Iterable[int],
+        *,
+        quantization: Quantization,
+        intra_bandwidth: float | None = None,
     ) -> EngineProfile:
         degrees = list(tps)
         asked.extend(degrees)
-        return replace(roofline(gpu, model, degrees, intra_bandwidth=intra_bandwidth), source="tables: made up")
+        found = roofline(gpu, model, degrees, quantization=quantization, intra_bandwidth=intra_bandwidth)
+        return replace(found, source="tables: made up")
 
     monkeypatch.setattr("libra.cost.sources.profiles.tables", tables)
     return asked
@@ -159,12 +166,24 @@ def test_tables_that_were_asked_for_and_are_not_there_are_an_error() -> None:
         engine_profiles(UNKNOWN, QWEN_06B, RECIPE, "tables")
 
 
-def test_tables_are_of_16_bit_weights() -> None:
+def test_tables_have_quantised_kernels_of_gpus_that_have_such_tensor_cores() -> None:
+    pytest.importorskip("aiconfigurator_core", reason="the extra `aic` is not installed")
+    nodes = NodeClass("one", 1, 1, GPUS["H100"], intra_bandwidth=450e9, inter_bandwidth=50e9)
+    asked = ({}, {"rollout_dtype": "fp8"}, {"kv_cache_dtype": "fp8"})
+    recipes = [RECIPE.model_copy(update=it) for it in asked]
+    plain, weights, kv = (engine_profiles(Cluster((nodes,)), QWEN_14B, it, "tables")[0] for it in recipes)
+    assert [it.dtype for it in (plain, weights, kv)] == ["bf16", "fp8", "bf16, KV fp8"]
+    assert weights.grid(1).prefill_seconds(8192, 0) < plain.grid(1).prefill_seconds(8192, 0)
+    assert kv.grid(1).decode_seconds(256, 32768) < 0.7 * plain.grid(1).decode_seconds(256, 32768)
+
+
+def test_quantisations_without_tables_have_a_roofline() -> None:
+    pytest.importorskip("aiconfigurator_core", reason="the extra `aic` is not installed")
     eight = Recipe(batch=64, samples_per_prompt=8, max_length=8192, rollout_dtype="fp8")
     notes: list[str] = []
     assert engine_profiles(CLUSTER, QWEN_06B, eight, note=notes.append) == rooflines(CLUSTER, QWEN_06B, eight)
-    assert "tables are read for 16-bit weights and KV, the request asks for fp8" in notes[0]
-    with pytest.raises(ConfigError, match="tables are read for 16-bit weights"):
+    assert "A800 has no tensor cores for fp8" in notes[0]
+    with pytest.raises(ConfigError, match="A800 has no tensor cores for fp8; use a roofline"):
         engine_profiles(CLUSTER, QWEN_06B, eight, "tables")
 
 

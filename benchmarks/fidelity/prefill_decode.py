@@ -7,15 +7,14 @@ tick transfers and steps end, requests are cancelled, requests arrive, the next 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
 
-from vllm.v1.outputs import KVConnectorOutput
-
+from benchmarks.fidelity.clocked import ClockedEngine, TierWorker
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
+from benchmarks.fidelity.tiered import with_tier
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -37,11 +36,15 @@ class Pair:
     step: int
     per_token: int
     transfer: KVNetwork
+    store: int = 0  # ticks of a block, where the prefill engine has a tier
+    load: int = 0
 
 
-def random_pair(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[Pair, tuple[Request, ...]]:
+def random_pair(
+    seed: int, *, ahead: bool = False, drafts: bool = False, tier: bool = False
+) -> tuple[Pair, tuple[Request, ...]]:
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
-    `ahead` both schedule asynchronously, or one of them."""
+    `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one."""
     config, requests = async_case(seed) if ahead else random_case(seed)
     if drafts:
         config = with_drafts(config, seed)
@@ -58,50 +61,34 @@ def random_pair(seed: int, *, ahead: bool = False, drafts: bool = False) -> tupl
     if ahead:
         both = random.choice(((True, True), (True, True), (True, False), (False, True)))
         prefill, config = (replace(it, async_scheduling=its) for it, its in zip((prefill, config), both, strict=True))
-    return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks)), requests
-
-
-@dataclass(slots=True)
-class _Side:
-    """One of vLLM's schedulers on the common clock."""
-
-    engine: VllmEngine
-    steps: list[Step] = field(default_factory=list)
-    began: int = 0
-    end: int | None = None  # of the step under way
-    after: list[int] = field(default_factory=list)  # ticks of those that are scheduled and have not begun
-    given_up: list[int] = field(default_factory=list)  # since the step began: seen when it has ended
-    done: dict[str, None] = field(default_factory=dict)  # transfers that ended since it was heard last, in order
-
-    def cancel(self) -> None:
-        if self.end is None:
-            for number in self.given_up:
-                self.engine.cancel(number)
-            self.given_up = []
+    store = load = 0
+    if tier:
+        prefill, store, load = with_tier(prefill, Random(f"tier {seed}"), step)
+    return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks), store, load), requests
 
 
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps of the prefill engine, and of the decode engine."""
-    sides = (
-        _Side(VllmEngine(pair.prefill, kv_role="kv_producer")),
-        _Side(VllmEngine(pair.decode, kv_role="kv_consumer")),
+    worker = TierWorker(pair.store, pair.load) if pair.prefill.kv_tiers else None
+    prefill = ClockedEngine(
+        VllmEngine(pair.prefill, kv_role="kv_producer"), pair.step, pair.per_token, worker=worker, sends=True
     )
-    prefill, decode = sides
+    decode = ClockedEngine(VllmEngine(pair.decode, kv_role="kv_consumer"), pair.step, pair.per_token)
+    sides = (prefill, decode)
     whole = {request.number: request for request in requests}
-    where: dict[int, _Side] = {}
+    where: dict[int, ClockedEngine] = {}
     waiting: set[int] = set()  # on the decode engine, until their pull begins
     network, out, into = Network(), link(pair.transfer.bandwidth), link(pair.transfer.bandwidth)
     alarms = alarms_of(requests)
-    while alarms or len(network) or any(side.end is not None for side in sides):
-        ends = [tick for tick in (network.next_end(), prefill.end, decode.end) if tick is not None]
-        now = min([*[tick for tick, *_ in alarms[:1]], *ends])
+    while alarms or len(network) or any(side.ticks for side in sides):
+        coming = [tick for tick in (network.next_end(), *prefill.ticks, *decode.ticks) if tick is not None]
+        now = min([*[tick for tick, *_ in alarms[:1]], *coming])
         for key in network.ended(now):
             assert isinstance(key, int)
             decode.done[name_of(key)] = None
             prefill.done[name_of(key)] = None
-        handed: list[int] = []
-        for side in sides:
-            handed += _end(side, prefill, now)
+        handed = prefill.end_step(now)
+        decode.end_step(now)
         for number in handed:
             if number in prefill.given_up:
                 prefill.done[name_of(number)] = None
@@ -126,15 +113,11 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
                     waiting.remove(number)
                     prefill.done[name_of(number)] = None
         for side in sides:
-            if side.end is None and side.done:
-                _hear(side, prefill)
-        for side in sides:
-            _begin(side, pair, now)
-            if side is decode:
-                for number in side.engine.started_pulls():
-                    waiting.remove(number)
-                    size = side.engine.pulled_blocks(number) * pair.decode.block_size
-                    network.begin(number, out, into, size, now)
+            side.hear(now)
+            side.begin(now)
+        for number in decode.engine.started_pulls():
+            waiting.remove(number)
+            network.begin(number, out, into, decode.engine.pulled_blocks(number) * pair.decode.block_size, now)
     return tuple(prefill.steps), tuple(decode.steps)
 
 
@@ -170,57 +153,3 @@ def simulated_pair(
 def replace_pull(request: Request) -> Request:
     request.pull = True
     return request
-
-
-def _end(side: _Side, prefill: _Side, now: int) -> list[int]:
-    """End the step under way if it ends now. Returns the requests whose prompts are computed, to be handed over."""
-    if side.end != now:
-        return []
-    step = side.engine.end_oldest(side.began, _transfers(side, prefill))
-    side.end = None
-    side.steps.append(replace(step, finished=()))
-    return list(step.finished) if side is prefill else []
-
-
-def _hear(side: _Side, prefill: _Side) -> None:
-    side.engine.hear(_transfers(side, prefill))
-
-
-def _transfers(side: _Side, prefill: _Side) -> KVConnectorOutput:
-    """vLLM lets go of blocks as it goes through a set, in no order that means anything: here in that of the ends."""
-    done: Any = list(side.done)
-    side.done = {}
-    return KVConnectorOutput(finished_sending=done) if side is prefill else KVConnectorOutput(finished_recving=done)
-
-
-def _begin(side: _Side, pair: Pair, now: int) -> None:
-    """Begin the step that is scheduled already, and schedule as many more as the engine does: while one is under way it
-    waits for that one's end."""
-    engine = side.engine
-    if side.end is not None:
-        return
-    while True:
-        if side.end is None and side.after:
-            ticks = side.after.pop(0)
-            side.began = now
-            if ticks:
-                side.end = now + ticks
-            else:
-                _end_empty(side, now)
-                continue
-        if engine.full or not engine.unfinished:
-            return
-        engine.schedule()
-        side.after.append(pair.step + pair.per_token * engine.scheduled_tokens if engine.scheduled_something else 0)
-        if side.end is None and side.after == [0]:
-            side.after.clear()
-            if not _end_empty(side, now):
-                return
-
-
-def _end_empty(side: _Side, now: int) -> bool:
-    """End a step that schedules nothing. Returns whether it preempts; then it is told."""
-    step = side.engine.end_oldest(now)
-    if step.preempted:
-        side.steps.append(replace(step, finished=()))
-    return bool(step.preempted)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -28,15 +28,22 @@ class Tiered:
     load: int
 
 
-def random_tier(seed: int) -> tuple[Tiered, tuple[Request, ...]]:
-    """The random case of a seed with a tier that is small or large, slow or quick."""
-    config, requests = random_case(seed)
+def random_tier(seed: int, *, ahead: bool = False) -> tuple[Tiered, tuple[Request, ...]]:
+    """The random case of a seed with a tier that is small or large, slow or quick; with `ahead` it schedules
+    asynchronously."""
+    config, requests = async_case(seed) if ahead else random_case(seed)
     random = Random(f"tier {seed}")
     step, per_token = random.randint(1, 50), random.randint(0, 5)
     for request in requests:
         request.arrival *= step
         if request.cancel_at is not None:
             request.cancel_at *= step
+    config, store, load = with_tier(config, random, step)
+    return Tiered(config, step, per_token, store, load), requests
+
+
+def with_tier(config: EngineConfig, random: Random, step: int) -> tuple[EngineConfig, int, int]:
+    """An engine with a tier, and the ticks that storing and loading a block take beside steps of so many."""
     store, load = (random.choice((1, max(1, step // 4), step, 5 * step)) for _ in range(2))
     # A context that is one chunk of one token is loaded, found to lack what is sampled from, and loaded again for ever.
     blocks_per_chunk = random.choice((1, 1, 2, 3) if config.block_size > 1 else (2, 3))
@@ -51,7 +58,7 @@ def random_tier(seed: int) -> tuple[Tiered, tuple[Request, ...]]:
         policy=random.choice(("lru", "arc")),
         offload_prompt_only=random.random() < 0.6,
     )
-    return Tiered(replace(config, enable_prefix_caching=True, kv_tiers=(tier,)), step, per_token, store, load), requests
+    return replace(config, enable_prefix_caching=True, kv_tiers=(tier,)), store, load
 
 
 def tiered_cluster(

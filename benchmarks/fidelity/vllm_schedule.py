@@ -28,7 +28,16 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -129,7 +138,8 @@ class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
     def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
-        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own."""
+        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own, and with
+        both that of the role comes first."""
         self.scheduler = self._scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
@@ -178,7 +188,13 @@ class VllmEngine:
     @property
     def transfers(self) -> OffloadingConnectorMetadata:
         """What the youngest step under way asks of the tier's worker."""
-        return self._under_way[-1][0].kv_connector_metadata
+        asked = self._under_way[-1][0].kv_connector_metadata
+        return asked.metadata[-1] if isinstance(asked, MultiKVConnectorMetadata) else asked
+
+    def of_tier(self, told: OffloadingWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """What the tier's worker tells, as the scheduler is told it."""
+        beside = isinstance(self._scheduler.connector, MultiConnector)
+        return MultiKVConnectorWorkerMetadata(metadata=(None, told)) if beside else told
 
     def add(self, request: Request) -> None:
         name = name_of(request.number)
@@ -405,13 +421,27 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
 
 
 def _connector(config: EngineConfig, kv_role: str | None) -> KVTransferConfig | None:
+    role = None if kv_role is None else pull_config(config, kv_role)
     if not config.kv_tiers:
-        return None if kv_role is None else pull_config(config, kv_role)
+        return role
+    tier = {
+        "kv_connector": TierConnector.__name__,
+        "kv_connector_module_path": TierConnector.__module__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": _tier(config),
+    }
+    if role is None:
+        return KVTransferConfig(**tier)
+    first = {
+        "kv_connector": role.kv_connector,
+        "kv_connector_module_path": role.kv_connector_module_path,
+        "kv_role": role.kv_role,
+    }
     return KVTransferConfig(
-        kv_connector=TierConnector.__name__,
-        kv_connector_module_path=TierConnector.__module__,
+        kv_connector=MultiConnector.__name__,
         kv_role="kv_both",
-        kv_connector_extra_config=_tier(config),
+        kv_load_failure_policy=config.kv_load_failure_policy,
+        kv_connector_extra_config={"connectors": [first, tier]},
     )
 
 

@@ -205,7 +205,6 @@ def test_a_tier_holds_what_its_memory_does(tmp_path: Path) -> None:
     [
         ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1: host holds"),
         ({"kv_tiers": [{**HOST, "policy": "fifo"}]}, "kv_tiers.0.policy"),
-        ({"kv_tiers": [HOST], "async_scheduling": True}, "kv_tiers with async_scheduling are not simulated"),
         ({"kv_tiers": [HOST], "enable_prefix_caching": False}, "set it to true"),
     ],
 )

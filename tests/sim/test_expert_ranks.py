@@ -111,7 +111,7 @@ def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
         ({"expert_load": {"frequencies": "no.json", "power_law": 1.0}}, "leave one of them out"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size with data_parallel_size is not simulated"),
         ({"profile": "tables", "model": "deepseek-ai/DeepSeek-V2-Lite"}, "profile: deepseek-ai/DeepSeek-V2-Lite has"),
-        ({"profile": "tables", "quantization": "fp8"}, "profile: tables are read for 16-bit weights"),
+        ({"profile": "tables", "quantization": "awq"}, "profile: there are no tables of awq weights, only of fp8,"),
         ({"all2all_backend": "pplx"}, "all2all_backend"),
         ({"overhead": {"iteration": 1.0}, "host": "default"}, "host is default, and overhead is given"),
     ],

@@ -39,8 +39,8 @@ def outcome(cluster: SimCluster, trace: list[Iteration]) -> Outcome:
     for engine in cluster.engines:
         assert engine.closed or engine.pool.held == 0
         assert engine.tiers is not None
-        engine.tiers.pass_time(1 << 62)
-        for shelf in engine.tiers.shelves:
+        engine.tiers.transfers.pass_time(1 << 62)
+        for shelf in engine.tiers.transfers.shelves:
             cache = shelf.cache
             assert engine.closed or (cache.held == cache.idle <= shelf.tier.chunks)
             assert shelf.loaded <= shelf.loads * cache.chunks * shelf.chunk_bytes
@@ -52,16 +52,16 @@ def outcome(cluster: SimCluster, trace: list[Iteration]) -> Outcome:
     return sorted(trace, key=lambda it: (it.start, it.engine)), rows, kept
 
 
-def alone(seed: int, exact: bool) -> Outcome:
+def alone(seed: int, ahead: bool, exact: bool) -> Outcome:
     trace: list[Iteration] = []
-    case, requests = random_tier(seed)
+    case, requests = random_tier(seed, ahead=ahead)
     return outcome(tiered_cluster(case, requests, exact=exact, trace=trace.append), trace)
 
 
-def several(seed: int, exact: bool) -> Outcome:
+def several(seed: int, ahead: bool, exact: bool) -> Outcome:
     """Engines with a host tier each, or none, and a store that all share; one of them may close."""
     random = Random(f"several {seed}")
-    case, requests = random_tier(seed)
+    case, requests = random_tier(seed, ahead=ahead)
     (tier,) = case.config.kv_tiers
     store = replace(tier, name="store", chunks=4 * tier.chunks, shared=True, offload_prompt_only=True)
     host = replace(tier, offload_prompt_only=True)
@@ -80,15 +80,15 @@ def several(seed: int, exact: bool) -> Outcome:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32))
-def test_visiting_every_iteration_changes_nothing(seed: int) -> None:
-    assert alone(seed, False) == alone(seed, True)
+@given(st.integers(0, 2**32), st.booleans())
+def test_visiting_every_iteration_changes_nothing(seed: int, ahead: bool) -> None:
+    assert alone(seed, ahead, exact=False) == alone(seed, ahead, exact=True)
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32))
-def test_nor_with_a_store_that_engines_share(seed: int) -> None:
-    assert several(seed, False) == several(seed, True)
+@given(st.integers(0, 2**32), st.booleans())
+def test_nor_with_a_store_that_engines_share(seed: int, ahead: bool) -> None:
+    assert several(seed, ahead, exact=False) == several(seed, ahead, exact=True)
 
 
 def turns(tiers: tuple[KVTier, ...], blocks: int = 16) -> tuple[SimCluster, list[Request]]:
@@ -113,7 +113,8 @@ def test_what_left_the_gpu_is_loaded() -> None:
     assert again.finish == 20_000 + 9 + 100 + 10 * 40
     assert first.cached_tokens == 0
     assert cluster.engines[0].tiers is not None
-    assert [(it.loads, it.loaded, it.stored) for it in cluster.engines[0].tiers.shelves] == [(1, 9.0, 10 + 15 + 2)]
+    [host] = cluster.engines[0].tiers.transfers.shelves
+    assert (host.loads, host.loaded, host.stored) == (1, 9.0, 10 + 15 + 2)
 
 
 def test_what_left_the_host_comes_over_it() -> None:
@@ -122,7 +123,7 @@ def test_what_left_the_host_comes_over_it() -> None:
     cluster.run()
     assert again.cached_tokens == 160
     assert cluster.engines[0].tiers is not None
-    host, disk = cluster.engines[0].tiers.shelves
+    host, disk = cluster.engines[0].tiers.transfers.shelves
     assert (host.loads, host.loaded, disk.loads, disk.loaded) == (1, 9.0, 1, 9.0)
     assert again.scheduled == 20_000 + 9 * 4 + 9  # from disk to host, then to the GPU
 
@@ -132,7 +133,6 @@ def test_what_left_the_host_comes_over_it() -> None:
     [
         ({"kv_tiers": (replace(HOST, chunks=15),)}, "kv_tiers: host holds 240 tokens, less than one request of"),
         ({"enable_prefix_caching": False}, "kv_tiers without enable_prefix_caching"),
-        ({"async_scheduling": True}, "kv_tiers with async_scheduling are not simulated"),
         ({"pipeline_parallel_size": 2}, "kv_tiers with pipeline_parallel_size above 1"),
         (
             {"kv_tiers": (replace(HOST, offload_prompt_only=False), replace(DISK, shared=True))},

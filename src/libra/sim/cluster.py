@@ -20,7 +20,7 @@ from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
-from libra.sim.engine.tiers import SharedTiers
+from libra.sim.engine.tier_transfers import SharedTiers
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.frontend import Frontend
 from libra.sim.handover import KVMoves
@@ -209,7 +209,8 @@ class SimCluster:
         ]
         for spec, engine in zip(specs, engines, strict=True):
             if engine.tiers is not None:
-                self._shared_tiers.join(engine.tiers, spec.node or spec.name)
+                self._shared_tiers.join(engine.tiers.transfers, spec.node or spec.name)
+                engine.tiers.transfers.look_at = partial(self._tier_changed, engine)
         self._group(specs, engines)
         self.frontend.add(specs, engines)
         self.engines += engines
@@ -341,6 +342,10 @@ class SimCluster:
 
     def cancel_at(self, tick: int, request: Request) -> None:
         self._events.cancel(tick, request)
+
+    def _tier_changed(self, engine: SimEngine, now: int) -> None:
+        if engine.tier_changed(now):
+            self._events.end(engine)
 
     def look_at(self, engine: SimEngine) -> None:
         if engine.index in self._draining and engine.index not in self._deciding:

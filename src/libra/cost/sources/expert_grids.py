@@ -15,9 +15,10 @@ from libra.cost.collectives import AllToAll, exchange_seconds
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.grid import EngineGrid
 from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
+from libra.cost.sources.expert_tables import exchange_tables, expert_tables
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import TOKENS, stage_roofline
-from libra.cost.sources.tables import NoTablesError, exchange_tables, expert_tables, require_unquantized, stage_tables
+from libra.cost.sources.tables import NoTablesError, stage_tables
 from libra.cost.transfer import Fabric
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
@@ -47,10 +48,9 @@ def expert_grid(
     experts_source, asked = modelled.source, calibration is None and source != "roofline"
     if asked:
         try:
-            require_unquantized(quantization)
-            stages = stage_tables(gpu, model, tp, gpus)
+            stages = stage_tables(gpu, model, tp, gpus, quantization=quantization)
             if way == "allgather_reducescatter":
-                experts = expert_tables(gpu, model, gpus, _AXIS)
+                experts = expert_tables(gpu, model, gpus, _AXIS, quantization)
                 experts_source = "tables"
         except NoTablesError as error:
             if source == "tables":

@@ -24,13 +24,13 @@ from libra.cost.afd import StageGrid
 from libra.cost.grid import EngineProfile
 from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import KernelTerms, default_terms
-from libra.cost.quantization import rollout_quantization
+from libra.cost.quantization import Quantization, rollout_quantization
 from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.files import load_calibration, load_fit, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import node_roofline, stage_roofline, tensor_degrees
-from libra.cost.sources.tables import NoTablesError, require_unquantized, stage_tables, tables
+from libra.cost.sources.tables import NoTablesError, stage_tables, tables
 from libra.hardware import cluster as clusters
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
@@ -92,8 +92,7 @@ def _stages(
     quantization = rollout_quantization(recipe)
     if source in ("auto", "tables"):
         try:
-            require_unquantized(quantization)
-            return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu)
+            return stage_tables(nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization)
         except NoTablesError as error:
             if source == "tables":
                 raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
@@ -157,13 +156,13 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
-    require_unquantized(rollout_quantization(recipe))
+    quantization = rollout_quantization(recipe)
     degrees = tensor_degrees(model, nodes)
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
         installed = "none"
-    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, _code()]
+    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), quantization.name, degrees, installed, _code()]
     key = cache_key(asked)
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():
@@ -171,7 +170,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
             return load_grid(cached)
         except ConfigError:
             cached.unlink(missing_ok=True)  # another process may have seen it, too
-    found = _known_degrees(nodes, model, degrees)
+    found = _known_degrees(nodes, model, quantization, degrees)
     try:
         save_grid(cached, found)
     except OSError:
@@ -186,13 +185,17 @@ def _code() -> str:
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
 
-def _known_degrees(nodes: NodeClass, model: ModelSpec, degrees: Sequence[int]) -> EngineProfile:
+def _known_degrees(
+    nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
+) -> EngineProfile:
     """The degrees that the tables have kernels for; raises the last `NoTablesError` where that is none."""
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
     for tp in degrees:
         try:
-            known.append(tables(nodes.gpu, model, [tp], intra_bandwidth=nodes.intra_bandwidth))
+            known.append(
+                tables(nodes.gpu, model, [tp], quantization=quantization, intra_bandwidth=nodes.intra_bandwidth)
+            )
         except NoTablesError as error:
             missing = error
     if not known:

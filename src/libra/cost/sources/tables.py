@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,24 +28,24 @@ from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOK
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
 
-_DEEPEP_GPUS = 8  # among which DeepEP was measured
-
 
 @dataclass(frozen=True, slots=True)
-class _System:
+class TableSystem:
+    """A GPU that the tables have."""
+
     name: str  # as the tables call it
     vllm: str  # version that was measured
     sister: str | None = None  # the GPU whose tables these are, where they are another's
 
 
 _SYSTEMS = {
-    "A100": _System("a100_sxm", "0.14.0"),
-    "A800": _System("a100_sxm", "0.14.0", sister="A100"),
-    "H100": _System("h100_sxm", "0.24.0"),
-    "H800": _System("h100_sxm", "0.24.0", sister="H100"),
-    "H200": _System("h200_sxm", "0.24.0"),
-    "B200": _System("b200_sxm", "0.24.0"),
-    "L40S": _System("l40s", "0.24.0"),
+    "A100": TableSystem("a100_sxm", "0.14.0"),
+    "A800": TableSystem("a100_sxm", "0.14.0", sister="A100"),
+    "H100": TableSystem("h100_sxm", "0.24.0"),
+    "H800": TableSystem("h100_sxm", "0.24.0", sister="H100"),
+    "H200": TableSystem("h200_sxm", "0.24.0"),
+    "B200": TableSystem("b200_sxm", "0.24.0"),
+    "L40S": TableSystem("l40s", "0.24.0"),
 }
 
 
@@ -53,43 +53,50 @@ class NoTablesError(ValueError):
     """The tables are not installed, or do not have what was asked for; a roofline always has."""
 
 
-def require_unquantized(quantization: Quantization) -> None:
-    """Raises `NoTablesError` unless weights and KV are what the tables are read for."""
-    if quantization.name != UNQUANTIZED.name:
-        raise NoTablesError(
-            f"tables are read for 16-bit weights and KV, the request asks for {quantization.name}; use a roofline"
-        )
-
-
-def tables(gpu: GPU, model: ModelSpec, tps: Iterable[int], *, intra_bandwidth: float | None = None) -> EngineProfile:
-    """The profile of a model in bf16 at the given degrees, from tables.
+def tables(
+    gpu: GPU,
+    model: ModelSpec,
+    tps: Iterable[int],
+    *,
+    quantization: Quantization = UNQUANTIZED,
+    intra_bandwidth: float | None = None,
+) -> EngineProfile:
+    """The profile of a model at the given degrees, from tables.
 
     `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, the GPU's own link unless told; where it
     differs from that of the GPU that was measured, all-reduces are corrected as for A800. Raises `NoTablesError` where
     the package or its data is missing, ValueError where a degree does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
-    system = _system(gpu)
+    system = table_system(gpu)
     measured = GPUS[system.sister or gpu.name]
     slower = link != measured.link
     engines = []
     for tp in sorted(set(tps)):
         require_degree(model, tp)
-        with _engine(gpu, model, tp) as engine:
+        with _engine(gpu, model, tp, quantization) as engine:
             decode, prefill = _sampled(engine)
         if slower:
             decode = decode + 2 * _difference(gpu, link, measured, model, tp, BATCHES)
             prefill = prefill + 2 * _difference(gpu, link, measured, model, tp, CHUNKS)
         engines.append(EngineGrid(tp, BATCHES, CONTEXTS, _rows(decode), CHUNKS, PREFIXES, _rows(prefill)))
-    return EngineProfile(gpu.name, model.name, "bf16", _source(gpu, link), tuple(engines))
+    return EngineProfile(gpu.name, model.name, quantization.name, _source(gpu, link), tuple(engines))
 
 
-def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU | None = None) -> StageGrid:
-    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type, in bf16. The
-    tables take experts to be asked for by a power law. Raises as `tables` does."""
+def stage_tables(
+    gpu: GPU,
+    model: ModelSpec,
+    tp: int,
+    ffn: int,
+    *,
+    ffn_gpu: GPU | None = None,
+    quantization: Quantization = UNQUANTIZED,
+) -> StageGrid:
+    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. The tables
+    take experts to be asked for by a power law. Raises as `tables` does."""
     require_degree(model, tp)
-    measured = GPUS[_system(gpu).sister or gpu.name]
-    with _engine(gpu, model, tp) as engine:
+    measured = GPUS[table_system(gpu).sister or gpu.name]
+    with _engine(gpu, model, tp, quantization) as engine:
         decode = np.array([[_attention(engine, batch, context) for context in CONTEXTS] for batch in BATCHES])
         prefill = np.array([[_prompt(engine, chunk, prefix) for prefix in PREFIXES] for chunk in CHUNKS])
         outside = [sum(_of_decode(engine, tokens, 1, _HEAD)) for tokens in TOKENS]
@@ -98,7 +105,7 @@ def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU 
         prefill = prefill + _difference(gpu, gpu.link, measured, model, tp, CHUNKS)
     other = gpu if ffn_gpu is None else ffn_gpu
     each = TOKENS[:15]  # of an FFN rank
-    with _engine(other, model, 1, moe_ep_size=ffn, attention_dp_size=ffn) as engine:
+    with _engine(other, model, 1, quantization, moe_ep_size=ffn, attention_dp_size=ffn) as engine:
         experts = [sum(_of_decode(engine, tokens, 1, _EXPERTS)) / model.layers for tokens in each]
     # More tokens never cost less: measured tables fall here and there.
     outside, experts = (np.maximum.accumulate(it).tolist() for it in (outside, experts))
@@ -117,67 +124,6 @@ def stage_tables(gpu: GPU, model: ModelSpec, tp: int, ffn: int, *, ffn_gpu: GPU 
         token_bytes=ACTIVATION_BYTES * model.hidden * token_copies(model, ffn),
         source=source if other == gpu else f"{source}; FFN: {_source(other, other.link)}",
     )
-
-
-def expert_tables(gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
-    """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
-    experts are asked for alike. Raises `NoTablesError`."""
-    from aiconfigurator_core.sdk.common import MoEQuantMode
-    from aiconfigurator_core.sdk.operations.moe import MoE
-
-    experts = model.experts
-    assert experts is not None
-    shape = (model.hidden, experts.intermediate, experts.active, experts.count, 1, ranks)
-    operator = MoE("experts", 1.0, *shape, MoEQuantMode.bfloat16, "balanced", 1)
-    return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
-
-
-def exchange_tables(gpu: GPU, model: ModelSpec, way: str, ranks: int, each: Sequence[int]) -> tuple[float, ...]:
-    """Seconds of dispatch and combine of one layer, of `each` tokens of every GPU, in bf16. Raises `NoTablesError`."""
-    from aiconfigurator_core.sdk.operations.moe_comm import MoEAllToAll
-
-    backends = {"deepep_high_throughput": "deepep_ht", "deepep_low_latency": "deepep_ll"}
-    if way not in backends or ranks != _DEEPEP_GPUS:
-        raise NoTablesError(f"the tables have DeepEP among {_DEEPEP_GPUS} GPUs, not {way} among {ranks}")
-    experts = model.experts
-    assert experts is not None
-    operators = [
-        MoEAllToAll(
-            phase,
-            1.0,
-            comm_backend=backends[way],
-            phase=phase,
-            hidden_size=model.hidden,
-            topk=experts.active,
-            num_experts=experts.count,
-            moe_ep_size=ranks,
-            node_num=1,
-            comm_dtype="default",
-        )
-        for phase in ("dispatch", "combine")
-    ]
-    return tuple(sum(_operator(gpu, model, it, tokens) for it in operators) for tokens in each)
-
-
-def _operator(gpu: GPU, model: ModelSpec, operator: Any, tokens: int) -> float:
-    from aiconfigurator_core.sdk.engine import EngineHandle, build_ops_json
-    from aiconfigurator_core.sdk.errors import PerfDataNotAvailableError
-    from aiconfigurator_core.sdk.perf_database import get_database
-
-    system = _system(gpu)
-    with _quiet():
-        try:
-            handle = EngineHandle.for_database(get_database(system.name, "vllm", system.vllm))
-            told = handle.evaluate_ops_json(
-                build_ops_json([operator]), is_context=False, batch_size=tokens, s=1, x=tokens
-            )
-        except PerfDataNotAvailableError as error:
-            raise NoTablesError(
-                f"the tables for {gpu.name} lack {operator._name} of {model.name}; use a roofline"
-                f" ({str(error).partition(' at /')[0]})"
-            ) from None
-    (_, milliseconds, *_), *_ = told
-    return float(milliseconds) / 1e3
 
 
 # Operators of an iteration that attention ranks do not have layer after layer; dispatch is for the links to pay, but
@@ -208,7 +154,8 @@ def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable
             yield milliseconds / 1e3
 
 
-def _system(gpu: GPU) -> _System:
+def table_system(gpu: GPU) -> TableSystem:
+    """Raises `NoTablesError`."""
     system = _SYSTEMS.get(gpu.name)
     if system is None:
         raise NoTablesError(f"there are no tables for {gpu.name}, only for {', '.join(_SYSTEMS)}; use a roofline")
@@ -216,7 +163,7 @@ def _system(gpu: GPU) -> _System:
 
 
 def _source(gpu: GPU, link: float) -> str:
-    system = _system(gpu)
+    system = table_system(gpu)
     measured = GPUS[system.sister or gpu.name]
     source = f"tables: aiconfigurator-core {version('aiconfigurator-core')}, {system.name}, vLLM {system.vllm}"
     if link != measured.link:
@@ -225,28 +172,53 @@ def _source(gpu: GPU, link: float) -> str:
 
 
 @contextmanager
-def _engine(gpu: GPU, model: ModelSpec, tp: int, **parallel: int) -> Iterator[Any]:
+def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **parallel: int) -> Iterator[Any]:
     """The tables of one engine. Raises `NoTablesError` where there are none, also for what it is asked."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
-        from aiconfigurator_core.sdk.errors import PerfDataNotAvailableError
+        from aiconfigurator_core.sdk.errors import MissingSystemFlopsError, PerfDataNotAvailableError
     except ModuleNotFoundError:
         raise NoTablesError(
             "aiconfigurator-core is not installed; pip install 'libra-rl[aic]', or use a roofline"
         ) from None
-    system = _system(gpu)
+    system = table_system(gpu)
     experts = {} if model.experts is None else {"moe_tp_size": tp}
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    modes = table_modes(quantization, model)
+    with tempfile.TemporaryDirectory() as folder, quietly():
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(model)), encoding="utf-8")
         try:
             yield EngineHandle.compile(
-                folder, system.name, "vllm", tp_size=tp, backend_version=system.vllm, **experts, **parallel
+                folder, system.name, "vllm", tp_size=tp, backend_version=system.vllm, **experts, **modes, **parallel
             )
+        except MissingSystemFlopsError:
+            raise NoTablesError(f"{gpu.name} has no tensor cores for {quantization.name}; use a roofline") from None
         except PerfDataNotAvailableError as error:
             raise NoTablesError(
                 f"the tables for {gpu.name} lack kernels of {model.name} at tp {tp}: leave tp {tp} out, or use a"
                 f" roofline ({str(error).partition(' at /')[0]})"
             ) from None
+
+
+# What the tables call quantised weights; KV is in 16 bits or in fp8 there.
+_WEIGHTS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
+
+
+def table_modes(quantization: Quantization, model: ModelSpec) -> dict[str, str]:
+    """What is asked of the tables. Raises `NoTablesError` where no GPU has tables of it."""
+    weights, modes = quantization.quantization, {}
+    if weights is not None:
+        if weights not in _WEIGHTS:
+            raise NoTablesError(
+                f"there are no tables of {weights} weights, only of {', '.join(_WEIGHTS)}; use a roofline"
+            )
+        modes["gemm_quant_mode"] = _WEIGHTS[weights]
+        if model.experts is not None:
+            modes["moe_quant_mode"] = _WEIGHTS[weights]
+    if quantization.kv_number != UNQUANTIZED.kv_number:
+        if quantization.kv_number.bytes != 1:
+            raise NoTablesError(f"there are no tables of KV in {quantization.kv_cache_dtype}; use a roofline")
+        modes["kvcache_quant_mode"] = "fp8"
+    return modes
 
 
 def _sampled(engine: Any) -> tuple[Array, Array]:
@@ -301,7 +273,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without the package's warnings of fallback rows, which concern kernels that are not asked for."""
     logger = logging.getLogger("aiconfigurator_core")
     before = logger.level

@@ -13,6 +13,7 @@ from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import settle
 from libra.sim.engine.request import Chain, Request, owner_of
 from libra.sim.engine.state import EngineState
+from libra.sim.engine.tiers import Tiers
 
 
 def admit(
@@ -26,13 +27,14 @@ def admit(
     """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
     into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
-    tiers = state.tiers
-    later: list[Request] = []
+    tiers, later, stuck = state.tiers, list[Request](), False
     size, slots = config.block_size, config.input_slots
     contexts = 0
     # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
     pads_from = None if chunks or config.speculative is None else 0 if generating else 1
     state.blocked = False
+    if tiers is not None:
+        tiers.begin()
     first: Request | None = None  # that holds blocks no more, but its place in the queue
     if state.ready:
         budget, contexts, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
@@ -45,9 +47,10 @@ def admit(
             waiting.pop_head()
             continue
         if tiers is not None and first is None:
-            answer = start_load(state, request, now)
+            answer = start_load(state, request)
             if answer in ("no room", "never room"):
                 state.blocked = answer == "never room" and not chunks and _stays(state, request)
+                stuck = True
                 break
             if answer != "nothing":
                 waiting.pop_head()
@@ -61,6 +64,7 @@ def admit(
             # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
             state.blocked = not chunks and _stays(state, request)
+            stuck = first is None or state.arriving[first] == "written"
             if state.blocked and pads_from is not None and _may_be_padded(state, request, budget):
                 state.blocked = False
             break
@@ -91,9 +95,10 @@ def admit(
             budget, more, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
             contexts += more
     if tiers is not None:
+        all_asked = stuck or not (waiting or first)
         waiting.put_back(later)
-        tiers.deferred = bool(later)
         state.blocked = state.blocked and not later
+        tiers.patient = all_asked and not (chunks or tiers.stirred or state.exact or _may_find_more(state, tiers))
     return contexts
 
 
@@ -126,7 +131,12 @@ def _stays(state: EngineState, request: Request) -> bool:
     if not state.config.reserve_full_prompt or state.is_written(request):
         return False
     tiers = state.tiers
-    return tiers is None or (state.config.enable_chunked_prefill and not tiers.loading and not tiers.shared)
+    return tiers is None or (state.config.enable_chunked_prefill and not tiers.transfers.loading and not tiers.shared)
+
+
+def _may_find_more(state: EngineState, tiers: Tiers) -> bool:
+    """Whether more may come to be found of what waits, although nothing ends and nothing is given away."""
+    return any(state.is_written(request) for request, _ in tiers.watched)
 
 
 def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:

@@ -35,7 +35,11 @@ def plan_ahead(state: EngineState, now: int) -> bool:
     assert under_way is not None
     begin = now + under_way.ticks
     most = 1 if state.exact or under_way.eventful else UNLIMITED
-    decided = schedule(state, begin, most) if state.running or state.waiting or state.ready else False
+    decided = (
+        schedule(state, begin, most)
+        if state.running or state.waiting or state.ready or state.tiers is not None
+        else False
+    )
     if not state.steps:
         state.ticks = state.end - begin if decided else 0
         state.end = begin

@@ -55,7 +55,7 @@ def start_pull(state: EngineState, request: Request) -> bool:
     return True
 
 
-def start_load(state: EngineState, request: Request, now: int) -> Answer:
+def start_load(state: EngineState, request: Request) -> Answer:
     """Look for what the tiers have of a context after what is here, and let it be loaded. Without room for the whole
     context there is never room, unless something is let go."""
     config, pool, tiers = state.config, state.pool, state.tiers
@@ -64,7 +64,8 @@ def start_load(state: EngineState, request: Request, now: int) -> Answer:
     if state.writers:
         state.write_all(request.path)
     found, unheld = pool.find(request.path, (tokens - 1) // size)
-    more = tiers.look(request, tokens, found * size, now)
+    more = tiers.look(request, tokens, found * size)
+    tiers.watched.append((request, found))
     if not more:
         return "later" if more is None else "nothing"
     there = found * size + more

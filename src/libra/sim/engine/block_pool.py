@@ -8,7 +8,7 @@ is findable of a context is always its beginning, without a gap.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,7 @@ class BlockPool:
 
     __slots__ = (
         "_copies",
+        "_fenced",
         "_free",
         "_own_copies",
         "_runs",
@@ -58,6 +59,7 @@ class BlockPool:
         "given",
         "reading",
         "shared",
+        "unwritten",
     )
 
     def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
@@ -69,6 +71,8 @@ class BlockPool:
         self.shared = 0  # that holders have beyond the first of each block
         self.reading: dict[Block, Reader] = {}  # blocks that were let go, and what reads them still
         self.given: dict[Block, Reader] = {}  # the same of those that were given away since
+        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # read although nobody may know them: (number, block)
+        self._fenced: list[tuple[int, Run]] = []  # the same of those let go: (blank ones that are given later, block)
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
@@ -148,10 +152,13 @@ class BlockPool:
     def take(self, blocks: int) -> None:
         """Give away `blocks` free blocks; there must be as many."""
         blank = self.blank
+        self.blank = max(blank - blocks, 0)
+        while self._fenced and self._fenced[-1][0] >= self.blank:
+            _, block = self._fenced.pop()
+            if block in self.reading:
+                self.given[block] = self.reading.pop(block)
         if blocks <= blank:
-            self.blank = blank - blocks
             return
-        self.blank = 0
         blocks -= blank
         self.findable -= blocks
         while blocks:
@@ -181,6 +188,33 @@ class BlockPool:
             runs.pop()
             if not runs:
                 del self._runs[owner]
+
+    def given_before(self, found: Mapping[Owner, int], most: int) -> int:
+        """Free blocks, `most` of them at most, that are given away before one that is read still, or is one of the
+        first so many of an owner."""
+        fenced = next((after for after, block in reversed(self._fenced) if block in self.reading), None)
+        if fenced is not None:
+            return min(self.blank - 1 - fenced, most)
+        read: dict[Owner, list[int]] = {}
+        for block in self.reading:
+            if isinstance(block, tuple):
+                read.setdefault(block[0], []).append(block[1])
+        before = self.blank
+        for run in self._free:
+            if before >= most:
+                break
+            owner, low, high = run.owner, run.low, run.high
+            if owner is None:
+                before += high
+                continue
+            if run in self.reading:
+                return before
+            last = max((block for block in read.get(owner, ()) if low <= block < high), default=-1)
+            last = max(last, min(found.get(owner, 0), high) - 1)
+            if last >= low:
+                return before + high - 1 - last
+            before += high - low
+        return min(before, most)
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
         """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. With
@@ -295,6 +329,13 @@ class BlockPool:
                     run.high = newest.high
                     del runs[index + 1]
                 free[run] = None
+
+    def fence(self, request: Request) -> None:
+        """A request is about to let go of its blocks, of which some are read that nobody may know: of those that are
+        blank then the last one is given away first."""
+        self._fenced += [
+            (self.blank + number - request.written, block) for number, block in self.unwritten.pop(request)
+        ]
 
     def discard(self, full: int, held: int) -> None:
         """Let go of `held` blocks that nobody will ask for, of which the first `full` are full.

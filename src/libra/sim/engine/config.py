@@ -92,9 +92,8 @@ class EngineConfig:
     def _check_tiers(self) -> None:
         if not self.enable_prefix_caching:
             raise ValueError("kv_tiers without enable_prefix_caching: a tier knows KV by its tokens; set it to true")
-        for option in ("async_scheduling", "speculative"):
-            if getattr(self, option):
-                raise ValueError(f"kv_tiers with {option} are not simulated: leave one of them out")
+        if self.speculative is not None:
+            raise ValueError("kv_tiers with speculative are not simulated: leave one of them out")
         if self.pipeline_parallel_size > 1:
             raise ValueError("kv_tiers with pipeline_parallel_size above 1 are not simulated: leave one of them out")
         first = self.kv_tiers[0]
@@ -205,4 +204,7 @@ class EngineSpec:
     @property
     def defers(self) -> bool:
         """Whether blocks that an iteration under way may write are let go only with its end: beside a KV consumer."""
-        return self.role is DECODE and (self.config.async_scheduling or self.config.pipeline_parallel_size > 1)
+        config = self.config
+        return bool(self.role is DECODE or config.kv_tiers) and (
+            config.async_scheduling or config.pipeline_parallel_size > 1
+        )

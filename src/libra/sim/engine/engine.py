@@ -179,6 +179,11 @@ class SimEngine(EngineState):
                 cut_stretch(self, now)
         return new * self.config.block_size
 
+    def tier_changed(self, now: int) -> bool:
+        """Another engine has begun something in a tier that is shared: who waits for that is told anew."""
+        tiers = self.tiers
+        return tiers is not None and bool(tiers.watched or tiers.failed) and cut_stretch(self, now)
+
     # What can be seen from outside
 
     @property
@@ -280,17 +285,16 @@ class SimEngine(EngineState):
     def _iterate_with(self, tiers: Tiers, now: int) -> int | None:
         """The same beside tiers: an iteration may have to wait for a store, and an engine for KV."""
         self.wait = 0
-        if schedule(self, now, 0 if tiers.restless else self.most_steps):
-            load = tiers.next_load()
-            if load is not None:
-                cut_stretch(self, load)
+        ahead = self.config.async_scheduling
+        if plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps):
+            event = tiers.next_event()
+            if event is not None:
+                cut_stretch(self, event)
             return self.end
         self.events -= 1
-        following = now + self.wait if self.wait else tiers.next_load()
-        if following is None and tiers.deferred:
-            following = tiers.next_end()
+        following = now + self.wait if self.wait else tiers.next_event()
         if following is None:
-            if self.waiting or self.running:
+            if (self.waiting or self.running) and not (self.orphans or self.sending):
                 raise nothing_fits(self)
             self.busy = False
             return None

@@ -29,7 +29,12 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
     if state.config.speculative is not None:
         steps = min(steps, _LONGEST)
     if steps > 1:
-        steps = generation.affordable(steps, state.pool.free + taken)
+        free = state.pool.free
+        if state.tiers is not None:
+            if state.tiers.watched and not state.tiers.prompt_only:
+                steps = min(steps, min(_full_in(state, state.tiers, request) for request in _generating(state)))
+            free = min(free, state.tiers.quiet(generation.demand(steps)))
+        steps = generation.affordable(steps, free + taken)
         if generation.asks:
             steps = generation.steps_to_ask(steps)
     state.taken, state.steps = taken, steps
@@ -73,13 +78,16 @@ def count_stretch(state: EngineState) -> list[Request]:
     state.iterations += steps
     if demand:
         pool.take(demand)
-    if state.tiers is not None and not state.tiers.prompt_only:
-        _store_filled(state, state.tiers)
+    following = 0
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context_after(steps - 1)
         base, slope, _ = state.cost.line(batch, context)
+        following = base + slope * context
+    if state.tiers is not None and not state.tiers.prompt_only:
+        _store_filled(state, state.tiers, following)
+    if state.under_way is not None:
         late = state.under_way.absent if steps == 1 else ()
-        state.under_way = UnderWay(base + slope * context, late=late)
+        state.under_way = UnderWay(following, late=late)
     return generation.advance(steps)
 
 
@@ -131,22 +139,37 @@ def ended_by(state: EngineState, now: int) -> int:
     return steps if end <= now else steps - 1
 
 
-def _store_filled(state: EngineState, tiers: Tiers) -> None:
-    """Let what the planned iterations fill be stored, as if each had been visited."""
-    generation, due = state.flight.generation, list[tuple[int, int, Request]]()
-    for place, request in enumerate(state.running):
-        due.append((tiers.filled_after(request, generation.computed(request)), place, request))
+def _store_filled(state: EngineState, tiers: Tiers, following: int) -> None:
+    """Let what the planned iterations fill be stored, as if each had been visited. The last of them takes `following`
+    ticks, if it only begins with the end."""
+    generation, pieces, ahead = state.flight.generation, state.pieces, int(state.under_way is not None)
+    due = [(_full_in(state, tiers, request), place, request) for place, request in enumerate(_generating(state))]
     heapify(due)
     while due and due[0][0] <= state.steps:
         step = due[0][0]
-        tiers.pass_time(end_of(state.pieces, step - 1) if step > 1 else state.pieces[0][1])
+        tiers.transfers.pass_time(end_of(pieces, step - 1) if step > 1 else pieces[0][1])
         while due and due[0][0] == step:
             _, place, request = due[0]
-            computed = generation.computed(request) + step
-            tiers.store(request, computed)
-            more = 1 if request in tiers.failed else tiers.filled_after(request, computed)
-            heapreplace(due, (step + more, place, request))
-        tiers.send(end_of(state.pieces, step))
+            tiers.store(request, generation.computed(request, step) - (state.lag(request) if step == 1 else ahead))
+            again = step + 1 if request in tiers.failed else _full_in(state, tiers, request, step)
+            heapreplace(due, (again, place, request))
+        last = step == state.steps
+        tiers.send(state.end + following if last else end_of(pieces, step + ahead))
+
+
+def _generating(state: EngineState) -> list[Request]:
+    """In the order of their admission."""
+    ending = state.ending
+    return [request for request in state.running if request not in ending]
+
+
+def _full_in(state: EngineState, tiers: Tiers, request: Request, after: int = 0) -> int:
+    """The first iteration, of those after so many, with which a chunk of a request is full and known to be."""
+    step = state.flight.generation.steps_to_know(request, tiers.full_at(request))
+    ahead = state.under_way is not None
+    if step <= 1 and after == 0 and not state.lag(request):
+        return 1
+    return max(after + 1, step + ahead)
 
 
 def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], int]:
@@ -169,8 +192,7 @@ def _tell(state: EngineState) -> None:
     """Trace each planned iteration, as if it had been visited."""
     assert state.trace is not None
     generation, free = state.flight.generation, state.pool.free + state.taken
-    ending = state.ending
-    running = [request for request in state.running if request not in ending]
+    running = _generating(state)
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context
         for step in range(1, state.steps + 1):

@@ -80,8 +80,8 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
     state.waiting.requeue(request)
 
 
-def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None = None) -> int:
-    """Stop running a request that is not finished, but may end at a tick. Returns how many tokens of it are under way,
+def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = False) -> int:
+    """Stop running a request that is not finished; it may end with that. Returns how many tokens of it are under way,
     with asynchronous scheduling."""
     more, under_way = 0, state.under_way
     request.reserves, in_iteration = False, state.is_under_way(request)
@@ -113,8 +113,8 @@ def _let_go(state: EngineState, request: Request, row: int = 0, ends: int | None
             tokens, known = stop_generating(state, request, 1 if flight.under_way else row)
     if state.pool.caching:
         state.write(request, known)
-    if state.tiers is not None and ends is not None:
-        state.tiers.end(request, known, ends)
+    if state.tiers is not None and ends:
+        state.tiers.end(request, request.prompt_tokens + request.generated if more else known)
     state.release(request, tokens, known, row=in_iteration)
     return more
 
@@ -148,7 +148,7 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
     for request in requests:
         status = state.leaving.pop(request)
         if request.status == "running":
-            _let_go(state, request, ends=now)
+            _let_go(state, request, ends=True)
             if state.under_way is not None:
                 state.under_way.forget(request)
         elif request in state.arriving:
@@ -159,7 +159,7 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
         else:
             continue
         if state.tiers is not None:
-            state.tiers.end(request, 0, now)
+            state.tiers.end(request, 0)
         request.status, request.finish = status, now
         if request not in state.orphans:
             request.path = ()

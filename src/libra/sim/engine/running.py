@@ -19,7 +19,7 @@ from libra.sim.engine.state import EngineState, Iteration
 def schedule(state: EngineState, now: int, most: int) -> bool:
     """Schedule an iteration of the batch that is looked at, of any kind, or `most` that only generate; they begin now,
     and end at `state.end`. False: nothing fits."""
-    config, pool, generation = state.config, state.pool, state.flight.generation
+    config, pool, generation, tiers = state.config, state.pool, state.flight.generation, state.tiers
     state.chunk = None
     demand, partial = generation.demand(), state.partial
     slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
@@ -27,7 +27,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
     fits = demand <= pool.free and left >= -slots and not generation.at_limit
-    if most and generation.count and partial is None and fits and not _admits(state):
+    still = tiers is None or (not tiers.restless(now) and tiers.quiet(demand) >= demand)
+    if most and generation.count and partial is None and fits and still and not _admits(state):
         plan_stretch(state, now, most)
         return True
     order = state.members() if state.trace is not None else ()
@@ -63,11 +64,13 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     if (skipped or cut) and (generating or chunks):
         context = generation.stall(set(skipped), cut)
     plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
-    if state.tiers is not None:
-        if state.tiers.restless or _admits(state):
+    if tiers is not None:
+        if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
             most = 0
-        computed = [] if plain and most else _computed(state, skipped, bool(chunks))
-        state.wait = state.tiers.conclude(computed, preempted, now)
+        known = [] if plain and most and not tiers.prompt_only else _known(state, skipped, bool(chunks))
+        state.wait = tiers.conclude(known, preempted, now)
+        if state.wait or tiers.stirred:
+            most = 0
     if chunks:
         admitted = _admitted(contexts, cached) if state.uneven and cached else NONE_ADMITTED
         ticks = state.cost.mixed(batch, context, chunks, admitted)
@@ -81,8 +84,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         base, slope, _ = state.cost.line(batch, context)
         ticks = base + slope * context
     state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + state.wait + ticks
-    if state.tiers is not None:
-        state.tiers.send(state.end)
+    if tiers is not None:
+        tiers.send(state.end)
     if state.trace is not None and (ticks or preempted):
         gone = {*preempted, *skipped, *state.ending, *([] if chunk else [partial])}
         scheduled = [
@@ -103,18 +106,19 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     return bool(preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
 
 
-def _computed(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
-    """Of those that an iteration computes with: the tokens of which it leaves KV. Who generates stores nothing, unless
-    it is to."""
+def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
+    """Of those that an iteration computes with: the tokens that have KV with it, as far as they are known. Who
+    generates stores nothing, unless it is to."""
     tiers, flight = state.tiers, state.flight
     assert tiers is not None
+    if not chunks and not tiers.failed and tiers.prompt_only:
+        return []
     rows = []
     for request in state.running:
-        if request.flight < 0 or request in flight.finishing:
-            if chunks:
-                rows.append((request, request.computed))
-        elif request not in skipped and (request in tiers.failed or not tiers.prompt_only):
-            rows.append((request, flight.generation.computed(request) + 1))
+        if request is state.chunk or request in flight.finishing:
+            rows.append((request, request.computed))
+        elif request.flight >= 0 and request not in skipped and (request in tiers.failed or not tiers.prompt_only):
+            rows.append((request, flight.generation.computed(request, 1) - state.lag(request)))
     return rows
 
 
@@ -233,7 +237,7 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     if state.pool.caching and (request.chain is not None or request.written or state.tiers is not None):
         state.write(request, known)
     if state.tiers is not None:
-        state.tiers.end(request, known, now)
+        state.tiers.end(request, known)
     if request.keeps:
         state.keep(request, tokens, known)
         return

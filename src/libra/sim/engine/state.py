@@ -309,6 +309,8 @@ class EngineState:
         """Release the blocks of a request's computed tokens; so many of them are known."""
         size = self.config.block_size
         held = -(-tokens // size)
+        if request in self.pool.unwritten:
+            self.pool.fence(request)
         if not self.pool.caching:
             self.pool.blank += held
         elif request.written:

@@ -1,58 +1,21 @@
-"""KV beside the GPU: chunks that are stored as they fill, and loaded where the GPU's own cache lacks them.
+"""What of KV is stored beside the GPU, and what is loaded where the GPU's own cache lacks it.
 
-Invariant: nothing here changes but with time and at the boundaries at which an engine decides, so iterations may be
-counted together. A chunk that is still written, or that is being loaded already, means "ask again"; a block that is
-still read by a store is not overwritten before that has ended. The rules are those of vLLM's `OffloadingConnector`, and
-with several tiers of its `TieringOffloadingManager`: all goes through the first one.
+Invariant: as long as nothing ends and no block is given away that is read still, or was found for a request that waits,
+whoever asks again is told the same; so iterations may be counted together until then. A chunk that is still written, or
+that is being loaded already, means "ask again"; a block that is still read by a store is not overwritten before that
+has ended. The rules are those of vLLM's `OffloadingConnector`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import Literal
 
-from libra.sim.engine.block_pool import Block, BlockPool
-from libra.sim.engine.chunk_cache import Access, ChunkCache, Key, Presence, chunk_cache
-from libra.sim.engine.kv_tier import Channel, KVTier
-from libra.sim.engine.request import Path, Request, owner_of
-
-
-class Shelf:
-    """A tier as one engine has it: what is in it, and the links to it and from it."""
-
-    __slots__ = ("cache", "into", "loaded", "loads", "out", "stored", "tier")
-
-    def __init__(self, tier: KVTier) -> None:
-        self.tier = tier
-        self.cache: ChunkCache = chunk_cache(tier.chunks, tier.policy)
-        self.into, self.out = Channel(tier.store_bandwidth, tier.latency), Channel(tier.load_bandwidth, tier.latency)
-        self.loads = 0  # by this engine, and the bytes of both directions
-        self.loaded = self.stored = 0.0
-
-    @property
-    def chunk_bytes(self) -> float:
-        return self.tier.blocks_per_chunk * self.tier.block_bytes
-
-    def store(self, size: float, now: int) -> int:
-        """Bytes go to it. Returns the tick at which they are there."""
-        self.stored += size
-        return self.into.send(size, now)
-
-    def load(self, size: float, now: int) -> int:
-        self.loads += 1
-        self.loaded += size
-        return self.out.send(size, now)
-
-
-@dataclass(slots=True, eq=False)
-class Offload:
-    """Chunks on their way to the first tier. It reads the blocks until it has ended."""
-
-    keys: list[Key]
-    end: int | None = None  # tick; None: it has not begun
-    blocks: dict[Key, list[Block]] = field(default_factory=dict)  # that it reads, of a request that has ended
+from libra.sim.engine.block_pool import Block, BlockPool, Run
+from libra.sim.engine.chunk_cache import Access, Key, Presence
+from libra.sim.engine.kv_tier import KVTier
+from libra.sim.engine.request import Owner, Path, Request, owner_of
+from libra.sim.engine.tier_transfers import Offload, Shelf, TierTransfers
 
 
 @dataclass(slots=True, eq=False)
@@ -70,116 +33,77 @@ class Use:
         return max((it.end for it in self.stores if it.end is not None), default=now)
 
 
-@dataclass(slots=True, eq=False)
-class TierTransfer:
-    """Under way, other than a store."""
-
-    keys: list[Key]
-    shelf: Shelf  # where to, or where from
-    kind: Literal["load", "copy", "promotion"]  # to the GPU; from the first tier to another; from that to the first
-    request: Request | None = None
-
-
 class Tiers:
     """Those of one engine, the nearest first."""
 
     def __init__(self, tiers: Sequence[KVTier], pool: BlockPool) -> None:
-        self.shelves = [Shelf(tier) for tier in tiers]
-        self.first, self.others = self.shelves[0], self.shelves[1:]
+        self.transfers = TierTransfers(tiers)
+        self.first = self.transfers.first
         self.prompt_only = tiers[0].offload_prompt_only
         self.shared = any(tier.shared for tier in tiers)
-        self.loading: dict[Request, int] = {}  # tick at which the KV is there
+        self.now = 0  # tick of the latest boundary
         self.failed: dict[Request, None] = {}  # running, with chunks that did not fit
-        self.deferred = False  # a request that waits is to be asked again
-        self.users = [self]  # the engines that share a tier, in their order
+        self.watched: list[tuple[Request, int]] = []  # that wait, and how many blocks were found for them
+        self.patient = False  # nobody who waits has to be asked again before something changes
         self._pool = pool
         self._uses: dict[Request, Use] = {}
         self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; what they could not store
-        self._coming: set[Key] = set()  # chunks that are being loaded
         self._loads: list[tuple[Request, list[Key], int]] = []  # of this schedule, and how many blocks
         self._promotions: dict[Shelf, dict[Request, list[Key]]] = {}  # the same
         self._stores: list[Offload] = []  # the same
-        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # of all that is under way
-        self._serial = 0
-        self._arrived: list[Request] = []
+        self._flushed = 0  # tick until which iterations wait for stores
 
     @property
     def blocks_per_chunk(self) -> int:
         return self.first.tier.blocks_per_chunk
 
+    def restless(self, now: int) -> bool:
+        """Whether more is to be done with an iteration that could begin now than to store what it fills."""
+        failed = self.failed and self.prompt_only
+        return bool(self._ended or self._pool.given or failed) or self._flushed > now
+
     @property
-    def restless(self) -> bool:
-        """Whether the next iteration has to be looked at by itself."""
-        return bool(self.deferred or self.failed or self._ended or self._pool.reading)
+    def stirred(self) -> bool:
+        """Whether this schedule has begun anything that may change what others are told."""
+        return bool(self._loads or self._promotions or self._stores)
 
     # Time
 
     def settle(self, now: int) -> list[Request]:
         """What has ended by now has. Returns the requests whose KV has come."""
-        self.pass_time(now)
+        self.now = now
+        arrived = self.transfers.arrived(now)
         reading = self._pool.reading
         if reading:
             self._pool.reading = {block: it for block, it in reading.items() if it.end is None or it.end > now}
-        arrived, self._arrived = self._arrived, []
-        for request in arrived:
-            del self.loading[request]
         return arrived
 
-    def pass_time(self, now: int) -> None:
-        """The same, but nobody looks at what has come."""
-        users = self.users
-        while True:
-            ends = [(end, place) for place, it in enumerate(users) if (end := it.first_end) is not None and end <= now]
-            if not ends:
-                return
-            users[min(ends)[1]].end_first()
+    def next_event(self) -> int | None:
+        """The tick at which something ends that anybody here waits for."""
+        watching = self.watched or self.failed
+        return self.transfers.next_end() if watching else self.transfers.next_load()
 
-    def next_load(self) -> int | None:
-        """The tick at which KV of a request is there next."""
-        return min(self.loading.values(), default=None)
-
-    def end_first(self) -> None:
-        """Let the next of what is under way end."""
-        end, _, what = heappop(self._ends)
-        first = self.first.cache
-        if isinstance(what, Offload):
-            first.end_write(what.keys)
-            for shelf in self.others:
-                new = shelf.cache.begin_write(what.keys, Access())
-                if new:
-                    first.begin_read(new, Access())
-                    self._under_way(shelf.store(len(new) * shelf.chunk_bytes, end), TierTransfer(new, shelf, "copy"))
-        elif what.kind == "load":
-            first.end_read(what.keys)
-            self._coming.difference_update(what.keys)
-            assert what.request is not None
-            self._arrived.append(what.request)
-        elif what.kind == "copy":
-            first.end_read(what.keys)
-            what.shelf.cache.end_write(what.keys)
-        else:
-            first.end_write(what.keys)
-            what.shelf.cache.end_read(what.keys)
-
-    def _under_way(self, end: int, what: Offload | TierTransfer) -> None:
-        self._serial += 1
-        heappush(self._ends, (end, self._serial, what))
-
-    @property
-    def first_end(self) -> int | None:
-        """When something that this engine began ends next."""
-        return self._ends[0][0] if self._ends else None
-
-    def next_end(self) -> int | None:
-        """The same of all engines that share a tier with it."""
-        return min((end for it in self.users if (end := it.first_end) is not None), default=None)
+    def quiet(self, most: int) -> int:
+        """Free blocks, `most` of them at most, that are given away before one that is read still, or was found."""
+        if not (self.watched or self._pool.reading):
+            return most
+        found: dict[Owner, int] = {}
+        for request, blocks in self.watched:
+            for owner, start, end in request.path:
+                if start < blocks:
+                    found[owner] = max(found.get(owner, 0), min(end, blocks))
+        return self._pool.given_before(found, most)
 
     # A schedule
 
-    def look(self, request: Request, tokens: int, found: int, now: int) -> int | None:
+    def begin(self) -> None:
+        """Nobody has asked yet."""
+        self.watched, self.patient = [], False
+
+    def look(self, request: Request, tokens: int, found: int) -> int | None:
         """Tokens after the first `found` ones that can be loaded of a context of so many; None: ask again."""
         use = self._uses.setdefault(request, Use())
-        if use.until(now) > now:
+        if use.until(self.now) > self.now:
             return None
         size = self.blocks_per_chunk * self._pool.block_size
         chunks = tokens // size
@@ -201,7 +125,7 @@ class Tiers:
         tokens = (start + len(hits)) * size - found
         if tokens < size:
             return 0
-        return None if any(key in self._coming for key in hits) else tokens
+        return None if any(key in self.transfers.coming for key in hits) else tokens
 
     def load(self, request: Request, found: int, tokens: int) -> None:
         """Load so many tokens after the first `found` ones; there are blocks for them."""
@@ -210,9 +134,9 @@ class Tiers:
         use.stored = (found + tokens) // size
         keys = self._keys(request.path, found // size, use.stored)
         self.first.cache.begin_read(keys, use.access)
-        self._coming.update(keys)
+        self.transfers.coming.update(keys)
         self._loads.append((request, keys, tokens // self._pool.block_size))
-        self.loading[request] = -1
+        self.transfers.loading[request] = -1
         self.touch(request.path, found // self._pool.block_size)
 
     def touch(self, path: Path, blocks: int) -> None:
@@ -223,74 +147,66 @@ class Tiers:
                 pool.given[block] = store
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
-        """The end of a schedule, whose requests have computed so many tokens with it. Returns the ticks until its
-        iteration can begin: stores whose blocks are overwritten end first."""
-        given, begin = self._pool.given, now
+        """The end of a schedule, with whose iteration requests have computed so many tokens that are known. It could
+        begin now; returns the ticks until it can: stores whose blocks are overwritten end first."""
+        given, begin, begun = self._pool.given, max(now, self._flushed), self.transfers.begun
         for request in preempted:
             self.failed.pop(request, None)
             begin = max(begin, self._uses[request].until(now))
         begin = max([begin, *(store.end for store in given.values() if store.end is not None)])
-        for request, computed in rows:
-            self.store(request, computed)
+        for request, known in rows:
+            self.store(request, known)
         ended, self._ended = self._ended, []
         for request, last in ended:
             if last is not None and self._store_last(last, self._uses[request]):
-                begin = max(begin, self._send(last, now))
+                begin = max(begin, self.transfers.store(last, now))
         for request, _ in ended:
             access = self._uses.pop(request).access
-            for shelf in self.shelves:
+            for shelf in self.transfers.shelves:
                 shelf.cache.end_access(access)
-        self._begin_loads(begin, now)
+        for request, keys, blocks in self._loads:
+            self.transfers.load(request, keys, blocks, begin)
+        for shelf, of_request in self._promotions.items():
+            for keys in of_request.values():
+                self.transfers.promote(keys, shelf, self.now)
+        if self._stores or self.transfers.begun > begun:
+            self.transfers.disturb(self.now)
+        self._loads, self._promotions = [], {}
         self._pool.given = {}
+        self._flushed = begin
         return begin - now
 
     def send(self, now: int) -> None:
         """The iteration ends then: stores of what it computes begin."""
         stores, self._stores = self._stores, []
         for store in stores:
-            self._send(store, now)
+            self.transfers.store(store, now)
 
-    def end(self, request: Request, computed: int, now: int) -> None:
+    def end(self, request: Request, computed: int) -> None:
         """A request ends; of so many tokens its blocks have the KV, which it lets go of after this."""
         use = self._uses.get(request)
         if use is None or use.over:
             return
         use.over = True
-        use.until(now)
+        use.until(self.now)
         for store in use.stores:
             self._fence(request, store)
         last = None
-        if request in self.failed:
-            del self.failed[request]
-            last = Offload(self._keys(request.path, use.stored, self._chunks(request, computed)))
+        self.failed.pop(request, None)
+        chunks = self._chunks(request, computed)
+        if chunks > use.stored:
+            last = Offload(self._keys(request.path, use.stored, chunks))
             self._fence(request, last)
         self._ended.append((request, last))
 
-    def _begin_loads(self, begin: int, now: int) -> None:
-        for request, keys, blocks in self._loads:
-            self.loading[request] = end = self.first.load(blocks * self.first.tier.block_bytes, begin)
-            self._under_way(end, TierTransfer(keys, self.first, "load", request))
-        for shelf, of_request in self._promotions.items():
-            for keys in of_request.values():
-                end = shelf.load(len(keys) * shelf.chunk_bytes, now)
-                self._under_way(end, TierTransfer(keys, shelf, "promotion"))
-        self._loads, self._promotions = [], {}
+    def full_at(self, request: Request) -> int:
+        """Known tokens with which a running request has a chunk to be stored."""
+        return (self._uses[request].stored + 1) * self.blocks_per_chunk * self._pool.block_size
 
-    def _send(self, store: Offload, now: int) -> int:
-        end = self.first.store(len(store.keys) * self.first.chunk_bytes, now)
-        store.end = end
-        self._under_way(end, store)
-        return end
-
-    def filled_after(self, request: Request, computed: int) -> int:
-        """Tokens more until a running request has a chunk to be stored, 1 at least."""
-        chunk = self.blocks_per_chunk * self._pool.block_size
-        return max(1, (self._uses[request].stored + 1) * chunk - computed)
-
-    def store(self, request: Request, computed: int) -> None:
+    def store(self, request: Request, known: int) -> None:
         """Store the chunks of a running request that are full now."""
         use = self._uses[request]
-        chunks = self._chunks(request, computed)
+        chunks = self._chunks(request, known)
         self.failed.pop(request, None)
         if chunks <= use.stored:
             return
@@ -305,7 +221,7 @@ class Tiers:
             self._stores.append(store)
 
     def _store_last(self, store: Offload, use: Use) -> bool:
-        """Store what did not fit while its request ran. True: at once, for its blocks are given to others."""
+        """Store what was not stored while its request ran. True: at once, for its blocks are given to others."""
         reading, given = self._pool.reading, self._pool.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
         for key in set(store.keys).difference(new):
@@ -323,23 +239,29 @@ class Tiers:
         size, pool = self.blocks_per_chunk, self._pool
         for key in store.keys:
             chunk = range(key[1] * size, (key[1] + 1) * size)
-            blocks = [pool.block_of(request, owner_of(request.path, it), it) for it in chunk]
+            blocks: list[Block] = []
+            for number in chunk:
+                if number < request.written:
+                    blocks.append(pool.block_of(request, owner_of(request.path, number), number))
+                else:
+                    block = Run(None, number, number + 1, 0)
+                    pool.unwritten.setdefault(request, []).append((number, block))
+                    blocks.append(block)
             store.blocks[key] = blocks
-            for block in blocks:
-                pool.reading[block] = store
+            pool.reading.update((block, store) for block in blocks)
 
-    def _chunks(self, request: Request, computed: int) -> int:
+    def _chunks(self, request: Request, known: int) -> int:
         """Chunks of a request that may be stored."""
-        if self.prompt_only and computed > request.prompt_tokens:
-            computed = request.prompt_tokens
-        return computed // (self.blocks_per_chunk * self._pool.block_size)
+        if self.prompt_only and known > request.prompt_tokens:
+            known = request.prompt_tokens
+        return known // (self.blocks_per_chunk * self._pool.block_size)
 
     def _presence(self, key: Key, request: Request, use: Use) -> Presence:
         """Whether a chunk is in the first tier; from another one it is fetched."""
         presence = self.first.cache.presence(key)
         if presence != "missing":
             return presence
-        for shelf in self.others:
+        for shelf in self.transfers.others:
             if shelf.cache.presence(key) == "there":
                 if not self.first.cache.begin_write([key], use.access):
                     return "missing"
@@ -352,27 +274,3 @@ class Tiers:
         """Of the chunks from one to another of a context."""
         size = self.blocks_per_chunk
         return [(owner_of(path, (chunk + 1) * size - 1), chunk) for chunk in range(start, end)]
-
-
-class SharedTiers:
-    """What the engines of a cluster share: the contents of a tier, and with the engines of its node its link."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, Shelf] = {}
-        self._links: dict[tuple[str, str], tuple[Channel, Channel]] = {}
-        self._users: list[Tiers] = []
-
-    def join(self, tiers: Tiers, node: str) -> None:
-        """An engine comes. Raises ValueError where its tier is not what others have under that name."""
-        for shelf in tiers.shelves:
-            name = shelf.tier.name
-            if not shelf.tier.shared:
-                continue
-            first = self._first.setdefault(name, shelf)
-            if first.tier != shelf.tier:
-                raise ValueError(f"kv_tiers: {name} is shared, and not alike on all engines: give each the same")
-            shelf.cache = first.cache
-            shelf.into, shelf.out = self._links.setdefault((name, node), (shelf.into, shelf.out))
-            if tiers.users is not self._users:
-                tiers.users = self._users
-                self._users.append(tiers)

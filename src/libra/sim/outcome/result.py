@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, RoleName
 from libra.sim.engine.request import Request, Status
-from libra.sim.engine.tiers import Shelf
+from libra.sim.engine.tier_transfers import Shelf
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
 from libra.sim.outcome.transfers import Transfers, transfers_of
 from libra.sim.workload.caller import Caller
@@ -155,7 +155,7 @@ def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> 
 def _tiers(cluster: SimCluster) -> tuple[TierResult, ...]:
     of: dict[str, list[tuple[Shelf, int]]] = {}
     for engine in cluster.engines:
-        for shelf in [] if engine.tiers is None else engine.tiers.shelves:
+        for shelf in [] if engine.tiers is None else engine.tiers.transfers.shelves:
             of.setdefault(shelf.tier.name, []).append((shelf, engine.config.block_size))
     return tuple(
         TierResult(

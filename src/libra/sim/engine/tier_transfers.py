@@ -1,0 +1,179 @@
+"""KV on its way between an engine's GPU and its tiers, and between tiers, and when it is there.
+
+Invariant: what ends is handled in the order of the ends, over all engines that share a tier, whoever looks first; so
+nothing depends on how often anyone looks. With several tiers the rules are those of vLLM's `TieringOffloadingManager`:
+all goes through the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Literal
+
+from libra.sim.engine.block_pool import Block
+from libra.sim.engine.chunk_cache import Access, ChunkCache, Key, chunk_cache
+from libra.sim.engine.kv_tier import Channel, KVTier
+from libra.sim.engine.request import Request
+
+
+class Shelf:
+    """A tier as one engine has it: what is in it, and the links to it and from it."""
+
+    __slots__ = ("cache", "into", "loaded", "loads", "out", "stored", "tier")
+
+    def __init__(self, tier: KVTier) -> None:
+        self.tier = tier
+        self.cache: ChunkCache = chunk_cache(tier.chunks, tier.policy)
+        self.into, self.out = Channel(tier.store_bandwidth, tier.latency), Channel(tier.load_bandwidth, tier.latency)
+        self.loads = 0  # by this engine, and the bytes of both directions
+        self.loaded = self.stored = 0.0
+
+    @property
+    def chunk_bytes(self) -> float:
+        return self.tier.blocks_per_chunk * self.tier.block_bytes
+
+    def store(self, size: float, now: int) -> int:
+        """Bytes go to it. Returns the tick at which they are there."""
+        self.stored += size
+        return self.into.send(size, now)
+
+    def load(self, size: float, now: int) -> int:
+        self.loads += 1
+        self.loaded += size
+        return self.out.send(size, now)
+
+
+@dataclass(slots=True, eq=False)
+class Offload:
+    """Chunks on their way to the first tier. It reads the blocks until it has ended."""
+
+    keys: list[Key]
+    end: int | None = None  # tick; None: it has not begun
+    blocks: dict[Key, list[Block]] = field(default_factory=dict)  # that it reads, of a request that has ended
+
+
+@dataclass(slots=True, eq=False)
+class TierTransfer:
+    """Under way, other than a store."""
+
+    keys: list[Key]
+    shelf: Shelf  # where to, or where from
+    kind: Literal["load", "copy", "promotion"]  # to the GPU; from the first tier to another; from that to the first
+    request: Request | None = None
+
+
+class TierTransfers:
+    """Those of one engine. `shelves` are its tiers, the nearest first."""
+
+    def __init__(self, tiers: Sequence[KVTier]) -> None:
+        self.shelves = [Shelf(tier) for tier in tiers]
+        self.first, self.others = self.shelves[0], self.shelves[1:]
+        self.sharing = [self]  # the engines that share a tier, in their order
+        self.loading: dict[Request, int] = {}  # tick at which the KV is there
+        self.coming: set[Key] = set()  # chunks that are being loaded
+        self.begun = 0
+        self.look_at: Callable[[int], object] | None = None  # lets its engine decide at the first boundary from then on
+        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # of all that is under way
+        self._arrived: list[Request] = []
+
+    # What begins
+
+    def store(self, what: Offload, now: int) -> int:
+        what.end = self.first.store(len(what.keys) * self.first.chunk_bytes, now)
+        self._begin(what.end, what)
+        return what.end
+
+    def load(self, request: Request, keys: list[Key], blocks: int, now: int) -> None:
+        """The chunks fill so many blocks of the GPU."""
+        self.loading[request] = end = self.first.load(blocks * self.first.tier.block_bytes, now)
+        self._begin(end, TierTransfer(keys, self.first, "load", request))
+
+    def promote(self, keys: list[Key], shelf: Shelf, now: int) -> None:
+        """From another tier to the first."""
+        self._begin(shelf.load(len(keys) * shelf.chunk_bytes, now), TierTransfer(keys, shelf, "promotion"))
+
+    def disturb(self, now: int) -> None:
+        """Others that share a tier are told something new from now on. At one tick they decide in their order."""
+        place = self.sharing.index(self)
+        for number, it in enumerate(self.sharing):
+            if number != place and it.look_at is not None:
+                it.look_at(now + (number < place))
+
+    def _begin(self, end: int, what: Offload | TierTransfer) -> None:
+        self.begun += 1
+        heappush(self._ends, (end, self.begun, what))
+
+    # What ends
+
+    def arrived(self, now: int) -> list[Request]:
+        """Those whose KV has come since this was asked last."""
+        self.pass_time(now)
+        arrived, self._arrived = self._arrived, []
+        for request in arrived:
+            del self.loading[request]
+        return arrived
+
+    def pass_time(self, now: int) -> None:
+        """What has ended by now has."""
+        sharing = self.sharing
+        while True:
+            ends = [(it._ends[0][0], place) for place, it in enumerate(sharing) if it._ends and it._ends[0][0] <= now]
+            if not ends:
+                return
+            sharing[min(ends)[1]]._end_first()
+
+    def next_load(self) -> int | None:
+        """The tick at which KV of a request is there next."""
+        return min(self.loading.values(), default=None)
+
+    def next_end(self) -> int | None:
+        """The tick at which anything ends next, also what others began that share a tier."""
+        return min((it._ends[0][0] for it in self.sharing if it._ends), default=None)
+
+    def _end_first(self) -> None:
+        end, _, what = heappop(self._ends)
+        first = self.first.cache
+        if isinstance(what, Offload):
+            first.end_write(what.keys)
+            for shelf in self.others:
+                new = shelf.cache.begin_write(what.keys, Access())
+                if new:
+                    first.begin_read(new, Access())
+                    self._begin(shelf.store(len(new) * shelf.chunk_bytes, end), TierTransfer(new, shelf, "copy"))
+        elif what.kind == "load":
+            first.end_read(what.keys)
+            self.coming.difference_update(what.keys)
+            assert what.request is not None
+            self._arrived.append(what.request)
+        elif what.kind == "copy":
+            first.end_read(what.keys)
+            what.shelf.cache.end_write(what.keys)
+        else:
+            first.end_write(what.keys)
+            what.shelf.cache.end_read(what.keys)
+
+
+class SharedTiers:
+    """What the engines of a cluster share: the contents of a tier, and with the engines of its node its link."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Shelf] = {}
+        self._links: dict[tuple[str, str], tuple[Channel, Channel]] = {}
+        self._sharing: list[TierTransfers] = []
+
+    def join(self, transfers: TierTransfers, node: str) -> None:
+        """An engine comes. Raises ValueError where its tier is not what others have under that name."""
+        for shelf in transfers.shelves:
+            name = shelf.tier.name
+            if not shelf.tier.shared:
+                continue
+            first = self._first.setdefault(name, shelf)
+            if first.tier != shelf.tier:
+                raise ValueError(f"kv_tiers: {name} is shared, and not alike on all engines: give each the same")
+            shelf.cache = first.cache
+            shelf.into, shelf.out = self._links.setdefault((name, node), (shelf.into, shelf.out))
+            if transfers.sharing is not self._sharing:
+                transfers.sharing = self._sharing
+                self._sharing.append(transfers)
