@@ -55,6 +55,7 @@ def test_each_certificate_has_a_file_of_its_own(tmp_path: Path) -> None:
         ((*SLO, "--use", "much"), ("--use is 'much'; give shares",), 2),
         ((*SLO, "--longest-grant", 0), ("--longest-grant is 0",), 2),
         ((*SLO, "-o", "/no/such/place/c.json"), ("there is no directory /no/such/place",), 2),
+        ((*SLO, "-o", "/proc/c.json"), ("libra: /proc/c.json: ", "give another file to write to"), 2),
     ],
 )
 def test_what_is_refused(arguments: tuple[object, ...], words: tuple[str, ...], status: int) -> None:
@@ -64,6 +65,8 @@ def test_what_is_refused(arguments: tuple[object, ...], words: tuple[str, ...], 
     assert last.startswith("libra: ") and result.stdout == ""
     for word in words:
         assert word in last
+    if status == 2:
+        assert result.stderr.count("\n") == 1  # before anything was replayed
 
 
 def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
@@ -72,13 +75,24 @@ def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
     two = write(tmp_path / "two.yaml", data)
     assert_refused(check(*SLO, engine=two), "two.yaml: engines are 2; a certificate is of one")
     assert_refused(check(*SLO, engine=tmp_path / "none.yaml"), "none.yaml")
-    assert_refused(check(*SLO, traffic=tmp_path / "none.jsonl"), "none.jsonl")
+    none = check(*SLO, traffic=tmp_path / "none.jsonl")
+    assert_refused(none, "--traffic: ", "none.jsonl: No such file or directory; give a file of requests")
+
+
+@pytest.mark.parametrize("arrivals", [[0.0], [3.0], [0.0, 0.0, 0.0], [2.5, 2.5]])
+def test_traffic_without_a_rate_is_refused(tmp_path: Path, arrivals: list[float]) -> None:
+    lines = [json.dumps({"arrival": at, "prompt_tokens": 10, "output_tokens": 5}) for at in arrivals]
+    (tmp_path / "burst.jsonl").write_text("\n".join(lines) + "\n")
+    refused = check(*SLO, traffic=tmp_path / "burst.jsonl")
+    assert_refused(refused, "burst.jsonl: all its requests arrive at one time", "give two or more at different times")
 
 
 def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
     serve = libra("lend", "serve", EXAMPLES / "loan.yaml")
     assert_refused(serve, "certificate.json", "give a certificate that `libra lend check` has written")
     assert_refused(libra("lend", "serve", EXAMPLES / "loan.yaml", "--period", 0), "--period is 0; give more than 0")
+    refused = libra("lend", "serve", EXAMPLES / "loan.yaml", "--logs", EXAMPLES / "loan.yaml")
+    assert_refused(refused, "--logs: ", "loan.yaml is no directory; give one")
 
 
 def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:

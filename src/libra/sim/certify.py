@@ -21,6 +21,7 @@ from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requ
 from libra.traffic.envelope import Envelope
 
 WINDOW = 60.0  # seconds over which an envelope's rate is counted
+_INSTANT = ticks(1e-6)
 MISSED_ALONE = 0.01  # share of requests: an SLO that serving alone misses more often is not one that it has
 
 
@@ -39,6 +40,13 @@ class LendingCase:
     traffic: str
     requests: tuple[RecordedRequest, ...]
     longest_grant: float  # seconds
+
+    def __post_init__(self) -> None:
+        if self.requests[-1].arrival - self.requests[0].arrival < _INSTANT:
+            raise ValueError(
+                f"{self.traffic}: all its requests arrive at one time, so it has no rate; give two or more at different"
+                " times"
+            )
 
     @property
     def prompt(self) -> int:

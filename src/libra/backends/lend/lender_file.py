@@ -26,6 +26,8 @@ from libra.records.lending import LendingTerms
 
 EXAMPLE = "examples/loan.yaml"
 
+_LONGEST_SOCKET = 107  # bytes of its path, by Linux
+
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
 
@@ -52,8 +54,10 @@ class RolloutSection(Section):
 
 
 class LenderFile(Section):
+    """Names of files are as seen from this one."""
+
     device: str  # LIBRA_LEND_DEVICE of the server
-    certificate: str  # file that `libra lend check` has written, beside this one
+    certificate: str  # file that `libra lend check` has written
     serving: ServingSection
     rollout: RolloutSection
     listen: str | None = None  # unix socket on which a controller reaches the engine; None: <device>.agent
@@ -79,6 +83,12 @@ class LoanOrder:
     def terms(self) -> LendingTerms:
         assert self.start.loan is not None
         return self.start.loan.terms
+
+    @property
+    def record(self) -> Path | None:
+        """The file of questions and answers."""
+        assert self.start.loan is not None
+        return None if self.start.loan.record is None else Path(self.start.loan.record)
 
     def refuse_other(self, facts: EngineFacts) -> None:
         """Raises LendingError where the server is not the one that the certificate speaks of."""
@@ -145,7 +155,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
         recall=RecallPolicy(file.quiet, file.most_quiet),
         slo=Slo(file.serving.ttft, file.serving.tpot),
     )
-    device = Path(file.device)
+    device = beside / file.device
     start = StartEngine(
         model_directory=str(directory),
         max_model_len=file.rollout.max_model_len,
@@ -166,7 +176,13 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
             None if borrowed is None else kv_bytes,
         ),
     )
-    listen = device.with_name(f"{device.name}.agent") if file.listen is None else Path(file.listen)
+    listen = device.with_name(f"{device.name}.agent") if file.listen is None else beside / file.listen
+    if (size := len(os.fsencode(listen))) > _LONGEST_SOCKET:
+        raise ValueError(
+            f"listen: {listen} has {size} bytes, and the path of a socket {_LONGEST_SOCKET} at most; name a shorter one"
+        )
+    if not listen.absolute().parent.is_dir():
+        raise ValueError(f"listen: there is no directory {listen.parent}; make it, or name another socket")
     return LoanOrder(device, listen, file.serving.model, file.lease, start)
 
 
