@@ -9,7 +9,7 @@ STAMP := $(VENV)/.libra-installed
 TRAFFIC ?= $(LIBRA_SERVING_TRACE)
 RESULTS ?= benchmarks/results/lending-$(shell date +%F).jsonl
 
-.PHONY: help setup run test compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
+.PHONY: help setup run test compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,9 @@ test: setup  ## run all tests, two at a time
 compiled: setup  ## the simulator's core compiled in build/compiled, and whether it gives the same bytes
 	LIBRA_COMPILED=1 $(VENV)/bin/python setup.py -q build --build-base build/mypyc --build-lib build/compiled
 	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q tests/sim/test_compiled.py tests/sim/test_*_equality.py
+
+test-compiled: compiled  ## the tests of the simulator and of routing on the compiled core, 10 minutes
+	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q -n 2 tests/sim tests/route
 
 fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py

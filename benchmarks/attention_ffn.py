@@ -119,7 +119,7 @@ def iteration_seconds(cost: GroupCost, batch: int, context: int, ranks: int) -> 
     graph = Graph("NONE")
     base, slope, _ = cost.rank(graph).line(DecodeBatch(batch), batch * context)
     own = base + slope * batch * context
-    return max(factor * own + more for factor, more in cost.together(graph, batch * ranks, 0).lines) / TICKS
+    return max(factor * own + more for factor, more in cost.together(graph, batch * ranks, batch, 0).lines) / TICKS
 
 
 def main() -> int:

@@ -6,8 +6,9 @@ Invariant: a gain is told beside what bounds it, and a published number beside o
 
 "bound" has no plans: by the planner's prices of work alone (no links, caches, longest trajectories, training), the most
 that rollout gains where all mixes of pairs are allowed, whatever share of the GPUs is of which kind. "plan" plans with
-and without pairs, and simulates both runs. "roles" has 16 H800 whose work turns from long prompts to long answers, as
-Frontier (arXiv 2605.21312) has 16 H800, and changes roles between; its workload is ours, not Frontier's.
+and without pairs, and simulates both runs, and one batch of each with an oracle for a router. "roles" has 16 H800 whose
+work turns from long prompts to long answers, as Frontier (arXiv 2605.21312) has 16 H800, and changes roles between; its
+workload is ours, not Frontier's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import linprog
 
+from benchmarks.rollout_price_simulation import roll_out
 from benchmarks.rows import Row, report
 from benchmarks.simulation import SESSIONS
 from benchmarks.workloads import definition
@@ -42,7 +44,7 @@ from libra.sim.engine.config import COLOCATED, DECODE, PREFILL, EngineConfig, En
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.kv_network import KVNetwork
 from libra.sim.of_plan import simulate_run
-from libra.sim.workload.replay import Replay
+from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory, Turn, truncate
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -150,6 +152,10 @@ def plan_rows(logs: dict[str, tuple[Trajectory, ...]], steps: int) -> Iterator[R
                 runs = [simulate_run(plan, log, steps, learned=log).step_seconds for plan in plans]
                 yield Row(case, "step without pairs, simulated", runs[0], "s")
                 yield Row(case, "gain by pairs, simulated, times", runs[0] / runs[1], "")
+                batch = tuple(draw(log, recipe(pairs=True).batch, 0, same_prompts=True))
+                rollouts = [roll_out(plan, batch).seconds for plan in plans]
+                yield Row(case, "rollout without pairs, by an oracle", rollouts[0], "s")
+                yield Row(case, "gain by pairs, by an oracle, times", rollouts[0] / rollouts[1], "")
 
 
 def _planned(one: Planner, log: Sequence[Trajectory]) -> Plan:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from libra.plan.plan import Plan
+from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 from libra.sim.clock import seconds
 from libra.sim.cluster import SimCluster
-from libra.sim.planned_engines import planned_engines
+from libra.sim.engine.config import COLOCATED
+from libra.sim.planned_engines import planned_engines, planned_network
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory
 
@@ -32,7 +34,16 @@ def roll_out(plan: Plan, batch: tuple[Trajectory, ...], *, unknown_at_first: boo
     """All of the batch at once, on empty engines that have their weights. `unknown_at_first`: see `Oracle`."""
     limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
     workload = Replay(batch)
-    cluster = SimCluster(planned_engines(plan), workload, Oracle(batch, limits, unknown_at_first), limits=limits)
+    engines, oracle = planned_engines(plan), Oracle(batch, limits, unknown_at_first)
+    pairs = any(it.role is not COLOCATED for it in engines)
+    cluster = SimCluster(
+        engines,
+        workload,
+        oracle,
+        limits=limits,
+        kv_transfer=planned_network(plan.request) if pairs else None,
+        decode_route=LeastLoaded() if pairs else None,
+    )
     cluster.run()
     if workload.completed != len(batch):
         raise RuntimeError(f"{len(batch) - workload.completed} trajectories did not finish: {workload.unfinished}")

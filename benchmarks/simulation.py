@@ -5,7 +5,8 @@ made beforehand, so that neighbours on the machine count little; memory is that 
 simulator visited, iterations what the engines did: a case whose events are few is fast because most iterations follow
 from others, not because it is small.
 
-    python -m benchmarks.simulation [--quick] [--json FILE] [--repeats N]
+    python -m benchmarks.simulation [--quick] [--json FILE] [--repeats N] [--case NAME]
+    PYTHONPATH=build/compiled python -m benchmarks.simulation ...     # of the compiled core: its rows say so
 
 Each case runs in a process of its own, several times. CPU time is not free of neighbours, which share caches, memory
 and a core's other thread: a plain loop, timed just before each case, tells how fast the machine was. The last rows say
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -33,6 +35,7 @@ from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
 from libra.route.policy import Policy
+from libra.sim import cluster as cluster_module
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
@@ -65,6 +68,7 @@ class Figures:
     cached_share: float  # of prompt tokens
     simulated_seconds: float
     loop_seconds: float  # of a million turns of a plain Python loop, just before: how fast the machine was
+    load: float  # processes that wanted a core, mean of the minute before
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,7 @@ GROWTH: dict[str, Case] = {
 def measure(name: str) -> Figures:
     case = {**CASES, **GROWTH}[name]
     case.run()  # makes the engines' profiles and finds what they can do, which is no part of the case
-    loop = loop_seconds()
+    loop, load = loop_seconds(), os.getloadavg()[0]
     started = time.process_time()
     simulated = case.run()
     simulated.run()
@@ -211,6 +215,7 @@ def measure(name: str) -> Figures:
         sum(request.cached_tokens for request in simulated.requests) / asked,
         simulated.now / 1e12,
         loop,
+        load,
     )
 
 
@@ -226,6 +231,8 @@ def loop_seconds() -> float:
 def rows(name: str, case: Case, runs: list[Figures]) -> list[Row]:
     seconds = [run.cpu_seconds for run in runs]
     figures = runs[0]
+    if str(cluster_module.__file__).endswith(".so"):
+        name += ", compiled"
     typical, peak = statistics.median(seconds), max(run.peak_mib for run in runs)
     goal = (None, None) if case.seconds is None else (f"under {case.seconds:g} s", typical < case.seconds)
     found = [
@@ -234,6 +241,7 @@ def rows(name: str, case: Case, runs: list[Figures]) -> list[Row]:
         Row(
             name, "a million turns of a plain loop, just before", statistics.median(it.loop_seconds for it in runs), "s"
         ),
+        Row(name, "load of the machine", statistics.median(it.load for it in runs), ""),
         Row(
             name,
             "peak memory",
@@ -270,6 +278,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="each case once, and not the largest ones")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each case (3 of those over 10 s)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--case", choices={**CASES, **GROWTH}, metavar="NAME", help="only this one")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
@@ -282,7 +291,7 @@ def main() -> int:
         ):
             print(f"{name}: left out, its data is not at {DATA}", file=sys.stderr)
             continue
-        if asked.quick and "1,000,000" in name:
+        if (asked.quick and "1,000,000" in name) or asked.case not in (None, name):
             continue
         runs: list[Figures] = []
         for _ in range(1 if asked.quick else asked.repeats):

@@ -49,7 +49,7 @@ class StepCost:
     def rank(self, graph: Graph) -> AffineCost:
         return AffineCost(self.step, per_sequence=self.own, per_new_token=self.own)
 
-    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
         return Together(((1, self.each * tokens + _KINDS[graph.kind]),))
 
 

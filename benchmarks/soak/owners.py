@@ -57,7 +57,7 @@ class Owner:
         self.starts: list[float] = []  # of servers
         self._ready = False
         loan = {
-            "device": str(directory / f"device-{number}"),
+            "device": f"device-{number}",
             "certificate": "certificate.json",
             "serving": {
                 "model": str(directory / "chat"),
@@ -73,7 +73,7 @@ class Owner:
                 "kv_cache": "0.25 MiB",
                 "borrowed_kv": "4 MiB",
             },
-            "listen": str(directory / f"agent-{number}"),
+            "listen": f"agent-{number}",
             "quiet": 0.5,
             "most_quiet": 8.0,
             "record": f"lending-{number}.jsonl",

@@ -10,7 +10,8 @@ import yaml
 from calls import EXAMPLES, assert_refused, libra, write
 from fakes.made_loans import TERMS, write_loans
 
-from libra.lend.certificate import load_certificate
+from libra.hardware.model_file import load_model
+from libra.lend.certificate import ServerLimits, load_certificate
 
 LENDER, REQUESTS = EXAMPLES / "lender.yaml", EXAMPLES / "requests.jsonl"
 SLO = ("--ttft", 2, "--tpot", 0.1)
@@ -28,6 +29,8 @@ def test_a_certificate_is_found_shown_and_written(tmp_path: Path) -> None:
     found = json.loads(check(*SLO, "--use", "0.5,0.8", "--json").stdout)
     assert [it["use"] for it in found] == [0.5, 0.8]
     assert json.loads((tmp_path / "c.json").read_text()) in found
+    assert written.limits == ServerLimits(16384, 256, 1024)
+    assert written.parameters == load_model("Qwen/Qwen3-8B").parameters
     assert written.traffic == "requests.jsonl" and 0 < written.harvest[-1].share < 1
 
 
@@ -55,6 +58,7 @@ def test_each_certificate_has_a_file_of_its_own(tmp_path: Path) -> None:
         ((*SLO, "--use", "much"), ("--use is 'much'; give shares",), 2),
         ((*SLO, "--longest-grant", 0), ("--longest-grant is 0",), 2),
         ((*SLO, "-o", "/no/such/place/c.json"), ("there is no directory /no/such/place",), 2),
+        ((*SLO, "-o", "/proc/c.json"), ("libra: /proc/c.json: ", "give another file to write to"), 2),
     ],
 )
 def test_what_is_refused(arguments: tuple[object, ...], words: tuple[str, ...], status: int) -> None:
@@ -64,6 +68,8 @@ def test_what_is_refused(arguments: tuple[object, ...], words: tuple[str, ...], 
     assert last.startswith("libra: ") and result.stdout == ""
     for word in words:
         assert word in last
+    if status == 2:
+        assert result.stderr.count("\n") == 1  # before anything was replayed
 
 
 def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
@@ -72,13 +78,24 @@ def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
     two = write(tmp_path / "two.yaml", data)
     assert_refused(check(*SLO, engine=two), "two.yaml: engines are 2; a certificate is of one")
     assert_refused(check(*SLO, engine=tmp_path / "none.yaml"), "none.yaml")
-    assert_refused(check(*SLO, traffic=tmp_path / "none.jsonl"), "none.jsonl")
+    none = check(*SLO, traffic=tmp_path / "none.jsonl")
+    assert_refused(none, "--traffic: ", "none.jsonl: No such file or directory; give a file of requests")
+
+
+@pytest.mark.parametrize("arrivals", [[0.0], [3.0], [0.0, 0.0, 0.0], [2.5, 2.5]])
+def test_traffic_without_a_rate_is_refused(tmp_path: Path, arrivals: list[float]) -> None:
+    lines = [json.dumps({"arrival": at, "prompt_tokens": 10, "output_tokens": 5}) for at in arrivals]
+    (tmp_path / "burst.jsonl").write_text("\n".join(lines) + "\n")
+    refused = check(*SLO, traffic=tmp_path / "burst.jsonl")
+    assert_refused(refused, "burst.jsonl: all its requests arrive at one time", "give two or more at different times")
 
 
 def test_a_device_without_a_server_is_not_lent(tmp_path: Path) -> None:
     serve = libra("lend", "serve", EXAMPLES / "loan.yaml")
     assert_refused(serve, "certificate.json", "give a certificate that `libra lend check` has written")
     assert_refused(libra("lend", "serve", EXAMPLES / "loan.yaml", "--period", 0), "--period is 0; give more than 0")
+    refused = libra("lend", "serve", EXAMPLES / "loan.yaml", "--logs", EXAMPLES / "loan.yaml")
+    assert_refused(refused, "--logs: ", "loan.yaml is no directory; give one")
 
 
 def test_a_record_of_a_loan_is_shown(tmp_path: Path) -> None:

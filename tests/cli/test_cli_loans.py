@@ -156,6 +156,15 @@ def test_lenders_that_do_not_fit_the_plan_are_refused(
     assert_refused(libra("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", *arguments), *words)
 
 
+def test_traffic_that_cannot_go_round_is_refused(planned: tuple[Path, Result], tmp_path: Path) -> None:
+    (tmp_path / "burst.jsonl").write_text('{"arrival":0,"prompt_tokens":10,"output_tokens":5}\n' * 3)
+    run = ("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, *LENDER[:2], "--traffic")
+    assert_refused(
+        libra(*run, tmp_path / "burst.jsonl"), "burst.jsonl: all its requests arrive at one time", "give two"
+    )
+    assert_refused(libra(*run, tmp_path / "none.jsonl"), "--traffic: ", "No such file or directory; give a file of")
+
+
 def test_a_lender_that_is_too_busy_is_said_to_lend_nothing(tmp_path: Path) -> None:
     found, path, result = replanned(tmp_path, rates(80))
     assert found.loans == ()
@@ -216,7 +225,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     ("no such certificate", other(certificates=["none.json"]), "lends.certificates: "),
     ("no certificate", other(certificates=["chat.jsonl"]), "give a certificate that `libra lend check` has written"),
     ("one use twice", other(certificates=["chat_use_60.json"] * 2), "certificates: two are of use 0.6"),
-    ("no such log", traffic(requests="none.jsonl"), "lends.traffic.requests: "),
+    ("no such log", traffic(requests="none.jsonl"), "none.jsonl: No such file or directory; give a file of requests"),
     ("a short log", traffic(bin=40, season=80), "the log has 5 whole bins of 40 s; a forecast needs 21: give a longer"),
 ]  # fmt: skip
 

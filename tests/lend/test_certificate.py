@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from libra.config.yaml_file import ConfigError
-from libra.lend.certificate import Certificate, Harvest, best, certificate_json, load_certificate
+from libra.lend.certificate import Certificate, Harvest, ServerLimits, best, certificate_json, load_certificate
 from libra.lend.gate import Slo
 from libra.traffic.envelope import Envelope
 
@@ -23,6 +24,7 @@ MADE = Certificate(
     requests=1000,
     missed_alone=2,
 )
+LIMITED = replace(MADE, parameters=8_000, limits=ServerLimits(16384, 256, 1024))
 
 
 def test_what_is_saved_is_loaded_equal(tmp_path: Path) -> None:
@@ -40,6 +42,40 @@ def test_the_best_lends_most_at_a_rate_and_slows_serving_least() -> None:
     beyond = replace(MADE, use=0.9, harvest=(Harvest(1.0, 0.8), Harvest(4.0, 0.5)))
     assert best([MADE, lower, beyond], 2.0) is lower
     assert best([MADE, lower, beyond], 4.0) is beyond
+
+
+def test_one_from_before_limits_were_kept_is_loaded_and_says_nothing_of_them(tmp_path: Path) -> None:
+    data = json.loads(certificate_json(LIMITED))
+    del data["parameters"], data["limits"]
+    (tmp_path / "c.json").write_text(json.dumps(data))
+    loaded = load_certificate(tmp_path / "c.json")
+    assert loaded == MADE
+    assert loaded.other_limit(ServerLimits(1, 2, 3)) is None
+    assert loaded.mismatch(MADE.model, MADE.hardware, MADE.slo, 5) is None
+
+
+def test_two_models_of_one_name_are_told_apart() -> None:
+    assert LIMITED.mismatch(MADE.model, MADE.hardware, MADE.slo) is None
+    assert LIMITED.mismatch(MADE.model, MADE.hardware, MADE.slo, 8_000) is None
+    said = "the certificate is of a Qwen/Qwen3-8B of 8,000 parameters, not of 7,999"
+    assert LIMITED.mismatch(MADE.model, MADE.hardware, MADE.slo, 7_999) == said
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (ServerLimits(16384, 256, 1024), None),
+        (ServerLimits(4096, 256, 1024), None),
+        (ServerLimits(16385, 256, 1024), "max_model_len is 16385 there and 16384 in the certificate"),
+        (ServerLimits(16384, 257, 1024), "max_num_seqs is 257 there and 256 in the certificate"),
+        (ServerLimits(16384, 255, 1024), "start the server with --max-num-seqs 256, or have one made for it"),
+        (ServerLimits(16384, 256, 1025), "start the server with --max-num-batched-tokens 1024, or have one made"),
+        (ServerLimits(16384, 256, 512), "max_num_batched_tokens is 512 there and 1024 in the certificate"),
+    ],
+)
+def test_a_server_with_other_limits_is_not_what_was_certified(limits: ServerLimits, said: str | None) -> None:
+    found = LIMITED.other_limit(limits)
+    assert found is None if said is None else found is not None and said in found
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven_engine import Case, cases
+from driven_engine import Case, Turn, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import simulate
@@ -87,6 +87,19 @@ def test_tokens_under_way_count_for_whoever_is_preempted() -> None:
     assert jumped.iterations == visited.iterations
     assert [jumped.requests[number].generated for number in (0, 1)] == [12, 7]
     assert jumped.engine.pool.free == 6
+
+
+@pytest.mark.parametrize(("accepted", "asked"), [((2, 2, 2, 2, 3), [(30, 0, 7), (40, 0, 10)]), ((3,), [(30, 0, 9)])])
+@pytest.mark.parametrize("exact", [False, True])
+def test_who_is_asked_about_tokens_under_way(
+    accepted: tuple[int, ...], asked: list[tuple[int, int, int]], exact: bool
+) -> None:
+    """Asked again about 10 tokens when it has 6, with an iteration under way that brings them: and the last one."""
+    config = replace(CONFIG, speculative=Speculative("eagle", 3, accepted=accepted))
+    turn = Turn(0, 1, 11, None, False, 0, (6, 10), None, None)
+    served = Case(config, TEN, (turn,)).serve(exact=exact)
+    assert served.asked == asked
+    assert served.requests[0].generated == 11
 
 
 @pytest.mark.parametrize("costs", [affine_costs, knee_costs, grid_costs])

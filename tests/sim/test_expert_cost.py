@@ -10,6 +10,7 @@ import pytest
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import Balancing, initial_placement, power_law, rank_shares, rebalanced
 from libra.cost.grid import EngineGrid
+from libra.cost.host import HostCost
 from libra.route.catalogue import policy_named
 from libra.sim.clock import ticks
 from libra.sim.cluster import SimCluster
@@ -45,20 +46,29 @@ def test_each_layer_waits_for_its_fullest_gpu() -> None:
     shares = rank_shares(power_law(16, 2, 1.2, 3, seed=0), initial_placement(16, 16, 3), 4)
     tokens = [100 * max(row) for row in shares]
     wanted = sum(np.interp(it, GRID.tokens, GRID.experts) + np.interp(it, GRID.tokens, GRID.exchange) for it in tokens)
-    found = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 7)
+    found = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 25, 7)
     assert found.lines == ((1, ticks(float(wanted))),)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_host_of_the_rank_with_most_requests_takes_longest(overlapped: bool) -> None:
+    """However many tokens these have, and other ranks."""
+    host = HostCost(iteration=2.0, request=0.5, eager=7.0, overlapped=overlapped)
+    device = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 3, 7).lines[0][1]
+    lines = ExpertCost(GRID, CONFIG, load(), host=host).together(Graph("NONE"), 100, 3, 7).lines
+    assert lines == (((1, device), (0, ticks(7.0))) if overlapped else ((1, device + ticks(3.5)), (0, ticks(10.5))))
 
 
 def test_moves_are_paid_once_and_make_the_fullest_less_full() -> None:
     cost = ExpertCost(GRID, CONFIG, load(), BALANCING)
     first = BALANCING.moved_at(1)
     assert first == 10
-    before, moving, after = (cost.together(Graph("NONE"), 100, it) for it in (first - 1, first, first + 1))
+    before, moving, after = (cost.together(Graph("NONE"), 100, 25, it) for it in (first - 1, first, first + 1))
     assert before.holds == moving.holds == 1
     assert after.holds == 39
     assert moving.lines[0][1] > after.lines[0][1]
     assert cost.fullest(first) < cost.fullest(first - 1)
-    again = cost.together(Graph("NONE"), 100, first + 40)
+    again = cost.together(Graph("NONE"), 100, 25, first + 40)
     assert again.lines == after.lines  # nothing has to be moved again
 
 

@@ -34,7 +34,7 @@ class DrawnGroupCost:
     def rank(self, graph: Graph) -> IterationCost:
         return self.cost
 
-    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
         more = 0 if self.every is None else 3 * (iteration // self.every % 2)
         more += self.per_padding * graph.size + self.per_token * tokens
         holds = UNLIMITED if self.every is None else self.every - iteration % self.every

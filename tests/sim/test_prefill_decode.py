@@ -157,7 +157,7 @@ class TogetherCost:
     def rank(self, graph: Graph) -> AffineCost:
         return self.cost
 
-    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
         return Together(((1, tokens),))
 
 

@@ -71,15 +71,15 @@ def check(
             check_writable(*{_file(output, each): None for each in uses}, reads=(engine, traffic))
         case = _case(engine, traffic, ttft, tpot, longest_grant)
         found = certify(case, uses, _LOADS, _Told(as_json))
+        chosen = best(found, max(it.covered for it in found))
+        if output is not None:
+            for it in found if _EACH in output.name else (chosen,):
+                write_text(_file(output, it.use), certificate_json(it))
     except NothingToLendError as error:
         typer.echo(f"libra: {error}", err=True)
         raise typer.Exit(3) from None
     except (ValueError, OSError) as error:
         bad_input(error)
-    chosen = best(found, max(it.covered for it in found))
-    if output is not None:
-        for it in found if _EACH in output.name else (chosen,):
-            write_text(_file(output, it.use), certificate_json(it))
     if as_json:
         typer.echo(json.dumps([json.loads(certificate_json(it)) for it in found], indent=1))
     else:
@@ -111,6 +111,8 @@ def serve(
     try:
         if not 0 < period < math.inf:
             raise ValueError(f"--period is {period:g}; give more than 0 seconds, and finite")
+        if logs is not None and logs.exists() and not logs.is_dir():
+            raise ValueError(f"--logs: {logs} is no directory; give one, or a name that is free")
         with needing("cpu", "msgspec", "tokenizers", "psutil", "vllm"):
             from libra.backends.launch.fork_server import LaunchError
             from libra.backends.lend.agent import LoanEndedError
@@ -206,21 +208,22 @@ def _line(it: LendingPeriod) -> str:
 
 
 def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: float) -> LendingCase:
+    from libra.cli.lenders import read_traffic
     from libra.lend.gate import Slo
     from libra.sim.certify import LendingCase
     from libra.sim.engines_file import load_lender
-    from libra.sim.workload.request_file import read_requests
 
     if not 0 < longest_grant < math.inf:
         raise ValueError(f"--longest-grant is {longest_grant:g}; give more than 0 seconds, and finite")
     spec, model, hardware = load_lender(engine, lambda note: typer.echo(f"note: {note}", err=True))
     return LendingCase(
         spec=spec,
-        model=model,
+        model=model.name,
+        parameters=model.parameters,
         hardware=hardware,
         slo=Slo(ttft, tpot),
         traffic=traffic.name,
-        requests=tuple(read_requests(traffic)),
+        requests=read_traffic(traffic),
         longest_grant=longest_grant,
     )
 

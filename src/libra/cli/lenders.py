@@ -1,4 +1,4 @@
-"""What a cluster file says of pools that lend, with the files that it names."""
+"""What commands are told of engines that lend: by a cluster file, with the files that it names, and by options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from libra.lend.certificate import load_certificate
 from libra.lend.lender import Lender, make_lender
 from libra.sim.clock import seconds
 from libra.sim.workload.request_file import read_requests
+from libra.sim.workload.requests import RecordedRequest
 from libra.traffic.forecast import forecast_from
 
 
@@ -22,6 +23,14 @@ def load_lenders(path: Path, cluster: Cluster) -> tuple[Lender, ...]:
         for index, pool in enumerate(cluster.serving)
         if pool.lends is not None
     )
+
+
+def read_traffic(path: Path) -> tuple[RecordedRequest, ...]:
+    """What `--traffic` names. Raises ValueError."""
+    try:
+        return read_requests(path)
+    except ValueError as error:
+        raise ValueError(f"--traffic: {error}") from None
 
 
 def _lender(path: Path, key: str, pool: ServingPool, terms: LoanTerms) -> Lender:
@@ -47,7 +56,7 @@ def _rates(path: Path, key: str, terms: LoanTerms) -> tuple[tuple[float, ...], f
         return ahead.rates, ahead.seconds
     try:
         arrivals = [seconds(request.arrival) for request in read_requests(path.parent / ahead.requests)]
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise refusal(path, f"{key}.traffic.requests: {error}") from None
     try:
         return forecast_from(arrivals, ahead.bin, ahead.season_bins).cases, ahead.bin

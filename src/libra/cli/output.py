@@ -6,6 +6,7 @@ work is done where that can be known, and in one line that names the file.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ T = TypeVar("T")
 
 
 def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
-    """Raises ValueError where an output is a directory or has none to be in, or is the same file as one of `reads` or
-    as another output. `-`, standard output, is for those to accept who can write to it."""
+    """Raises ValueError where an output cannot be written or made, or is the same file as one of `reads` or as another
+    output. `-`, standard output, is for those to accept who can write to it."""
     taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
     for path in outputs:
         if path is None:
@@ -33,11 +34,23 @@ def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> 
             raise ValueError(f"{path}: is a directory; give a file to write to")
         if not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no directory {path.parent}; make it, or give another file to write to")
+        _try(path)
         real = os.path.realpath(path)
         if real in taken:
             raise ValueError(f"{path}: the same file as {taken[real]}; give another file to write to")
         if path.is_file() or not path.exists():  # /dev/null takes any number of outputs
             taken[real] = f"{path}, which is written besides"
+
+
+def _try(path: Path) -> None:
+    """Raises ValueError where it cannot be written. Leaves things as they were."""
+    with writing(path):
+        if os.path.lexists(path):
+            if not os.access(path, os.W_OK) and path.exists():
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            path.unlink()
 
 
 def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:

@@ -130,11 +130,11 @@ def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
 
 def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
     """What serves on the devices that the plan borrows; None where nothing is said of it."""
+    from libra.cli.lenders import read_traffic
     from libra.lend.recall import RecallPolicy
     from libra.plan.options.cluster_request import ClusterRequest
     from libra.sim.engines_file import load_lender
     from libra.sim.training_run.tenancy import TenantEngine, tenancy_of
-    from libra.sim.workload.request_file import read_requests
 
     if not lenders and not traffic:
         if kv_quota:
@@ -148,7 +148,7 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_qu
     engines = []
     for file, log in zip(lenders, traffic, strict=True):
         spec, model, hardware = load_lender(file, lambda note: typer.echo(f"note: {note}", err=True))
-        engines.append(TenantEngine(spec, model, hardware, log.name, tuple(read_requests(log))))
+        engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
     serving = {}
     for lender in plan.request.lenders:
         wanted = lender.certificates[0]

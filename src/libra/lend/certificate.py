@@ -27,6 +27,15 @@ class Harvest:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Of the engine that serves, by vLLM's names."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """A replay of `traffic`, in which a borrower that spends every grant to its end cost no request its SLO."""
 
@@ -43,6 +52,8 @@ class Certificate:
     traffic: str  # the file that was replayed
     requests: int
     missed_alone: int  # requests of the certified load that miss the SLO without lending, too
+    parameters: int | None = None  # of the model, as two may have one name; None, as below: from before it was kept
+    limits: ServerLimits | None = None  # under which steps and queue were bounded
 
     def __post_init__(self) -> None:
         self.slo.pace(self.use)
@@ -71,15 +82,35 @@ class Certificate:
             return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 
-    def mismatch(self, model: str, hardware: str, slo: Slo) -> str | None:
-        """Why it says nothing of such a lender; None where it does. An SLO that is as lax or laxer is covered."""
+    def mismatch(self, model: str, hardware: str, slo: Slo, parameters: int | None = None) -> str | None:
+        """Why it says nothing of such a lender; None where it does. An SLO that is as lax or laxer is covered.
+        `parameters` is how many the model has; None: nobody knows."""
         if model != self.model:
             return f"the certificate is of {self.model}, not of {model}"
+        if parameters is not None and self.parameters not in (None, parameters):
+            return f"the certificate is of a {model} of {self.parameters:,} parameters, not of {parameters:,}"
         if hardware != self.hardware:
             return f"the certificate is of {self.hardware}, not of {hardware}"
         for name in ("ttft", "tpot"):
             if getattr(slo, name) < getattr(self.slo, name):
                 return f"{name} is {getattr(slo, name):g} s; the certificate is of {getattr(self.slo, name):g} s"
+        return None
+
+    def other_limit(self, limits: ServerLimits) -> str | None:
+        """Why it says nothing of a server with these limits, with the remedy; None where it does.
+
+        Tokens and requests of a step bound its time and, with that, the prompts that may wait. Contexts that are
+        shorter than they may be change neither.
+        """
+        if self.limits is None:
+            return None
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            here, certified = getattr(limits, name), getattr(self.limits, name)
+            if here > certified or (here < certified and name != "max_model_len"):
+                return (
+                    f"{name} is {here} there and {certified} in the certificate; start the server with"
+                    f" --{name.replace('_', '-')} {certified}, or have one made for it (libra lend check)"
+                )
         return None
 
 

@@ -76,7 +76,7 @@ def make_lender(
         raise ValueError(f"tensor_parallel_size: {model.name}: {refused}")
     hardware = f"{terms.tensor_parallel_size} x {pool.nodes.gpu.name}"
     for name, certificate in certificates:
-        mismatch = certificate.mismatch(model.name, hardware, Slo(terms.ttft, terms.tpot))
+        mismatch = certificate.mismatch(model.name, hardware, Slo(terms.ttft, terms.tpot), model.parameters)
         if mismatch is not None:
             raise ValueError(f"certificates: {name}: {mismatch}: certify this pool with `libra lend check`")
     ordered = sorted((certificate for _, certificate in certificates), key=lambda it: it.use)

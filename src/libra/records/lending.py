@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, TypeAdapter, ValidationError
 
+from libra.config.json_line import line_problem
 from libra.config.run import LendingRule
 from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
@@ -170,6 +171,14 @@ LendingLine = LendingTerms | LendingAnswer | LentStep | ServedStep | QuotaChange
 _LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discriminator("kind")])
 
 
+def are_terms(line: bytes) -> bool:
+    """Whether it is the first line of such a file."""
+    try:
+        return isinstance(_LINES.validate_json(line, strict=True), LendingTerms)
+    except ValidationError:
+        return False
+
+
 def read_lending(path: Path) -> Iterator[LendingLine]:
     """Its lines; one that was cut off at the end is left out. Raises `RecordFormatError`."""
     for number, line in enumerate(whole_lines(path), start=1):
@@ -177,9 +186,12 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
             said = _LINES.validate_json(line, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            raise RecordFormatError(f"{path}:{number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            wrong = "" if first["type"].startswith("union_tag") else f" ({line_problem(first)})"
+            raise RecordFormatError(
+                f"{path}:{number}: no line of a record of a loan{wrong}; give the `record` of a loan as it was written"
+            ) from None
         if number == 1 and not isinstance(said, LendingTerms):
-            raise RecordFormatError(f"{path}:1: the first line of a lending record has its terms")
+            raise RecordFormatError(f"{path}:1: a record of a loan begins with its terms; give one as it was written")
         yield said
 
 

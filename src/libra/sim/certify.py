@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from libra.lend.certificate import Certificate, Harvest
+from libra.lend.certificate import Certificate, Harvest, ServerLimits
 from libra.lend.gate import Gate, ServingView, Slo, ttft_queue
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
@@ -21,6 +21,7 @@ from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requ
 from libra.traffic.envelope import Envelope
 
 WINDOW = 60.0  # seconds over which an envelope's rate is counted
+_INSTANT = ticks(1e-6)
 MISSED_ALONE = 0.01  # share of requests: an SLO that serving alone misses more often is not one that it has
 
 
@@ -39,6 +40,14 @@ class LendingCase:
     traffic: str
     requests: tuple[RecordedRequest, ...]
     longest_grant: float  # seconds
+    parameters: int | None = None  # of the model; None: nobody knows
+
+    def __post_init__(self) -> None:
+        if self.requests[-1].arrival - self.requests[0].arrival < _INSTANT:
+            raise ValueError(
+                f"{self.traffic}: all its requests arrive at one time, so it has no rate; give two or more at different"
+                " times"
+            )
 
     @property
     def prompt(self) -> int:
@@ -187,7 +196,7 @@ def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> No
 
 def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificate:
     last = attempts[-1]
-    outcome = last.outcome
+    outcome, config = last.outcome, case.spec.config
     return Certificate(
         model=case.model,
         hardware=case.hardware,
@@ -206,6 +215,8 @@ def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificat
         traffic=case.traffic,
         requests=len(outcome.requests),
         missed_alone=last.missed_alone,
+        parameters=case.parameters,
+        limits=ServerLimits(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
 
 

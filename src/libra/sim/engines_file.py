@@ -12,6 +12,7 @@ from pathlib import Path
 
 from libra.config.yaml_file import read_section, refusal
 from libra.cost.quantization import KV_FORMATS
+from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.afd_ranks import afd_cost, check_afd
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
@@ -59,7 +60,7 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
         raise refusal(path, str(error)) from None
 
 
-def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) -> tuple[EngineSpec, str, str]:
+def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) -> tuple[EngineSpec, ModelSpec, str]:
     """The serving engine of such a file, its model and its hardware (such as "2 x A100"). Raises `ConfigError`, also
     where the file describes several: each is certified by itself."""
     path = Path(path)
@@ -68,7 +69,7 @@ def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) 
     if len(engines) > 1:
         raise refusal(path, f"engines are {len(engines)}; a certificate is of one: give a file with a single engine")
     gpus = section.tensor_parallel_size * section.pipeline_parallel_size
-    return engines[0], load_model(section.model).name, f"{gpus} x {section.gpu}"
+    return engines[0], load_model(section.model), f"{gpus} x {section.gpu}"
 
 
 def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:

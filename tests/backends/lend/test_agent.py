@@ -387,3 +387,16 @@ def test_an_engine_takes_what_a_run_publishes_and_makes_no_turn_before(
 
     loan = lend(tmp_path, script, monkeypatch)
     assert loan.told[-1] == "no weights: weight update to version 5: checksum"
+
+
+def test_what_an_agent_that_was_killed_left_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "agent"))
+        killed.listen()
+    assert (tmp_path / "agent").is_socket()
+
+    async def script(loan: Loan, agent: LendingAgent) -> None:
+        await loan.engine()
+        assert await (await loan.controller()).receive() == LENT
+
+    lend(tmp_path, script, monkeypatch)

@@ -14,7 +14,7 @@ import pytest
 
 from libra.backends.lend.borrower import GatedBorrower
 from libra.backends.lend.borrower_token import BorrowerToken
-from libra.backends.lend.device_page import EngineFacts, ServingStep
+from libra.backends.lend.device_page import EngineFacts, LendingError, ServingStep
 from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.record import LendingRecord
 from libra.backends.lend.serving_token import ServingToken
@@ -321,6 +321,27 @@ for number in range(1000):
 record.close()
 print(len(list(read_lending(path))))
 """
+
+
+def test_a_record_is_of_one_borrower_at_a_time_and_goes_on_with_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "lending.jsonl"
+    first = LendingRecord(path, TERMS, print)
+    with pytest.raises(LendingError, match="is written for another loan; name another file"):
+        LendingRecord(path, TERMS, print)
+    first.close()
+    with path.open("a") as file:
+        file.write("cut o")
+    LendingRecord(path, TERMS, print).close()
+    assert list(read_lending(path)) == [TERMS, TERMS]
+
+
+@pytest.mark.parametrize("text", ["no newline", '{"kind":"step"}\n', "{}\n{", "\n\n", "x" * 100_000 + "\n"])
+def test_a_file_that_is_no_record_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(text)
+    with pytest.raises(LendingError, match=r"record: .*notes is there and no record of a loan; name another file"):
+        LendingRecord(path, TERMS, print)
+    assert path.read_text() == text
 
 
 def test_a_full_disk_ends_the_record_and_is_told_once(tmp_path: Path) -> None:

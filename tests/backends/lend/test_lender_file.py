@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,16 +14,18 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import libra.backends.lend.device_page
 from libra.backends.lend.device_page import EngineFacts, LendingError
 from libra.backends.lend.lender_file import LoanOrder, load_lender_file
 from libra.backends.lend.lender_token import LenderToken
+from libra.backends.lend.record import LendingRecord
 from libra.backends.lend.server_watch import ServerWatch
 from libra.backends.lend.serving_token import ServingToken
 from libra.backends.tiny_model import write_tiny_model
 from libra.cli.app import app
 from libra.config.run import ModelConfig
 from libra.config.yaml_file import ConfigError
-from libra.lend.certificate import Certificate, Harvest, certificate_json
+from libra.lend.certificate import Certificate, Harvest, ServerLimits, certificate_json
 from libra.lend.gate import IDLE, Slo
 from libra.lend.quota import KVView
 from libra.traffic.envelope import Envelope
@@ -39,6 +42,7 @@ CERTIFICATE = Certificate(
     traffic="requests.jsonl",
     requests=10,
     missed_alone=0,
+    limits=ServerLimits(16384, 256, 1024),
 )
 LOAN: dict[str, Any] = {
     "device": "device",
@@ -77,6 +81,8 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
     more = load(tmp_path, {"rollout.kv_cache": "0.01 MiB", "rollout.borrowed_kv": "1 GiB"}).start
     assert more.loan is not None
     assert (more.kv_cache_bytes, more.loan.kv_beside) == ((1 << 30) + int(0.01 * 2**20), int(0.01 * 2**20))
+    near = load(tmp_path, {"device": "dev", "listen": "agent"})  # names are seen from the file
+    assert (near.device, near.listen) == (tmp_path / "dev", tmp_path / "agent")
     lax = load(tmp_path, {"serving.tpot": 1.0})
     assert lax.terms.pace == pytest.approx(0.08)  # what was certified, not what would be allowed
 
@@ -102,6 +108,8 @@ def test_a_loan_is_as_its_certificate_says(tmp_path: Path) -> None:
         ({"rollout.borrowed_kv": "much"}, "rollout.borrowed_kv"),
         ({"shortest_grant": 0.04}, "shortest_grant is 0.04 s, more than the 0.03 s"),
         ({"most_quiet": 1.0}, "most_quiet is 1 s, less than quiet, 5 s; raise it"),
+        ({"listen": "a" * 108}, "and the path of a socket 107 at most; name a shorter one"),
+        ({"listen": "none/agent"}, "none; make it, or name another socket"),
         ({"certificate": "none.json"}, "give a certificate that `libra lend check` has written"),
     ],
 )
@@ -127,7 +135,17 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
         ("no server", MUCH, "No such file or directory; start the serving engine with LendingScheduler"),
         ("ended", MUCH, "the serving engine has ended; start it first"),
         ("another model", MUCH, "serving.model is Qwen/Qwen3-8B, the server on"),
+        (
+            "other limits",
+            MUCH,
+            "max_num_batched_tokens is 8192 there and 1024 in the certificate; start the server with",
+        ),
         ("another agent", MUCH, "another agent lends this device; one at a time can"),
+        ("damaged", MUCH, "/device: the serving engine ended as it wrote; start it again"),
+        ("a file at listen", MUCH, "listen: {} is there and no socket; name another file, or remove this one"),
+        ("a socket in use", MUCH, "listen: another process has the socket {}; name another one, or end it first"),
+        ("a file at record", MUCH, "record: {} is there and no record of a loan; name another file, or remove it"),
+        ("a record in use", MUCH, "record: {} is written for another loan; name another file"),
         (
             "",
             LITTLE,
@@ -137,23 +155,42 @@ NO_MEMORY, LITTLE, MUCH = KVView(), KVView(1 << 20, 1 << 20), KVView(1 << 30, 1 
     ],
 )
 def test_a_loan_that_its_device_does_not_allow_is_refused_as_bad_input(
-    tmp_path: Path, case: str, kv: KVView, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kv: KVView, words: str
 ) -> None:
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
-    device = load(tmp_path, {"rollout.kv_cache": "0.1 MiB", "rollout.borrowed_kv": "8 MiB"}).device
+    order = load(tmp_path, {"rollout.kv_cache": "0.1 MiB", "rollout.borrowed_kv": "8 MiB"})
+    device, record, kept = order.device, order.record, "what\nsomebody wrote"
+    assert record is not None
+    named = order.listen if "listen" in case or "socket" in case else record
     with ExitStack() as stack:
+        if "a file" in case:
+            named.write_text(kept)
+        elif case == "a socket in use":
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(named))
+            listener.listen()
+        elif case == "a record in use":
+            stack.callback(LendingRecord(record, order.terms, print).close)
         if case == "ended":
             subprocess.run([sys.executable, "-c", SERVE, str(device)], check=True)
         elif case != "no server":
-            serving = ServingToken(device, CHAT._replace(model="other") if case == "another model" else CHAT)
+            other = {"another model": {"model": "other"}, "other limits": {"max_num_batched_tokens": 8192}}
+            serving = ServingToken(device, CHAT._replace(**other.get(case, {})))  # type: ignore[arg-type]
             stack.callback(serving.close)
             serving.publish(IDLE, kv, 0.0)
+            if case == "damaged":
+                monkeypatch.setattr(libra.backends.lend.device_page, "_PATIENCE", 0.0)
+                with device.open("r+b") as page:
+                    page.seek(64)
+                    page.write(b"damage")
         if case == "another agent":
             stack.callback(LenderToken(device).close)
         found = CliRunner().invoke(app, ["lend", "serve", str(tmp_path / "loan.yaml")])
     assert found.exit_code == 2, found.output
     [line] = found.stderr.splitlines()
-    assert line.startswith("libra: ") and words in line and found.stdout == ""
+    assert line.startswith("libra: ") and words.format(named) in line and found.stdout == ""
+    assert case != "damaged" or line.count("device:") == 1
+    assert "a file" not in case or named.read_text() == kept
 
 
 def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:
@@ -192,8 +229,11 @@ def test_a_server_that_ends_or_comes_back_is_seen(tmp_path: Path) -> None:
     with pytest.raises(LendingError, match="the serving engine has ended; start it first"):
         ServerWatch(lender, lenders)
     larger = serve(CHAT._replace(max_num_batched_tokens=8192))
-    assert "came back with max_num_batched_tokens 8192 instead of 1024" in (watch.objection() or "")
+    assert "max_num_batched_tokens is 8192 there and 1024 in the certificate" in (watch.objection() or "")
     end(larger)
+    shorter = serve(CHAT._replace(max_model_len=8192))  # as certified, but not as the borrower has learnt
+    assert "came back with max_model_len 8192 instead of 16384" in (watch.objection() or "")
+    end(shorter)
     other = serve(CHAT._replace(model="other"))
     assert "serving.model is Qwen/Qwen3-8B, the server on" in (watch.objection() or "")
     end(other)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from libra.backends.lend.agent_engine import AgentEngine
 from libra.backends.lend.device_page import BorrowerTally, LendingError
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.lender_token import LenderToken
+from libra.backends.lend.record import open_record
 from libra.backends.lend.server_watch import ServerWatch
 from libra.exec.background import background
 
@@ -76,20 +80,19 @@ class LendingAgent:
         try:
             server = ServerWatch(lender, token)
             await _nobody_borrows(lender.device, token)
+            _make_way(lender.listen)
+            if (record := lender.record) is not None:
+                os.close(open_record(record))  # what a borrower would be refused is refused now
             async with LocalLauncher.open(logs) as launcher:
                 await launcher.ready()
-                lender.listen.unlink(missing_ok=True)  # of an agent that was killed: the token says there is no other
                 agent = cls(lender, token, server, launcher, logs, told)
-                controllers = await asyncio.start_unix_server(agent._engine.serve, lender.listen)
-                lender.listen.chmod(0o600)
                 try:
-                    async with controllers:
+                    async with _listening(agent._engine, lender.listen):
                         yield agent
                 finally:
                     token.extend(0.0)
                     await agent._engine.close()
                     server.close()
-                    lender.listen.unlink(missing_ok=True)
         finally:
             token.close()
 
@@ -189,3 +192,39 @@ async def _nobody_borrows(device: Path, token: LenderToken) -> None:
         if time.monotonic() > until:
             raise LendingError(f"{device}: another borrower has this device, without an agent; end it first")
         await asyncio.sleep(_LOOK)
+
+
+def _make_way(listen: Path) -> None:
+    """Remove the socket of an agent that was killed. Raises LendingError where anything else is there."""
+    try:
+        if not stat.S_ISSOCK(listen.lstat().st_mode):
+            raise LendingError(f"listen: {listen} is there and no socket; name another file, or remove this one")
+        with socket.socket(socket.AF_UNIX) as one:
+            one.setblocking(False)
+            one.connect(str(listen))
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        listen.unlink(missing_ok=True)
+        return
+    except OSError:  # it has no time for us, say
+        pass
+    raise LendingError(f"listen: another process has the socket {listen}; name another one, or end it first")
+
+
+@contextlib.asynccontextmanager
+async def _listening(engine: AgentEngine, listen: Path) -> AsyncIterator[None]:
+    """Controllers reach the engine at this socket, which is gone afterwards. Raises LendingError."""
+    try:
+        controllers = await asyncio.start_unix_server(engine.serve, listen)
+        listen.chmod(0o600)
+    except OSError as error:
+        raise LendingError(f"listen: {listen}: {error.strerror}; name a socket that can be made") from None
+    ours = listen.lstat()
+    try:
+        async with controllers:
+            yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(listen.lstat(), ours):
+                listen.unlink()

@@ -18,13 +18,15 @@ from libra.backends.transport.engine_messages import DeviceLoan, StartEngine
 from libra.config.units import SIZES, quantity
 from libra.config.yaml_file import ConfigError, Section, read_section, refusal
 from libra.hardware.model_file import load_model
-from libra.lend.certificate import Certificate, load_certificate
+from libra.lend.certificate import Certificate, ServerLimits, load_certificate
 from libra.lend.gate import Slo
 from libra.lend.quota import KVLimits, KVView
 from libra.lend.recall import RecallPolicy
 from libra.records.lending import LendingTerms
 
 EXAMPLE = "examples/loan.yaml"
+
+_LONGEST_SOCKET = 107  # bytes of its path, by Linux
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
@@ -52,8 +54,10 @@ class RolloutSection(Section):
 
 
 class LenderFile(Section):
+    """Names of files are as seen from this one."""
+
     device: str  # LIBRA_LEND_DEVICE of the server
-    certificate: str  # file that `libra lend check` has written, beside this one
+    certificate: str  # file that `libra lend check` has written
     serving: ServingSection
     rollout: RolloutSection
     listen: str | None = None  # unix socket on which a controller reaches the engine; None: <device>.agent
@@ -74,16 +78,26 @@ class LoanOrder:
     model: str  # that the server was given
     lease: float
     start: StartEngine
+    certificate: Certificate | None = None  # None: of a server whose limits nobody certified
 
     @property
     def terms(self) -> LendingTerms:
         assert self.start.loan is not None
         return self.start.loan.terms
 
+    @property
+    def record(self) -> Path | None:
+        """The file of questions and answers."""
+        assert self.start.loan is not None
+        return None if self.start.loan.record is None else Path(self.start.loan.record)
+
     def refuse_other(self, facts: EngineFacts) -> None:
         """Raises LendingError where the server is not the one that the certificate speaks of."""
         if facts.model != self.model:
             raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
+        limits = ServerLimits(facts.max_model_len, facts.max_num_seqs, facts.max_num_batched_tokens)
+        if self.certificate is not None and (other := self.certificate.other_limit(limits)) is not None:
+            raise LendingError(f"{self.device}: {other}")
 
     def refuse_memory(self, kv: KVView) -> None:
         """Raises LendingError where the server cannot lend KV memory that is of use."""
@@ -145,7 +159,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
         recall=RecallPolicy(file.quiet, file.most_quiet),
         slo=Slo(file.serving.ttft, file.serving.tpot),
     )
-    device = Path(file.device)
+    device = beside / file.device
     start = StartEngine(
         model_directory=str(directory),
         max_model_len=file.rollout.max_model_len,
@@ -166,18 +180,24 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
             None if borrowed is None else kv_bytes,
         ),
     )
-    listen = device.with_name(f"{device.name}.agent") if file.listen is None else Path(file.listen)
-    return LoanOrder(device, listen, file.serving.model, file.lease, start)
+    listen = device.with_name(f"{device.name}.agent") if file.listen is None else beside / file.listen
+    if (size := len(os.fsencode(listen))) > _LONGEST_SOCKET:
+        raise ValueError(
+            f"listen: {listen} has {size} bytes, and the path of a socket {_LONGEST_SOCKET} at most; name a shorter one"
+        )
+    if not listen.absolute().parent.is_dir():
+        raise ValueError(f"listen: there is no directory {listen.parent}; make it, or name another socket")
+    return LoanOrder(device, listen, file.serving.model, file.lease, start, certificate)
 
 
 def _pace(serving: ServingSection, certificate: Certificate) -> float:
     """Tau. Raises ValueError where the certificate does not cover it."""
     slo = Slo(serving.ttft, serving.tpot)
     try:
-        name = load_model(serving.model).name
+        model = load_model(serving.model)
     except ConfigError as error:
         raise ValueError(f"serving.model: {error}") from None
-    other = certificate.mismatch(name, serving.hardware, slo)
+    other = certificate.mismatch(model.name, serving.hardware, slo, model.parameters)
     if other is not None:
         raise ValueError(f"serving: {other}; have one made for it (libra lend check)")
     use = certificate.use if serving.use is None else serving.use

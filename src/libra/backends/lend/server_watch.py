@@ -24,10 +24,9 @@ class ServerWatch:
         self._pid, self._process = 0, -1
         self._facts = token.about()
         lender.refuse_other(self._facts)
-        if (objection := self.objection()) is not None:
-            self.close()
-            raise LendingError(f"{lender.device}: {objection}; start it first")
         try:
+            if (objection := self._seen()) is not None:
+                raise LendingError(f"{lender.device}: {objection}; start it first")
             lender.refuse_memory(token.look().kv)
         except LendingError:
             self.close()
@@ -36,18 +35,22 @@ class ServerWatch:
     def objection(self) -> str | None:
         """Why its device must not be lent now."""
         try:
-            pid = self._token.look().pid
-            if pid != self._pid:
-                self.close()
-                facts = self._token.about()
-                self._lender.refuse_other(facts)
-                if facts != self._facts:
-                    return _other_limits(facts, self._facts)
-                with contextlib.suppress(ProcessLookupError):
-                    self._process = os.pidfd_open(pid)
-                self._pid = pid
+            return self._seen()
         except LendingError as error:
             return str(error)
+
+    def _seen(self) -> str | None:
+        """Likewise. Raises LendingError where that is one that comes with its remedy."""
+        pid = self._token.look().pid
+        if pid != self._pid:
+            self.close()
+            facts = self._token.about()
+            self._lender.refuse_other(facts)
+            if facts != self._facts:
+                return _other_limits(facts, self._facts)
+            with contextlib.suppress(ProcessLookupError):
+                self._process = os.pidfd_open(pid)
+            self._pid = pid
         alive = self._process >= 0 and not select.select([self._process], [], [], 0)[0]
         return None if alive else "the serving engine has ended"
 

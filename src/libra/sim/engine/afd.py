@@ -23,12 +23,13 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.value import Value
 
 Bound = Literal["attention", "ffn", "link", "round trip", "host"]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFFN:
+class AttentionFFN(Value):
     """Ranks and what connects them. A link is a stage if it carries one micro-batch at a time, else a delay."""
 
     attention: int  # ranks, a multiple of `ffn`
@@ -78,8 +79,8 @@ class AfdCost:
         link = self._stages.token_bytes / self._rate if self._afd.serial_links else 0.0
         return self._stages.layers * max(self._stages.least_expert_seconds, link)
 
-    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
-        return self._together(graph, tokens)
+    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+        return self._together(graph, tokens, requests)
 
     def stages(self, tokens: int) -> tuple[int, int]:
         """Ticks of FFN, and of a link, for one micro-batch of so many tokens of all attention ranks."""
@@ -87,13 +88,13 @@ class AfdCost:
         link = each * self._stages.token_bytes / self._rate + afd.latency
         return ticks(self._stages.experts_seconds(each)), ticks(link)
 
-    def _lines(self, graph: Graph, tokens: int) -> Together:
+    def _lines(self, graph: Graph, tokens: int, requests: int) -> Together:
         stages, count, host = self._stages, self._afd.micro_batches, self._host
         ffn, link = self.stages(tokens)
         others, slower = ffn + 2 * link, self._afd.serial_links and link > ffn
         longest = link if slower else ffn
         of_rank = tokens / self._afd.attention
-        cpu = host.seconds(of_rank)
+        cpu = host.seconds(requests)
         outside = ticks(stages.outside_seconds(of_rank) + (0.0 if host.overlapped else cpu))
         dense, layers = stages.dense * count, stages.layers
         # `alike_makespan` is the longest of these, whichever stage is longest and whether it or going round counts.

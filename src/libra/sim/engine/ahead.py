@@ -73,7 +73,7 @@ def _depart(state: EngineState, ticks: int, late: Collection[Request], stopped: 
     generation = state.flight.generation
     if not ticks:
         state.under_way = None
-        generation.rest(request for request in state.running if request.flight >= 0)
+        generation.rest([request for request in state.running if request.flight >= 0])
         return
     state.under_way = UnderWay(ticks, generation.stalled, late, state.chunk)
     _land(state, generation.advance(1), stopped)

@@ -13,6 +13,7 @@ from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
+from libra.sim.engine.value import Value
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 FailurePolicy = Literal["fail", "recompute"]
@@ -20,7 +21,7 @@ RoleName = Literal["colocated", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(Value):
     """Names and defaults are vLLM's, where it has them."""
 
     max_model_len: int  # tokens of the longest context, generated ones included
@@ -173,7 +174,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRole:
+class EngineRole(Value):
     """What an engine does of a request."""
 
     name: RoleName
@@ -188,7 +189,7 @@ ROLES: dict[RoleName, EngineRole] = {role.name: role for role in (COLOCATED, PRE
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
+class EngineSpec(Value):
     """One engine of a cluster."""
 
     name: str
@@ -205,6 +206,6 @@ class EngineSpec:
     def defers(self) -> bool:
         """Whether blocks that an iteration under way may write are let go only with its end: beside a KV consumer."""
         config = self.config
-        return bool(self.role is DECODE or config.kv_tiers) and (
+        return bool(self.role == DECODE or config.kv_tiers) and (
             config.async_scheduling or config.pipeline_parallel_size > 1
         )

@@ -44,8 +44,8 @@ class DrawnAhead(Drawn):
     def add(self, request: Request, slots: int) -> None:
         generated, held = request.generated, -(-slots // self._size)
         self._follow(request, self.iteration, generated, generated - 1, held, request.target + request.padding)
-        if request.ask_at == generated:  # it is under way
-            self.ask(request)
+        if request.ask_at == generated < request.output_tokens:  # it is under way
+            heappush(self.asks, (self.iteration - 1, request.admission, request))
 
     def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
         known = max(request.prompt_tokens + self.generated(request) - (not row), request.target)
@@ -93,7 +93,7 @@ class DrawnAhead(Drawn):
         assert request.ask_at is not None
         if request.ask_at < request.output_tokens:
             iteration = self.reaches(request, request.ask_at)
-            if iteration < _course(request).end:
+            if self.iteration <= iteration < _course(request).end:
                 heappush(self.asks, (iteration, request.admission, request))
 
     def advance(self, steps: int) -> list[Request]:
@@ -162,7 +162,7 @@ class DrawnAhead(Drawn):
         self._put(request, course, start + steps - 1)
         if not steps and not whole and start == self.iteration:
             self.at_limit.add(request)
-        if request.ask_at is not None and self.reaches(request, request.ask_at) >= self.iteration:
+        if request.ask_at is not None:
             self.ask(request)
 
     def _leave(self, request: Request) -> tuple[CourseAhead, int]:

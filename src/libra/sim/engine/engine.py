@@ -140,7 +140,9 @@ class SimEngine(EngineState):
         generation.ask(request)
         steps = generation.steps_to(request, tokens)
         if not steps and self.under_way is not None:  # that token is under way
-            self.under_way.asks.append((request, tokens, generation.generated(request)))
+            reached = generation.generated(request)
+            if reached < request.output_tokens:
+                self.under_way.asks.append((request, tokens, reached))
             steps = 1
         return cut_to(self, steps)
 

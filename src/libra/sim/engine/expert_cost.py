@@ -91,7 +91,7 @@ class ExpertCost:
             self._ranks[graph] = cost
         return cost
 
-    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
         load, balancing = self._load, self._balancing
         moves = 0 if balancing is None else balancing.moves(iteration)
         phase = 0 if load.phase is None else iteration // load.phase
@@ -107,8 +107,8 @@ class ExpertCost:
         else:
             more += self._drawn(tokens, moves, phase, iteration)
             until = iteration + 1
-        host, of_rank = self._host, tokens / self._grid.gpus * self._grid.own.tp
-        cpu = host.seconds(of_rank)
+        host = self._host
+        cpu = host.seconds(requests)
         lines = [(1, more + (0 if host.overlapped else ticks(cpu)))]
         least = ticks(host.beside(host.launching(graph.kind), cpu))
         if least:

@@ -16,17 +16,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import after, count_stretch, cut, end_of, ticks_of
-from libra.sim.engine.rank import Rank
 from libra.sim.engine.rank_batches import RankBatches, RankWork, Stretch
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState, Iteration, Piece
+
+if TYPE_CHECKING:
+    from libra.sim.engine.rank import Rank
 
 
 class RankGroup:

@@ -36,9 +36,10 @@ class GroupCost(Protocol):
         """A rank's own part, when all run this graph."""
         ...
 
-    def together(self, graph: Graph, tokens: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
         """What ranks do together with so many tokens, padding and dummy batches included, in the group's
-        `iteration`-th iteration (counted from 0) and those after it."""
+        `iteration`-th iteration (counted from 0) and those after it. `requests` are those of the rank with most: its
+        host takes longest."""
         ...
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from libra.cost.device import EngineCost
 from libra.sim.clock import ticks
+from libra.sim.engine.value import Value
 
 Chunk = tuple[int, int]  # prefill of one request: (new tokens, tokens of its context before them)
 
@@ -63,7 +64,7 @@ class IterationCost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AffineCost:
+class AffineCost(Value):
     """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be so. A draft takes
     what a prompt token does."""
 

@@ -7,10 +7,11 @@ from math import isfinite
 
 from libra.sim.clock import ticks
 from libra.sim.engine.chunk_cache import CachePolicy
+from libra.sim.engine.value import Value
 
 
 @dataclass(frozen=True, slots=True)
-class KVTier:
+class KVTier(Value):
     """One tier of an engine, or with `shared` of all engines that name it so: those of a node share its link then.
 
     The first tier of an engine is what it reads and writes; what comes there goes on to the others.

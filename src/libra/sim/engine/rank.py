@@ -7,17 +7,14 @@ asynchronous scheduling a dummy batch is an iteration under way like any other, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from libra.sim.clock import TICKS
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
+from libra.sim.engine.group import RankGroup  # not for types alone: compiled, the fields need it
 from libra.sim.engine.jump import ended_by
 from libra.sim.engine.rank_batches import NOTHING, NotedCost, RankWork
 from libra.sim.engine.request import Request
-
-if TYPE_CHECKING:
-    from libra.sim.engine.group import RankGroup
 
 
 @dataclass(slots=True, eq=False, repr=False)

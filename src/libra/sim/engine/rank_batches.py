@@ -82,6 +82,7 @@ class RankBatches:
         self._works = [self.idle] * count
         self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
+        self._requests = np.ones(count, np.int64)
         self._versions = np.zeros(count, np.int64)
         self._mixed: set[int] = set()  # places of those with prefill in the next iteration
         self._lines: dict[GraphKind, _Lines] = {}
@@ -92,6 +93,7 @@ class RankBatches:
         config = self._config
         self._works[place] = work
         self._contexts[place], self._growths[place] = work.context, work.growth
+        self._requests[place] = work.batch.requests + len(work.chunks)
         self._versions[place] += 1
         (self._mixed.add if work.chunks else self._mixed.discard)(place)
         kind, size = graph_of(
@@ -121,7 +123,7 @@ class RankBatches:
         padded, cost = kind != "NONE", self._spec.cost
         tokens = largest * self._count if padded else int(self._sizes.sum())
         self._graph = graph = Graph(kind, largest if padded else 0)
-        self._together = together = cost.together(graph, tokens, iteration)
+        self._together = together = cost.together(graph, tokens, int(self._requests.max()), iteration)
         lines = self._lines.get(kind)
         if lines is None or lines.graph != graph:
             lines = self._lines[kind] = _Lines(graph, cost.rank(graph), self._count)

@@ -12,6 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.sim.engine.value import Value
+
 Ints = NDArray[np.int64]
 
 SEQUENTIAL = ("eagle", "eagle3", "mtp", "draft_model", "ngram")
@@ -22,7 +24,7 @@ _WHOLE = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
-class Speculative:
+class Speculative(Value):
     """`num_speculative_tokens` drafts are proposed for every running request, and verified with its next token.
 
     How many are accepted is drawn: `synthetic_acceptance_rates` are the chances that the first, the first two, .. all

@@ -70,6 +70,7 @@ class TenantEngine:
     hardware: str  # of an engine, such as "2 x A100"
     traffic: str  # where it is from
     requests: tuple[RecordedRequest, ...]
+    parameters: int | None = None  # of the model; None: nobody knows
 
 
 def tenancy_of(
@@ -91,7 +92,7 @@ def tenancy_of(
         if pool not in serving:
             raise ValueError(f"the plan borrows from {pool}: say what serves there")
         here = serving[pool]
-        other = certificate.mismatch(here.model, here.hardware, certificate.slo)
+        other = certificate.mismatch(here.model, here.hardware, certificate.slo, here.parameters)
         if other is not None:
             raise ValueError(f"{pool}: {other}: give the engine that was certified")
         slo, grant = certificate.slo, certificate.longest_grant

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -92,7 +92,7 @@ def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
     Raises `RequestFormatError`, also on a blank line and where there is no request."""
     if Path(path).suffix.lower() == ".csv":
         return read_azure_requests(path)
-    with open(path, "rb") as lines:
+    with _opened(path) as lines:
         return _in_order(
             path, ((number, parse_request(line, f"{path}:{number}")) for number, line in enumerate(lines, start=1))
         )
@@ -101,10 +101,17 @@ def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
 def read_azure_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
     """Read a CSV file of columns TIMESTAMP, ContextTokens and GeneratedTokens, as Azure's traces of 2023 have them, in
     the order of arrival; time zero is the first request's. Raises `RequestFormatError` as `read_requests` does."""
-    with open(path, "rb") as lines:
+    with _opened(path) as lines:
         if tuple(_cells(lines.readline())) != _AZURE_FIELDS:
             raise _refusal(f"{path}:1", "line", f"the header must be {','.join(_AZURE_FIELDS)}")
         return _in_order(path, _azure_requests(path, lines))
+
+
+def _opened(path: Path | str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise RequestFormatError(f"{path}: {error.strerror}; give a file of requests, .jsonl or .csv") from None
 
 
 def _azure_requests(path: Path | str, lines: Iterable[bytes]) -> Iterator[tuple[int, RecordedRequest]]:
