@@ -96,9 +96,7 @@ class KVLoan:
     def _wanted(self) -> int:
         """Blocks that requests may take for the tokens that they have, in one step or more."""
         engine = self._serving
-        blocks, partial = engine.config.blocks, engine.partial
+        blocks = engine.config.blocks
         wanted = engine.flight.generation.demand()
         wanted += sum(blocks(it.prompt_tokens + it.generated) for it in engine.waiting)
-        if partial is not None:
-            wanted += blocks(partial.target) - blocks(partial.computed)
-        return wanted
+        return wanted + sum(blocks(it.target) - blocks(it.computed) for it in engine.partials)

@@ -61,7 +61,7 @@ class RolloutBorrower:
         computing = len(engine.running)
         engine.commit()
         some = config.max_num_batched_tokens
-        self.generated += some if some < decoding else computing - (engine.partial is not None)
+        self.generated += some if some < decoding else computing - len(engine.partials)
         return end - now
 
 

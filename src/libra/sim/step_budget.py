@@ -32,9 +32,9 @@ class StepBudgets:
         if decoding and _decodes_only(engine, widest.max_num_seqs):
             base, slope, _ = engine.cost.line(DecodeBatch(decoding), context)
             return widest if base + slope * context <= grant else self._some(engine, grant)
-        prompts, partial = [it.prompt_tokens + it.generated for it in engine.waiting], engine.partial
+        prompts = [it.prompt_tokens + it.generated for it in engine.waiting]
         longest, left = max(prompts, default=0), sum(prompts)
-        if partial is not None:
+        for partial in engine.partials:
             longest, left = max(longest, partial.target), left + partial.target - partial.computed
         for config in self._configs:
             chunk = min(left, config.max_num_batched_tokens - decoding)
@@ -71,4 +71,4 @@ def _with_budget(config: EngineConfig, budget: int) -> EngineConfig:
 def _decodes_only(engine: EngineState, max_num_seqs: int) -> bool:
     """Whether nothing can be admitted, and no prompt is computed."""
     waits = engine.waiting and not engine.blocked and len(engine.running) < max_num_seqs
-    return engine.partial is None and not waits
+    return not (engine.partials or waits)

@@ -205,15 +205,15 @@ def _let_go(state: EngineState, request: Request) -> None:
 
 def _reserved(state: EngineState) -> int:
     """Blocks that a pull leaves free: for prompts that are computed or pulled, and for drafts."""
-    config, partial = state.config, state.partial
+    config = state.config
     if config.speculative is None:
-        reserved = 0 if partial is None else config.blocks(partial.target) - config.blocks(partial.computed)
+        reserved = sum(config.blocks(it.target) - config.blocks(it.computed) for it in state.partials)
         if state.tiers is not None:  # a pull has blocks for the whole prompt
             for it in state.arriving:
                 reserved += config.blocks(it.prompt_tokens + it.generated) - config.blocks(it.target)
         return reserved
     drafts, reserved = config.tokens_each + config.lookahead, config.draft_blocks
-    prefilled = [it for it in (*state.flight.finishing, partial) if it is not None and it.reserves]
+    prefilled = [it for it in (*state.flight.finishing, *state.partials) if it.reserves]
     for request in (*prefilled, *state.arriving):
         tokens = request.prompt_tokens + request.generated
         if request in state.running:

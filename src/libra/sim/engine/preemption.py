@@ -14,20 +14,20 @@ from libra.sim.engine.request import Request, Status
 from libra.sim.engine.state import EngineState
 
 
-def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], int]:
+def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], dict[Request, int]]:
     """Give budget and blocks to the running requests in order. Returns the preempted requests, the tokens of those that
-    generate in this iteration, and the chunk of the partial prompt."""
+    generate in this iteration, and the chunks of those whose prompts are computed."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     budget = config.step_budget
     scheduled: dict[Request, int] = {}
+    chunks: dict[Request, int] = {}
     preempted: list[Request] = []
-    chunk = 0
     for request in state.members():
         if request.admission < 0 or request in state.ending:
             continue
         if budget <= 0:
             break
-        if request is state.partial:
+        if request in state.partials:
             new = min(request.target - request.computed, budget)
             needed = config.held_blocks(request.computed + new) - config.held_blocks(request.computed)
         else:
@@ -38,8 +38,8 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], in
         while needed > pool.free:
             victim = _victim(state)
             if state.defers and state.is_under_way(victim):
-                return preempted, scheduled, chunk  # its blocks would not be free yet
-            row = scheduled.pop(victim, 0)
+                return preempted, scheduled, chunks  # its blocks would not be free yet
+            row = chunks.pop(victim, 0) or scheduled.pop(victim, 0)
             if row:
                 budget += row + config.input_slots
             _preempt(state, victim, row)
@@ -50,11 +50,8 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], in
             break
         pool.take(needed)
         budget -= new + config.input_slots
-        if request is state.partial:
-            chunk = new
-        else:
-            scheduled[request] = new
-    return preempted, scheduled, chunk
+        (chunks if request in state.partials else scheduled)[request] = new
+    return preempted, scheduled, chunks
 
 
 def _victim(state: EngineState) -> Request:
@@ -85,9 +82,9 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
     with asynchronous scheduling."""
     more, under_way = 0, state.under_way
     request.reserves, in_iteration = False, state.is_under_way(request)
-    if request is state.partial:
-        state.partial = None
-        tokens, known = state.slots(request), request.computed
+    if request in state.partials:
+        del state.partials[request]
+        tokens, known = state.slots(request, row), request.computed
     elif under_way is not None:
         if request in under_way.ending:
             tokens, more = under_way.ending.pop(request), request.output_tokens - request.generated

@@ -21,31 +21,32 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     and end at `state.end`. False: nothing fits."""
     config, pool, generation, tiers = state.config, state.pool, state.flight.generation, state.tiers
     state.chunk = None
-    demand, partial = generation.demand(), state.partial
+    demand, partials = generation.demand(), tuple(state.partials)
     slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
     if config.speculative is not None:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
     fits = demand <= pool.free and left >= -slots and not generation.at_limit
     still = tiers is None or (not tiers.restless(now) and tiers.quiet(demand) >= demand)
-    if most and generation.count and partial is None and fits and still and not _admits(state):
+    if most and generation.count and not partials and fits and still and not _admits(state):
         plan_stretch(state, now, most)
         return True
     order = state.members() if state.trace is not None else ()
     batch, context = state.batch(generation.count), generation.context
-    chunk = blocks = 0
-    if partial is not None and left > 0:
-        chunk = min(partial.target - partial.computed, left)
-        blocks = config.held_blocks(partial.computed + chunk) - config.held_blocks(partial.computed)
+    parts: Mapping[Request, int] = {}  # tokens of prompts that are computed already in part
+    blocks = 0
+    if partials and left > 0:
+        partial = partials[0]
+        parts = {partial: min(partial.target - partial.computed, left)}
+        blocks = config.held_blocks(partial.computed + parts[partial]) - config.held_blocks(partial.computed)
     preempted: Sequence[Request] = ()
     skipped: Collection[Request] = ()
     cut: Mapping[Request, int] = {}
-    if fits and (partial is None or (demand + blocks <= pool.free and partial is next(reversed(state.running)))):
+    if fits and (not partials or (demand + blocks <= pool.free and partials[0] is next(reversed(state.running)))):
         pool.take(demand + blocks)
     else:
-        preempted, rows, chunk = make_room(state)
-        partial = state.partial
-        members = [it for it in state.members() if it is not partial and it not in state.ending]
+        preempted, rows, parts = make_room(state)
+        members = [it for it in state.members() if it not in state.partials and it not in state.ending]
         skipped = {it for it in members if it not in rows}
         limited = generation.at_limit
         cut = {it: row for it, row in rows.items() if row < generation.row(it) or it in limited}
@@ -53,7 +54,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         batch, context = state.batch(len(rows)), generation.context
     generating = batch.requests
     chunks: list[Chunk] = []
-    if partial is not None and chunk:
+    for partial, chunk in parts.items():
         chunks.append((chunk, partial.computed))
         state.compute(partial, chunk)
         left -= chunk + slots
@@ -63,7 +64,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         contexts = admit(state, left, now, chunks, cached, generating)
     if (skipped or cut) and (generating or chunks):
         context = generation.stall(set(skipped), cut)
-    plain = generating and not (chunks or preempted or skipped or cut or partial is not None)
+    plain = generating and not (chunks or preempted or skipped or cut or partials)
     if tiers is not None:
         if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
             most = 0
@@ -87,13 +88,13 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     if tiers is not None:
         tiers.send(state.end)
     if state.trace is not None and (ticks or preempted):
-        gone = {*preempted, *skipped, *state.ending, *([] if chunk else [partial])}
+        gone = {*preempted, *skipped, *state.ending, *partials} - {*parts}
         scheduled = [
-            (request.number, chunk if request is partial else generation.row(request))
+            (request.number, parts[request] if request in parts else generation.row(request))
             for request in order
             if request not in gone
         ]
-        new = [tokens for tokens, _ in chunks[1 if chunk else 0 :]]
+        new = [tokens for tokens, _ in chunks[len(parts) :]]
         scheduled += zip((number for number, _ in cached), new, strict=True)
         numbers = tuple(request.number for request in preempted)
         state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))
@@ -133,7 +134,7 @@ def fill(state: EngineState, now: int) -> int:
     flights = state.flights
     for flight in flights.free:
         state.flight = flight
-        if not (flight.generation.count or state.partial is not None or may_admit(state)):
+        if not (flight.generation.count or state.partials or may_admit(state)):
             continue
         state.start = now
         state.events += 1

@@ -115,7 +115,8 @@ class EngineState:
     sending: dict[Request, tuple[int, int]] = field(default_factory=dict, init=False)
     notices: list[Notice] = field(default_factory=list, init=False)  # to be seen at the next boundary
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
-    partial: Request | None = field(default=None, init=False)  # its prompt is not computed yet: the last admitted
+    # Their prompts are computed in part; in the order of admission. Only one, unless others came while it got no blocks
+    partials: dict[Request, None] = field(default_factory=dict, init=False)
     blocked: bool = field(default=False, init=False)  # the head of the queue fits only once something is let go
     admissions: int = field(default=0, init=False)
     flights: Flights = field(init=False)
@@ -198,7 +199,7 @@ class EngineState:
         if not self.overlapping:
             return list(self.running)
         index = self.flight.index
-        return [request for request in self.running if request is self.partial or request.flight == index]
+        return [request for request in self.running if request in self.partials or request.flight == index]
 
     @property
     def ending(self) -> Collection[Request]:
@@ -217,7 +218,7 @@ class EngineState:
             return any(it.chunk is request or it.index == request.flight for it in self.flights.under_way)
         if under_way is None:
             return False
-        return under_way.chunk is request if request is self.partial else request not in under_way.absent
+        return under_way.chunk is request if request in self.partials else request not in under_way.absent
 
     def generation_of(self, request: Request) -> Generation | None:
         """The `Generation` that a request is in; None if it does not generate."""
@@ -238,12 +239,13 @@ class EngineState:
         request.padding = 0
         self.running[request] = None
 
-    def slots(self, request: Request) -> int:
-        """Tokens for which a running request that does not generate yet holds blocks, at least."""
-        config = self.config
+    def slots(self, request: Request, chunk: int = 0) -> int:
+        """Tokens for which a running request that does not generate yet holds blocks, at least; those for the next
+        `chunk` tokens are taken."""
+        config, computed = self.config, request.computed + chunk
         if config.speculative is None:
-            return request.computed
-        return min(request.computed + request.padding + config.lookahead, config.max_model_len)
+            return computed
+        return min(computed + request.padding + config.lookahead, config.max_model_len)
 
     def compute(self, request: Request, chunk: int) -> None:
         """Compute a chunk of a prompt in this iteration; the blocks for it are taken."""
@@ -253,10 +255,10 @@ class EngineState:
         if request.computed == request.target:
             request.flight = self.flight.index
             self.flight.finishing.append(request)
-            if request is self.partial:
-                self.partial = None
+            self.partials.pop(request, None)
         else:
-            self.partial = self.chunk = request
+            self.partials[request] = None
+            self.chunk = request
             request.reserves = True
 
     def write(self, request: Request, tokens: int) -> None:
