@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from oracles.enumerate_problems import moves, optimum, priced, problems
+from oracles.enumerate_problems import answers, moves, optimum, problems
 from oracles.optimality import require_agreement, require_best
 from oracles.small_problem import LONG, PROBLEM, two_buckets
 
 from libra.plan.model.ilp import StepProgram, keeps_step, solve_ilp
+from libra.plan.model.solve import solve
 from libra.plan.options.price import price
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
@@ -64,7 +65,15 @@ def test_no_answer_takes_longer_than_it_was_asked_for(short: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(problems())
 def test_a_solved_problem_has_the_best_plan_and_the_simplest_of_these(problem: Problem) -> None:
-    require_best(solve_ilp(problem), priced(problem))
+    require_best(solve_ilp(problem), answers(problem))
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_what_runs_stays_with_engines_that_are_not_needed(engines: int) -> None:
+    idle = tuple(replace(it, work=((0.0,) * len(it.work[0]),) * len(it.work)) for it in PROBLEM.engines)
+    running = two_buckets(2, engines, 1)
+    problem = replace(PROBLEM, engines=idle, training=PROBLEM.training[1:], current=running)
+    assert solve_ilp(problem).allocation == running == solve(problem).allocation
 
 
 def test_an_answer_with_another_price_is_an_error_and_no_plan() -> None:

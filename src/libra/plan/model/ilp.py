@@ -24,7 +24,7 @@ from pulp.apis import coin_api
 from libra.plan.allocation import Allocation
 from libra.plan.model.feasibility import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
-from libra.plan.model.solve import ROUNDING, SHORTEST, STEP_TOLERANCE
+from libra.plan.model.solve import ROUNDING, SHORTEST, STEP_TOLERANCE, what_runs
 from libra.plan.options.price import infeasibility, price, solution
 from libra.plan.problem import Problem, Solution, TrainingOption
 from libra.plan.transition import joins
@@ -55,7 +55,7 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
             allocation, step = better, price(problem, better).step
     if tie_break:
         longest = max(SHORTEST, step * (1 + STEP_TOLERANCE))
-        allocation = StepProgram(problem, longest).simplest() or allocation
+        allocation = what_runs(problem, longest) or StepProgram(problem, longest).simplest() or allocation
     return solution(problem, allocation, disproven, "optimal")
 
 

@@ -55,9 +55,20 @@ def solve(
     allocation, bound = search.shortest_step()
     if tie_break:
         longest = max(SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
-        stays = search.what_runs(longest)
-        allocation = search.simplest(longest, otherwise=allocation) if stays is None else stays
+        stays = what_runs(problem, longest)
+        if stays is None or not search.is_answer(stays):
+            stays = search.simplest(longest, otherwise=allocation)
+        allocation = stays
     return solution(problem, allocation, bound, "optimal" if search.complete else "feasible")
+
+
+def what_runs(problem: Problem, step: float) -> Allocation | None:
+    """The running allocation, if it fits and keeps the step. Then nothing changes: engines that are not needed stay,
+    too, as stopping them gains nothing."""
+    current = problem.current
+    if current is None or infeasibility(problem, current) is not None:
+        return None
+    return current if price(problem, current).step <= step else None
 
 
 class _Search:
@@ -95,15 +106,7 @@ class _Search:
                 disproven = trial
         return found, disproven
 
-    def what_runs(self, step: float) -> Allocation | None:
-        """The running allocation, if it keeps the step and may be the answer. Then nothing changes: engines that are
-        not needed stay, too, as stopping them gains nothing."""
-        current = self._problem.current
-        if current is None or not self._is_answer(current):
-            return None
-        return current if price(self._problem, current).step <= step else None
-
-    def _is_answer(self, allocation: Allocation) -> bool:
+    def is_answer(self, allocation: Allocation) -> bool:
         """Whether it fits, and is none of the excluded ones with more."""
         return infeasibility(self._problem, allocation) is None and not any(
             contains(self._problem, allocation, excluded) for excluded in self._excluding
@@ -160,7 +163,7 @@ class _Search:
         if any(candidate.engines[r] >= NEVER for r in cover):
             return None
         allocation = make_allocation(self._problem, candidate.training, cover, candidate.engines)
-        if not self._is_answer(allocation):
+        if not self.is_answer(allocation):
             return None
         return allocation if price(self._problem, allocation).step <= step * (1 + ROUNDING) else None
 
