@@ -181,6 +181,17 @@ class Outcome:
     iterations: list[Iteration]
 
 
+def unless_refused(seed: int, *, exact: bool, ranks: bool = False) -> Outcome | None:
+    """None where faults delay a turn so far that the next one of its conversation, whose arrival is fixed here, comes
+    to generate beside it: that is refused by name."""
+    try:
+        return with_faults(seed, exact=exact, ranks=ranks)
+    except ValueError as error:
+        if "two requests generate on it" not in str(error):
+            raise
+        return None
+
+
 def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
     """Several engines of both kinds, some of which close, or cannot be read from any more. With `ranks` they are those
     of groups."""
@@ -268,17 +279,18 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 @example(seed=1076030)  # all of a batch wait for blocks that another one under way may still write
+@example(seed=1229)  # a turn is delayed until the next one of its conversation generates, too
 @example(seed=380125)  # a failed pull makes room for its own prompt, behind another one that is computed in part
 def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int) -> None:
     """Blocks, bytes and tokens are conserved whatever breaks; and visiting every iteration makes no difference."""
-    assert with_faults(seed, exact=False) == with_faults(seed, exact=True)
+    assert unless_refused(seed, exact=False) == unless_refused(seed, exact=True)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 @example(seed=983)  # what came in an early iteration of a stretch waits as the stretch ends, and its group goes on
 def test_the_same_holds_between_groups_of_ranks(seed: int) -> None:
-    assert with_faults(seed, exact=False, ranks=True) == with_faults(seed, exact=True, ranks=True)
+    assert unless_refused(seed, exact=False, ranks=True) == unless_refused(seed, exact=True, ranks=True)
 
 
 def refused(specs: Sequence[EngineSpec], transfer: KVNetwork | None = BYTE_A_TICK) -> str:

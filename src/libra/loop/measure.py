@@ -146,9 +146,10 @@ async def _restart(executor: RunExecutor, workers: Sequence[str]) -> list[float]
 
 
 def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
-    """Those in service on devices of their own, one at least: serving would wait for what is measured on its device.
-    Raises `WorkerLostError`."""
-    engines = tuple(entry for entry in executor.processes.fleet.instances() if not entry.handle.lent)
+    """Those in service on devices of their own, by name whoever started first, and one at least: serving would wait for
+    what is measured on its device. Raises `WorkerLostError`."""
+    own = [entry for entry in executor.processes.fleet.instances() if not entry.handle.lent]
+    engines = tuple(sorted(own, key=lambda entry: entry.handle.name))
     if not engines:
         raise WorkerLostError("no engine is left to be measured")
     return engines
