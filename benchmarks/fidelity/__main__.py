@@ -50,7 +50,8 @@ SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
 SCHEDULES = (
     *("sync", "async", "pull", "pd", "pd-async", "pd-drafts"),
-    *("drafts", "drafts-async", "both", "dp", "dp-async", "tiers", "tiers-async"),
+    *("drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
+    *("tiers", "tiers-async"),
 )
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
