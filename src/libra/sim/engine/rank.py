@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from libra.sim.clock import TICKS
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.group import RankGroup  # not for types alone: compiled, the fields need it
-from libra.sim.engine.jump import ended_by
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.rank_batches import NOTHING, NotedCost, RankWork
 from libra.sim.engine.request import Request
 
@@ -112,13 +111,8 @@ class Rank(SimEngine):
             self.busy_ticks -= self.end - self.start
         return done
 
-    def token_seconds(self, now: int) -> float:
-        generation = self.flight.generation
-        count = generation.count
-        context = generation.context_after(ended_by(self, now))
-        more = context + context // count if count else 1
-        batch = self.batch(min(count + 1, self.config.max_num_seqs))
-        return self.group.batches.ticks_with(batch, more) / TICKS
+    def decode_ticks(self, batch: DecodeBatch, context: int) -> int:
+        return self.group.batches.ticks_with(batch, context)
 
     def stop(self, now: int) -> None:
         if self.dummy or (self.under_way is not None and self.under_way.dummy):
