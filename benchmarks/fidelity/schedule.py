@@ -118,8 +118,9 @@ def _schedules(
     if kind in get_args(Groups):
         ahead, drafts = kind.endswith("-async"), "drafts" in kind
         ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
-        its = (vllm_ranks_ahead if ahead else vllm_ranks)(*random_ranks(seed, ahead=ahead, drafts=drafts))
-        return ranks.config, requests, simulated_ranks(ranks, requests), its
+        drive = vllm_ranks_ahead if ahead else vllm_ranks
+        of_ranks = drive(*random_ranks(seed, ahead=ahead, drafts=drafts))
+        return ranks.config, requests, simulated_ranks(ranks, requests), of_ranks
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]
