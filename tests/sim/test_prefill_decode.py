@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
+from libra.cost.host import NO_HOST, HostCost
 from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -167,11 +168,12 @@ class TogetherCost:
     """Ranks that take what engines do, and a tick for each token of all."""
 
     cost: AffineCost
+    host: HostCost = NO_HOST
 
     def rank(self, graph: Graph) -> AffineCost:
         return self.cost
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         return Together(((1, tokens),))
 
 
