@@ -38,6 +38,8 @@ class Reader(Protocol):
 
     end: int | None  # tick, if it is known
 
+    def ended(self, now: int) -> bool: ...
+
 
 class BlockPool:
     """Free blocks are given away in this order: those without known tokens, then the least recently let go.
@@ -69,8 +71,8 @@ class BlockPool:
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
         self.shared = 0  # that holders have beyond the first of each block
-        self.reading: dict[Block, Reader] = {}  # blocks that were let go, and what reads them still
-        self.given: dict[Block, Reader] = {}  # the same of those that were given away since
+        self.reading: dict[Block, tuple[Reader, ...]] = {}  # blocks that were let go, and what reads them still
+        self.given: dict[Block, tuple[Reader, ...]] = {}  # the same of those that were given away since
         self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # read although nobody may know them: (number, block)
         self._fenced: list[tuple[int, Run]] = []  # the same of those let go: (blank ones that are given later, block)
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
