@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, get_args
 
 from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
@@ -33,8 +33,9 @@ CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
 Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
+Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async"]
-Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", Tiers]
+Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", Groups, Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,12 @@ def _schedules(
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
         return case.config, requests, [ours], [vllm_tier(*random_tier(seed, ahead=ahead))]
-    if kind in ("dp", "dp-async"):
-        ahead = kind == "dp-async"
-        ranks, requests = random_ranks(seed, ahead=ahead)
+    if kind in get_args(Groups):
+        ahead, drafts = kind.endswith("-async"), "drafts" in kind
+        ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
         drive = vllm_ranks_ahead if ahead else vllm_ranks
-        return ranks.config, requests, simulated_ranks(ranks, requests), drive(*random_ranks(seed, ahead=ahead))
+        of_ranks = drive(*random_ranks(seed, ahead=ahead, drafts=drafts))
+        return ranks.config, requests, simulated_ranks(ranks, requests), of_ranks
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

@@ -148,7 +148,7 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
             raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
         config = first.config
-        lacking = {"pipeline_parallel_size": 1, "speculative": None, "kv_tiers": ()}
+        lacking = {"pipeline_parallel_size": 1, "kv_tiers": ()}
         for option, off in lacking.items():
             value = getattr(config, option)
             if value != off:

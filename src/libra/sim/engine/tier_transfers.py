@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from libra.sim.engine.block_pool import Block
+from libra.sim.engine.block_run import Block
 from libra.sim.engine.chunk_cache import Access, ChunkCache, Key, chunk_cache
 from libra.sim.engine.kv_tier import Channel, KVTier
 from libra.sim.engine.request import Request
