@@ -32,7 +32,7 @@ from libra.sim.workload.requests import Requests
 CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
-Pairs = Literal["pd", "pd-async", "pd-drafts"]
+Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
 Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async"]
 Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", Groups, Tiers]
@@ -100,10 +100,11 @@ def _schedules(
         config, requests, transfers = random_pulls(seed, drafts=kind == "both")
         theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async", "pd-drafts"):
-        ahead, drafts = kind != "pd", kind == "pd-drafts"
-        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts)
-        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts))
+    if kind in ("pd", "pd-async", "pd-drafts", "pd-tiers"):
+        drafts, tier = kind == "pd-drafts", kind == "pd-tiers"
+        ahead = seed % 2 == 1 if tier else kind != "pd"
+        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier)
+        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind in ("tiers", "tiers-async"):
         ahead = kind == "tiers-async"

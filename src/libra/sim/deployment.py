@@ -96,9 +96,10 @@ def check_roles(
     """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
     are missing may come later."""
     for engine in engines:
-        if engine.config.kv_tiers and engine.role.name != "colocated":
+        if engine.config.kv_tiers and engine.role.takes == "context":
             raise ValueError(
-                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: leave them out"
+                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: it pulls KV from"
+                " the engines that compute prompts; give them to those, or leave them out"
             )
         if engine.config.kv_tiers and any(refreshes):
             raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
