@@ -122,9 +122,14 @@ class TwoChoices(Baseline):
 
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
         drawn = self._draw(range(len(instances)))
-        if any(instances[position].capacity_tokens < needed for position in drawn):
-            drawn = self._draw(_eligible(instances, needed))
-        return min(drawn, key=lambda position: _load(instances[position]), default=None)
+        for position in drawn:
+            if instances[position].capacity_tokens < needed:
+                drawn = self._draw(_eligible(instances, needed))
+                break
+        if len(drawn) < 2:
+            return drawn[0] if drawn else None
+        first, second = drawn
+        return first if _load(instances[first]) < _load(instances[second]) else second
 
     def _draw(self, positions: Sequence[int]) -> Sequence[int]:
         """Two different ones; all of them where there are fewer."""

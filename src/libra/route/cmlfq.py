@@ -7,7 +7,6 @@ that holds its prefix unless it has overrun the bucket or the expected saving ex
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from libra.route.hierarchy import RECENT, Hierarchy
 from libra.route.live import Live, LivePolicy
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.route.remaining import Remaining
-from libra.route.service_cost import MigrationCost, Offer, offers_of, service_cost
+from libra.route.service_cost import MigrationCost, cheapest, offers_of
 from libra.route.tool_state import ToolState, payload_class, state_of
 from libra.trajectory import Trajectory
 
@@ -132,7 +131,7 @@ class CMLFQ(LivePolicy[_Live]):
         if remaining is not None and generated:
             remaining = remaining.after(generated)
         if remaining is not None:
-            chosen = self._cheapest(remaining, context, offers, home)
+            chosen = cheapest(remaining, context, offers, home, self._migration, self._hierarchy.turn_tokens)
             if home is None:
                 reason = PLACED
             elif chosen is home:
@@ -145,31 +144,6 @@ class CMLFQ(LivePolicy[_Live]):
             chosen, reason = min(offers, key=lambda offer: (offer.load_tokens, offer.instance.id)), BLIND
         ask_again = None if chosen.onward is None else _ask_again(chosen.reach - context, generated, remaining)
         return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
-
-    def _cheapest(self, remaining: Remaining, context: int, offers: Sequence[Offer], home: Offer | None) -> Offer:
-        """The cheapest offer; ties stay, then go by load and id.
-
-        A first placement counts on the offers for all that remains. A move only counts on what it gains in a turn, for
-        loads change, and with the next return it can be made still.
-        """
-        migration, mean, share = self._migration, remaining.mean, 1.0
-        chosen = offers[0]
-        least: tuple[float, int, str] | None = None
-        if home is not None and context <= home.reach:
-            share = min(1.0, self._hierarchy.turn_tokens / mean) if mean > 0 else 1.0
-            chosen, least = home, (service_cost(remaining, context, home, migration, share), -1, "")
-        for offer in offers:
-            if offer is home or context > offer.reach:
-                continue
-            move, fastest = migration.seconds(context, offer.load_tokens), offer.token_seconds
-            if offer.onward is not None and offer.onward.token_seconds < fastest:
-                fastest = offer.onward.token_seconds
-            if least is not None and share * fastest * mean + move > least[0]:
-                continue  # it costs at least that, and most of the time that settles it
-            cost = move + service_cost(remaining, context, offer, migration, share)
-            if least is None or (cost, offer.load_tokens, offer.instance.id) < least:
-                chosen, least = offer, (cost, offer.load_tokens, offer.instance.id)
-        return chosen
 
 
 def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: float) -> int:

@@ -125,3 +125,36 @@ def service_cost(
         probability, passed = remaining.interrupted(per_token, offer.reach - context_tokens)
         cost += probability * migration.seconds(context_tokens + passed, offer.load_tokens)
     return cost
+
+
+def cheapest(
+    remaining: Remaining,
+    context_tokens: int,
+    offers: Sequence[Offer],
+    home: Offer | None,
+    migration: MigrationCost,
+    turn_tokens: float,
+) -> Offer:
+    """The cheapest of one offer or more; ties stay at `home`, where the prefix is, then go by load and id.
+
+    A first placement counts on the offers for all that remains. A move only counts on what it gains in a turn of
+    `turn_tokens`, for loads change, and with the next return it can be made still.
+    """
+    mean, share = remaining.mean, 1.0
+    chosen = offers[0]
+    least: tuple[float, int, str] | None = None
+    if home is not None and context_tokens <= home.reach:
+        share = min(1.0, turn_tokens / mean) if mean > 0 else 1.0
+        chosen, least = home, (service_cost(remaining, context_tokens, home, migration, share), -1, "")
+    for offer in offers:
+        if offer is home or context_tokens > offer.reach:
+            continue
+        move, fastest = migration.seconds(context_tokens, offer.load_tokens), offer.token_seconds
+        if offer.onward is not None and offer.onward.token_seconds < fastest:
+            fastest = offer.onward.token_seconds
+        if least is not None and share * fastest * mean + move > least[0]:
+            continue  # it costs at least that, and most of the time that settles it
+        cost = move + service_cost(remaining, context_tokens, offer, migration, share)
+        if least is None or (cost, offer.load_tokens, offer.instance.id) < least:
+            chosen, least = offer, (cost, offer.load_tokens, offer.instance.id)
+    return chosen
