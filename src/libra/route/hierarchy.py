@@ -158,6 +158,9 @@ def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
     """Of the visits in each bin."""
     visits = len(bins)
+    shares = dict.fromkeys(bins, 1 / visits)
+    if len(shares) == visits:
+        return shares
     numbers: dict[int, int] = {}
     for bin_ in bins:
         numbers[bin_] = numbers.get(bin_, 0) + 1

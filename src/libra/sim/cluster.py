@@ -274,20 +274,24 @@ class SimCluster:
                 engine = engines[index]
                 if engine.plan(now) is not None:
                     events.end(engine)
-                if engine.interrupted and engine.borrowed:
-                    # Others may have decided at this tick, or may be at a boundary that nobody had to visit.
-                    stopped, engine.interrupted = engine.interrupted, []
-                    events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
-                elif engine.interrupted:
-                    self._go_on(engine)
+                if engine.interrupted:
+                    if engine.borrowed:
+                        # Others may have decided at this tick, or may be at a boundary that nobody had to visit.
+                        stopped, engine.interrupted = engine.interrupted, []
+                        events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
+                    else:
+                        self._go_on(engine)
                 if engine.pulls or engine.failed:
                     self.frontend.planned(engine, now)
                 if watch is not None:
                     watch(engine, now)
-            drained = [engines[index] for index in sorted(deciding & self._draining.keys())] if self._draining else ()
-            deciding.clear()
-            for engine in drained:
-                self._close_if_drained(engine)
+            if self._draining:
+                drained = [engines[index] for index in sorted(deciding & self._draining.keys())]
+                deciding.clear()
+                for engine in drained:
+                    self._close_if_drained(engine)
+            else:
+                deciding.clear()
             for group in self.groups:
                 if group.due:
                     self._depart(group, now)
