@@ -50,8 +50,9 @@ if TYPE_CHECKING:  # it imports vLLM
 SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
 SCHEDULES = (
-    *("sync", "async", "pull", "pd", "pd-async", "pd-drafts"),
-    *("drafts", "drafts-async", "both", "dp", "dp-async", "tiers", "tiers-async"),
+    *("sync", "async", "pull", "pd", "pd-async", "pd-drafts", "pd-tiers"),
+    *("drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
+    *("tiers", "tiers-async"),
 )
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules

@@ -18,6 +18,7 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.request import Request
+from libra.sim.engine.speculative import Speculative
 from libra.sim.workload.requests import Requests
 
 OWN = EngineGrid(1, (1, 64), (1, 512), ((1e-3, 2e-3), (2e-3, 9e-3)), (1, 256), (0, 512), ((1e-3, 2e-3), (5e-3, 7e-3)))
@@ -35,6 +36,7 @@ GRID = ExpertGrid(
 CONFIG = EngineConfig(
     max_model_len=512, kv_blocks=200, max_num_seqs=16, max_num_batched_tokens=256, capture_sizes=(4, 8, 16)
 )
+DRAFTS = Speculative("mtp", 3, (0.9, 0.5, 0.2))
 BALANCING = Balancing(num_redundant_experts=4, window_size=20, step_interval=40)
 
 
@@ -83,13 +85,28 @@ def test_balance_follows_the_load_of_the_window() -> None:
     assert cost.fullest(at) == pytest.approx(float(rank_shares(window, placement, 4).max(axis=1).mean()) * 4)
 
 
+def test_a_drafter_with_experts_passes_them_too() -> None:
+    """Of one layer: all tokens once, and then one of each request, as many as on the rank with most."""
+    config = replace(CONFIG, speculative=DRAFTS)
+
+    def of(requests: int, **drafter: bool) -> int:
+        cost = ExpertCost(GRID, config, load(), drafter=OWN.slowed(0.1), **drafter)  # type: ignore[arg-type]
+        return cost.together(Graph("FULL", 48), 192, requests, 0).lines[0][1]
+
+    layers = of(12)
+    fewer = ExpertCost(GRID, config, load()).together(Graph("NONE"), 48, 0, 0).lines[0][1]
+    assert of(12, draft_experts=True) - layers == (layers + 2 * fewer) // 3
+
+
+@pytest.mark.parametrize("drafts", [None, DRAFTS])
 @pytest.mark.parametrize("phase", [None, 7])
 @pytest.mark.parametrize("drawn", [None, 3])
-def test_jumps_pass_moves_and_draws(phase: int | None, drawn: int | None) -> None:
+def test_jumps_pass_moves_and_draws(phase: int | None, drawn: int | None, drafts: Speculative | None) -> None:
     def run(exact: bool) -> tuple[list[tuple[int | None, int | None]], int]:
-        cost = ExpertCost(GRID, CONFIG, load(phase=phase, drawn=drawn), BALANCING)
+        config = replace(CONFIG, speculative=drafts)
+        cost = ExpertCost(GRID, config, load(phase=phase, drawn=drawn), BALANCING, draft_experts=drafts is not None)
         group = GroupSpec("group", cost)
-        specs = [EngineSpec(f"rank {it}", CONFIG, cost.rank(Graph("NONE")), group=group) for it in range(4)]
+        specs = [EngineSpec(f"rank {it}", config, cost.rank(Graph("NONE")), group=group) for it in range(4)]
         made = [Request(it, ticks(it * 2e-3), 5 + 37 * it % 90, 1 + 53 * it % 120) for it in range(60)]
         cluster = SimCluster(specs, Requests(lambda: made, {}), policy_named("round-robin"), exact=exact)
         cluster.run()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cluster_equality import LONGEST, STEP, Scenario, assert_equal, costs, scenarios
 
+from benchmarks.fidelity.drafts import with_drafts
 from libra.route.catalogue import policy_named
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import Deployment, WeightUpdate
@@ -42,8 +43,8 @@ class DrawnGroupCost:
 
 
 @st.composite
-def groups(draw: st.DrawFn, lattice: bool, *, closed: bool) -> Scenario:
-    """A scenario whose engines are one group or two, and maybe one that is none's."""
+def groups(draw: st.DrawFn, lattice: bool, *, closed: bool, drafts: bool = False) -> Scenario:
+    """A scenario whose engines are one group or two, and maybe one that is none's. With `drafts` ranks have some."""
     scenario = draw(scenarios(closed=closed, lattice=lattice))
     first = scenario.specs[0]
     made: list[EngineSpec] = []
@@ -64,6 +65,8 @@ def groups(draw: st.DrawFn, lattice: bool, *, closed: bool) -> Scenario:
             capture_sizes=tuple(sorted({it for it in sizes if it <= first.config.max_num_batched_tokens})),
             async_scheduling=draw(st.booleans()),
         )
+        if drafts:
+            config = with_drafts(config, draw(st.integers(0, 99)))
         group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)))
         made += [
             EngineSpec(f"rank {number}.{place}", config, cost, first.bucket, group=group)
@@ -96,6 +99,18 @@ def test_groups_in_open_loops(scenario: Scenario) -> None:
 @settings(max_examples=60, deadline=None)
 @given(groups(lattice=True, closed=False))
 def test_groups_in_open_loops_where_everything_is_a_tie(scenario: Scenario) -> None:
+    assert_equal(scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(lattice=False, closed=True, drafts=True))
+def test_groups_with_drafts_in_closed_loops(scenario: Scenario) -> None:
+    assert_equal(scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(lattice=True, closed=False, drafts=True))
+def test_groups_with_drafts_in_open_loops_where_everything_is_a_tie(scenario: Scenario) -> None:
     assert_equal(scenario)
 
 

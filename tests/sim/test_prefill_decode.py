@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.tiered import with_tier
 from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
@@ -209,6 +210,10 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
         it if ranks or it.async_scheduling else replace(it, pipeline_parallel_size=random.choice((1, 1, 2, 3)))
         for it in (larger, config)
     )
+    if not ranks and larger.pipeline_parallel_size == 1:
+        beside = Random(f"tier {seed}")
+        if beside.random() < 0.4:
+            larger, _, _ = with_tier(larger, beside, cost.step)
     for request in requests:
         request.stop = random.choice(("length", "eos")) if request.output_tokens > 1 else "length"
     specs = [EngineSpec(f"p{number}", larger, cost, role=PREFILL) for number in range(random.randint(1, 3))]
@@ -280,6 +285,7 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
 @given(st.integers(0, 2**32))
 @example(seed=1076030)  # all of a batch wait for blocks that another one under way may still write
 @example(seed=1229)  # a turn is delayed until the next one of its conversation generates, too
+@example(seed=868)  # KV that was loaded from a tier waits for blocks that nobody but decode engines gives back
 @example(seed=380125)  # a failed pull makes room for its own prompt, behind another one that is computed in part
 def test_every_request_ends_or_has_a_reason_and_every_block_comes_back(seed: int) -> None:
     """Blocks, bytes and tokens are conserved whatever breaks; and visiting every iteration makes no difference."""

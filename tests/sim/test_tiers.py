@@ -15,7 +15,7 @@ from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import check_roles
-from libra.sim.engine.config import PREFILL, EngineConfig, EngineSpec
+from libra.sim.engine.config import DECODE, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Chain, Request
@@ -164,8 +164,8 @@ def test_engines_that_tiers_do_not_suit_are_refused() -> None:
     spec = EngineSpec("engine", config, AffineCost(1))
     with pytest.raises(ValueError, match=r"weight_updates\.refresh with kv_tiers"):
         check_roles([spec], False, [True])
-    with pytest.raises(ValueError, match="kv_tiers of engine, which has the role prefill"):
-        check_roles([replace(spec, role=PREFILL)], True, [False])
+    with pytest.raises(ValueError, match="kv_tiers of engine, which has the role decode"):
+        check_roles([replace(spec, role=DECODE)], True, [False])
     shared = replace(spec, config=replace(config, kv_tiers=(replace(HOST, shared=True),)))
     other = replace(spec, name="other", config=replace(config, kv_tiers=(replace(HOST, shared=True, chunks=70),)))
     with pytest.raises(ValueError, match="host is shared, and not alike"):

@@ -64,12 +64,18 @@ def held_bytes(
 
 
 def drafter_memory(
-    model: ModelSpec, tp: int, drafter: ModelSpec | None, quantization: Quantization = UNQUANTIZED
+    model: ModelSpec,
+    tp: int,
+    drafter: ModelSpec | None,
+    *,
+    quantization: Quantization = UNQUANTIZED,
+    dp: int = 1,
 ) -> tuple[float, float]:
     """Bytes of weights on each device of what proposes drafts, and bytes of its KV for each of the model's. It is a
-    model of its own, not quantized; or, without one, a layer like the model's."""
+    model of its own, not quantized; or, without one, a layer like the model's, whose experts `dp` ranks divide."""
     if drafter is None:
-        return quantization.weight_bytes(model, tp) / model.layers, 1 / model.layers
+        elsewhere = (1 - 1 / dp) * quantization.expert_bytes * model.routed_parameters / tp
+        return (quantization.weight_bytes(model, tp) - elsewhere) / model.layers, 1 / model.layers
     kv = quantization.kv_bytes_per_token(drafter, tp) / quantization.kv_bytes_per_token(model, tp)
     return UNQUANTIZED.weight_bytes(drafter, tp), kv
 

@@ -61,7 +61,7 @@ def _kv_blocks(engine: DescribedEngine) -> int:
     divided, drafts = section.data_parallel_size > 1, section.speculative
     if drafts is not None and drafts.method != "ngram":
         drafter = None if drafts.model is None else load_model(drafts.model)
-        weights, more = drafter_memory(model, tp, drafter, stored)
+        weights, more = drafter_memory(model, tp, drafter, quantization=stored, dp=section.data_parallel_size)
     if divided:
         weights += expert_bytes(engine)
     tokens = kv_tokens(

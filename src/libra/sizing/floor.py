@@ -242,10 +242,11 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
     terms, host = grid.terms, grid.host
     seqs, most, each = config.max_num_seqs, config.max_num_batched_tokens, config.tokens_each
     run = np.array([padded(tokens, config.capture_sizes) for tokens in range(most + 1)])
-    linear = linear_layers(grid, int(run[-1]))[run]
+    unpadded = linear_layers(grid, int(run[-1]))
+    linear = unpadded[run]
     linear[0] = 0.0
     tokens = np.minimum(np.arange(seqs + 1) * each, most)  # of so many requests that decode
-    drafts = linear[tokens] - linear[: seqs + 1]
+    drafts = linear[tokens] - unpadded[np.concatenate([[0], np.minimum(_sizes(config), most)])]
     decode = decode + drafts
     if terms.linear is None:
         saved = linear[tokens]

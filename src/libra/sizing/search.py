@@ -113,7 +113,7 @@ def question_of(
     drafters = {}
     for name in menu.drafters:
         small = load_model(name)
-        its = replace(recipe, max_length=small.max_context)
+        its = Recipe(batch=1, samples_per_prompt=1, max_length=small.max_context)
         drafters[name] = Drafter(small, engine_profiles(there, small, its, profile, lambda _: None, "none"))
     prices = dict(menu.cost_per_hour)
     return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices, drafters)

@@ -53,6 +53,8 @@ class AfdCost:
     def __init__(
         self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1
     ) -> None:
+        if config.speculative is not None:
+            raise ValueError("speculative with attention and FFN apart is not simulated: leave one of them out")
         self._stages, self._config, self._afd, self._host = stages, config, afd, host
         self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
         self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower

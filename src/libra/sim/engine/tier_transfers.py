@@ -52,7 +52,9 @@ class Offload:
     keys: list[Key]
     end: int | None = None  # tick; None: it has not begun
     blocks: dict[Key, list[Block]] = field(default_factory=dict)  # that it reads, of a request that has ended
-    before: dict[Block, Offload] = field(default_factory=dict)  # what read them already
+
+    def ended(self, now: int) -> bool:
+        return self.end is not None and self.end <= now
 
 
 @dataclass(slots=True, eq=False)
