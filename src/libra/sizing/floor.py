@@ -97,10 +97,13 @@ def prices(
     )
 
 
-def prices_of_rank(grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+def prices_of_rank(
+    grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
+) -> Prices:
     """Of one of several ranks that divide experts: its own part, and what all do together. That is shared by all their
-    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others."""
-    own = prices(replace(grid.own, host=NO_HOST), config, contexts)
+    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others. What experts
+    take for drafts, and those of a drafter, is left out."""
+    own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
     tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
     seconds: Array = grid.layers * grid.layer_seconds(tokens / grid.gpus) * (1 - _ROUNDING)
