@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # it imports vLLM
 SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
 SCHEDULES = (
-    *("sync", "async", "pull", "pd", "pd-async", "pd-drafts"),
+    *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-drafts"),
     *("drafts", "drafts-async", "both", "dp", "dp-async", "tiers", "tiers-async"),
 )
 KIND_CASES = 1000
