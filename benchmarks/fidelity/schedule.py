@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, get_args
 
 from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
@@ -32,10 +32,11 @@ from libra.sim.workload.requests import Requests
 CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
-Pairs = Literal["pd", "pd-async", "pd-drafts"]
+Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
+Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async"]
 Pulls = Literal["pull", "pull-async", "both"]
-Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", "dp", "dp-async", Tiers]
+Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", Groups, Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,11 @@ def _schedules(
         drive_pulls = vllm_pulls_ahead if ahead else vllm_pulls
         theirs = drive_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async", "pd-drafts"):
-        ahead, drafts = kind != "pd", kind == "pd-drafts"
-        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts)
-        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts))
+    if kind in ("pd", "pd-async", "pd-drafts", "pd-tiers"):
+        drafts, tier = kind == "pd-drafts", kind == "pd-tiers"
+        ahead = seed % 2 == 1 if tier else kind != "pd"
+        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier)
+        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind in ("tiers", "tiers-async"):
         ahead = kind == "tiers-async"
@@ -117,11 +119,12 @@ def _schedules(
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
         return case.config, requests, [ours], [vllm_tier(*random_tier(seed, ahead=ahead))]
-    if kind in ("dp", "dp-async"):
-        ahead = kind == "dp-async"
-        ranks, requests = random_ranks(seed, ahead=ahead)
+    if kind in get_args(Groups):
+        ahead, drafts = kind.endswith("-async"), "drafts" in kind
+        ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
         drive = vllm_ranks_ahead if ahead else vllm_ranks
-        return ranks.config, requests, simulated_ranks(ranks, requests), drive(*random_ranks(seed, ahead=ahead))
+        of_ranks = drive(*random_ranks(seed, ahead=ahead, drafts=drafts))
+        return ranks.config, requests, simulated_ranks(ranks, requests), of_ranks
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

@@ -296,6 +296,16 @@ sends = st.builds(Sent, st.integers(0, 900), st.none() | st.integers(0, 9), st.i
 looks = st.builds(Look, st.integers(0, 900), st.integers(0, 9), st.none() | st.integers(0, 12))
 
 
+def assert_nobody_can_tell(case: Case) -> None:
+    """Whether its engine jumps; and nothing ends at another time for having been asked about or looked at."""
+    jumped, visited = case.serve(), case.serve(exact=True)
+    assert jumped.outcome == visited.outcome
+    assert (jumped.asked, jumped.looked) == (visited.asked, visited.looked)
+    assert jumped.engine.pool.held == 0
+    quiet = case.quiet().serve()
+    assert [request.finish for request in quiet.requests] == [request.finish for request in jumped.requests]
+
+
 @st.composite
 def cases(draw: st.DrawFn, *, adopting: bool, closing: bool, asking: bool, pausing: bool = False) -> Case:
     """Small ones, in which times between events are as long as iterations or much longer."""

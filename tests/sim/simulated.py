@@ -107,6 +107,19 @@ def simulate(config: EngineConfig, cost: IterationCost, make: Make, *, exact: bo
     return Run(cluster.engines[0], requests, tuple(iterations), tuple(workload.order))
 
 
+def assert_visited_alike(config: EngineConfig, cost: IterationCost, make: Make) -> None:
+    """Iterations counted together are as if every one was visited, and the same becomes of every request."""
+    compressed, visited = (simulate(config, cost, make, exact=exact) for exact in (False, True))
+    assert compressed.iterations == visited.iterations
+    assert compressed.result == visited.result
+    assert compressed.order == visited.order
+    assert compressed.engine.events <= visited.engine.events
+    for run in (compressed, visited):
+        assert run.engine.pool.free == config.kv_blocks
+        assert run.engine.busy_ticks == sum(it.end - it.start for it in run.iterations)
+        assert run.engine.load_tokens == 0
+
+
 def naive(config: EngineConfig, cost: IterationCost, make: Make) -> NaiveResult:
     """The same of the naive engine."""
     requests = {request.number: request for request in make()}

@@ -11,10 +11,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from driven_engine import Case, cases
+from driven_engine import Case, assert_nobody_can_tell, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import simulate
+from simulated import assert_visited_alike, simulate
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 
 from benchmarks.fidelity.random_workloads import random_case
@@ -81,19 +81,7 @@ def test_jumps_are_as_if_every_iteration_was_visited(
     cost = data.draw(costs(config))
     ticks = max(1, longest_iteration(config, cost) // data.draw(st.sampled_from([1, 2, 4])))
     generic = data.draw(st.booleans())
-    runs = [
-        simulate(config, cost, lambda: stopping(seed, timed(seed, ticks, generic)), exact=exact)
-        for exact in (False, True)
-    ]
-    compressed, visited = runs
-    assert compressed.iterations == visited.iterations
-    assert compressed.result == visited.result
-    assert compressed.order == visited.order
-    assert compressed.engine.events <= visited.engine.events
-    for run in runs:
-        assert run.engine.pool.free == config.kv_blocks
-        assert run.engine.busy_ticks == sum(it.end - it.start for it in run.iterations)
-        assert run.engine.load_tokens == 0
+    assert_visited_alike(config, cost, lambda: stopping(seed, timed(seed, ticks, generic)))
 
 
 @settings(max_examples=120, deadline=None)
@@ -105,12 +93,7 @@ def test_nobody_who_asks_can_tell(case: Case, stops: list[Stop]) -> None:
     """Requests that are given up, interrupted or asked about; pauses, KV that comes, an engine that closes."""
     turns = tuple(replace(turn, stop=stop) for turn, stop in zip(case.turns, stops, strict=False))
     case = replace(case, turns=turns, config=replace(case.config, async_scheduling=True))
-    jumped, visited = case.serve(), case.serve(exact=True)
-    assert jumped.outcome == visited.outcome
-    assert (jumped.asked, jumped.looked) == (visited.asked, visited.looked)
-    assert jumped.engine.pool.held == 0
-    quiet = case.quiet().serve()
-    assert [request.finish for request in quiet.requests] == [request.finish for request in jumped.requests]
+    assert_nobody_can_tell(case)
 
 
 def test_pipelines_are_refused() -> None:

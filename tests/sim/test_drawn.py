@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driven_engine import Case, cases
+from driven_engine import Case, assert_nobody_can_tell, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import simulate
+from simulated import assert_visited_alike, simulate
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 
 from benchmarks.fidelity.drafts import with_drafts
@@ -93,17 +93,7 @@ def test_jumps_are_as_if_every_iteration_was_visited(
     cost = data.draw(costs(config))
     ticks = max(1, longest_iteration(config, cost) // data.draw(st.sampled_from([1, 2, 4])))
     generic = data.draw(st.booleans())
-    compressed, visited = (
-        simulate(config, cost, lambda: timed(seed, ticks, generic), exact=exact) for exact in (False, True)
-    )
-    assert compressed.iterations == visited.iterations
-    assert compressed.result == visited.result
-    assert compressed.order == visited.order
-    assert compressed.engine.events <= visited.engine.events
-    for run in (compressed, visited):
-        assert run.engine.pool.free == config.kv_blocks
-        assert run.engine.busy_ticks == sum(it.end - it.start for it in run.iterations)
-        assert run.engine.load_tokens == 0
+    assert_visited_alike(config, cost, lambda: timed(seed, ticks, generic))
 
 
 @settings(max_examples=120, deadline=None)
@@ -111,12 +101,7 @@ def test_jumps_are_as_if_every_iteration_was_visited(
 def test_nobody_who_asks_can_tell(case: Case, seed: int) -> None:
     """Requests that are given up, interrupted or asked about; pauses, KV that comes, an engine that closes."""
     case = replace(case, config=with_drafts(case.config, seed))
-    jumped, visited = case.serve(), case.serve(exact=True)
-    assert jumped.outcome == visited.outcome
-    assert (jumped.asked, jumped.looked) == (visited.asked, visited.looked)
-    assert jumped.engine.pool.held == 0
-    quiet = case.quiet().serve()
-    assert [request.finish for request in quiet.requests] == [request.finish for request in jumped.requests]
+    assert_nobody_can_tell(case)
 
 
 @pytest.mark.parametrize(

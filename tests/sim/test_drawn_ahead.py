@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven_engine import Case, Turn, cases
+from driven_engine import Case, Turn, assert_nobody_can_tell, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import simulate
+from simulated import assert_visited_alike, simulate
 from test_async_scheduling import stopping
 from test_batching_equality import affine_costs, grid_costs, knee_costs, longest_iteration, seeds, timed
 from test_engines_file import load
@@ -112,18 +112,7 @@ def test_jumps_are_as_if_every_iteration_was_visited(
     cost = data.draw(costs(config))
     ticks = max(1, longest_iteration(config, cost) // data.draw(st.sampled_from([1, 2, 4])))
     generic = data.draw(st.booleans())
-    compressed, visited = (
-        simulate(config, cost, lambda: stopping(seed, timed(seed, ticks, generic)), exact=exact)
-        for exact in (False, True)
-    )
-    assert compressed.iterations == visited.iterations
-    assert compressed.result == visited.result
-    assert compressed.order == visited.order
-    assert compressed.engine.events <= visited.engine.events
-    for run in (compressed, visited):
-        assert run.engine.pool.free == config.kv_blocks
-        assert run.engine.busy_ticks == sum(it.end - it.start for it in run.iterations)
-        assert run.engine.load_tokens == 0
+    assert_visited_alike(config, cost, lambda: stopping(seed, timed(seed, ticks, generic)))
 
 
 @settings(max_examples=120, deadline=None)
@@ -137,12 +126,7 @@ def test_nobody_who_asks_can_tell(case: Case, stops: list[Stop], seed: int) -> N
     turns = tuple(replace(turn, stop=stop) for turn, stop in zip(case.turns, stops, strict=False))
     config = with_drafts(replace(case.config, async_scheduling=True), seed)
     case = replace(case, turns=turns, config=config)
-    jumped, visited = case.serve(), case.serve(exact=True)
-    assert jumped.outcome == visited.outcome
-    assert (jumped.asked, jumped.looked) == (visited.asked, visited.looked)
-    assert jumped.engine.pool.held == 0
-    quiet = case.quiet().serve()
-    assert [request.finish for request in quiet.requests] == [request.finish for request in jumped.requests]
+    assert_nobody_can_tell(case)
 
 
 def test_a_file_asks_for_both_and_drafts_that_are_looked_up_are_refused(tmp_path: Path) -> None:

@@ -282,7 +282,8 @@ def test_what_the_cpu_adds_comes_to_an_iteration_of_the_group(tmp_path: Path) ->
     def ticks_of(**keys: object) -> int:
         group = apart(tmp_path, **keys).engines[0].group
         assert group is not None
-        return max(factor * 10**7 + more for factor, more in group.cost.together(Graph("NONE"), 32, 8, 0).lines)
+        together = group.cost.together(Graph("NONE"), 32, 8, group.cost.host.seconds(8), 0)
+        return max(factor * 10**7 + more for factor, more in together.lines)
 
     slow = {"iteration": 1.0, "request": 0.5}
     assert ticks_of(overhead=slow) - ticks_of() == pytest.approx(ticks(1.0 + 0.5 * 8), rel=1e-9)
@@ -290,13 +291,17 @@ def test_what_the_cpu_adds_comes_to_an_iteration_of_the_group(tmp_path: Path) ->
     assert ticks_of(afd={**AFD, "ffn_gpu": "L40S", "bandwidth": 1e15}) > ticks_of(afd={**AFD, "bandwidth": 1e15})
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("role", ["colocated", "decode"])
-def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(tmp_path: Path, role: str) -> None:
+def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
+    tmp_path: Path, role: str, ahead: bool
+) -> None:
     others, keys = [], {}
     if role == "decode":
         others = [{"name": "prefill", "role": "prefill", "model": MOE, "tensor_parallel_size": 2}]
         keys = {"kv_transfer": {"bandwidth": 1e9}}
     engine = {"model": MOE, "afd": {**AFD, "micro_batches": 3}, "role": role, "max_num_seqs": 4, "max_model_len": 4096}
+    engine["async_scheduling"] = ahead
     found = load(tmp_path, engine, *[{**it, "max_model_len": 4096} for it in others], **keys)
     asked = read_requests(EXAMPLE.with_name("requests.jsonl"))
     results = [
@@ -325,7 +330,10 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(t
         ({"afd": {**AFD, "ffn": 1}, "gpu": "L40S"}, "engines.0.afd.ffn is 1: an FFN rank needs"),
         ({"afd": {**AFD, "ffn_gpu": "H1000"}}, "engines.0.afd.ffn_gpu: unknown GPU 'H1000'"),
         ({"pipeline_parallel_size": 2}, "engines.0.afd with pipeline_parallel_size is not simulated"),
-        ({"async_scheduling": True}, "engines.0.afd with async_scheduling is not simulated"),
+        (
+            {"speculative": {"method": "mtp", "num_speculative_tokens": 1, "accepted": [1]}},
+            "engines.0.afd with speculative is not simulated",
+        ),
         ({"afd": {"attention": 4, "ffn": 2}}, "engines.0.afd.bandwidth"),
         ({"afd": {**AFD, "micro_batches": 0}}, "engines.0.afd.micro_batches"),
     ],

@@ -45,8 +45,8 @@ def random_candidate(generator: np.random.Generator) -> ServingCandidate:
     seqs, tokens = int(generator.choice([2, 16, 128])), int(generator.choice([128, 512, 1024]))
     ffn = int(generator.choice([1, 2, 4]))
     apart = Apart(ffn * int(generator.integers(1, 4)), ffn, int(generator.integers(1, 5)))
-    prefill = EngineSetup("h100", 2, 1, 16, 1024, False)
-    decode = EngineSetup("h100", int(generator.choice([1, 2])), 1, seqs, tokens, False, apart)
+    prefill = EngineSetup("h100", 2, 1, 16, 1024, bool(generator.integers(2)))
+    decode = EngineSetup("h100", int(generator.choice([1, 2])), 1, seqs, tokens, bool(generator.integers(2)), apart)
     return ServingCandidate(
         (EnginePool("prefill", prefill, int(generator.integers(1, 3))), EnginePool("decode", decode, 1))
     )

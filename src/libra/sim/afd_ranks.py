@@ -20,8 +20,12 @@ from libra.sim.engines_keys import AfdSection
 def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     """Raises ValueError unless the model can be cut in these ranks, and FFN ranks have the memory."""
     section, model = engine.section, engine.model
-    others = (("pipeline_parallel_size", 1), ("async_scheduling", False), ("speculative", None), ("kv_tiers", ()))
-    for option, off in (*others, ("data_parallel_size", 1)):
+    for option, off in (
+        ("pipeline_parallel_size", 1),
+        ("speculative", None),
+        ("kv_tiers", ()),
+        ("data_parallel_size", 1),
+    ):
         if getattr(section, option) != off:
             raise ValueError(f"afd with {option} is not simulated: leave one of them out")
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)

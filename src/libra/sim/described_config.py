@@ -66,6 +66,9 @@ def _kv_blocks(engine: DescribedEngine) -> int:
         more = stored.kv_bytes_per_token(drafter, tp) / stored.kv_bytes_per_token(model, tp)
     elif drafts is not None and drafts.method != "ngram":
         weights, more = stored.weight_bytes(model, tp) / model.layers, 1 / model.layers
+        if divided:  # so are the experts of its layer
+            elsewhere = 1 - 1 / section.data_parallel_size
+            weights -= elsewhere * stored.expert_bytes * model.routed_parameters / tp / model.layers
     if divided:
         weights += expert_bytes(engine)
     tokens = kv_tokens(

@@ -236,7 +236,7 @@ class PrefillDecode(Frontend):
         engine = prefill.engine
         if not engine.closed:
             sooner = engine.sent(prefill.part, now)
-            if engine.busy or engine.waiting:
+            if engine.busy or engine.waiting or engine.ready:
                 self.host.changed(engine, sooner)
             else:
                 self.host.look_at(engine)

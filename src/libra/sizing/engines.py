@@ -123,12 +123,18 @@ def group_cost(question: SizingQuestion, shape: EngineSetup) -> AfdCost:
         shape,
         configuration(question, shape),
         question.profiles[question.cluster.nodes.index(question.cluster.node_class(shape.nodes))],
+        grid_of(question, shape).host,
     )
 
 
 @lru_cache(maxsize=128)
 def _group_cost(
-    nodes: NodeClass, model: ModelSpec, shape: EngineSetup, config: EngineConfig, profile: EngineProfile
+    nodes: NodeClass,
+    model: ModelSpec,
+    shape: EngineSetup,
+    config: EngineConfig,
+    profile: EngineProfile,
+    host: HostCost,
 ) -> AfdCost:
     apart, source = shape.apart, profile.source.partition(":")[0]
     assert apart is not None
@@ -138,7 +144,7 @@ def _group_cost(
     stages = replace(stages, attention=replace(stages.attention, terms=profile.terms))
     net = fabric(nodes)
     ranks = AttentionFFN(apart.attention, apart.ffn, net.network / net.gpus, net.network_latency, apart.micro_batches)
-    return AfdCost(stages, config, ranks, profile.host, shape.tensor_parallel_size)
+    return AfdCost(stages, config, ranks, host, shape.tensor_parallel_size)
 
 
 @lru_cache(maxsize=128)

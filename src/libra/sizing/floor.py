@@ -125,7 +125,7 @@ def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int])
     """
     config = replace(config, capture_sizes=())
     found = []
-    for factor, more in cost.together(Graph("NONE"), cost.attention, 1, 0).lines:
+    for factor, more in cost.together(Graph("NONE"), cost.attention, 1, cost.host.seconds(1), 0).lines:
         if factor > 1:
             found.append(prices(_of_line(cost.grid, factor, more / TICKS), config, contexts))
     shared = Floor(0.0, 0.0, cost.attention * cost.least_token_seconds * (1 - _ROUNDING), 0.0, 0.0, 0.0)

@@ -82,7 +82,6 @@ class ServingMenu:
                 yield from self._apart(question, one, other)
         if "attention-ffn" in file.architectures:
             prefill, groups = self._roles([it for it in shapes if it.parallel is None])
-            groups = list(dict.fromkeys(replace(it, async_scheduling=False) for it in groups))
             for one, other, apart in product(prefill, groups, self._groups(question.model)):
                 yield from self._apart(question, one, replace(other, apart=apart))
 

@@ -9,34 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+from libra.sim.engine.block_reads import BlockReads
+from libra.sim.engine.block_run import Block, Run
 from libra.sim.engine.request import Chain, Owner, Path, Request
 
 _END = 1 << 62  # of a context: it has none
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """Blocks `low` to `high` (exclusive) of an owner's context that have the same holders and were let go together.
-
-    Without an owner: so many blocks that nobody will ask for.
-    """
-
-    owner: Owner | None
-    low: int
-    high: int
-    holders: int
-
-
-Block = tuple[Owner, int] | Run  # one block: of an owner, or a further copy
-
-
-class Reader(Protocol):
-    """What reads blocks that were let go."""
-
-    end: int | None  # tick, if it is known
 
 
 class BlockPool:
@@ -47,7 +25,6 @@ class BlockPool:
 
     __slots__ = (
         "_copies",
-        "_fenced",
         "_free",
         "_own_copies",
         "_runs",
@@ -56,10 +33,8 @@ class BlockPool:
         "blocks",
         "caching",
         "findable",
-        "given",
-        "reading",
+        "reads",
         "shared",
-        "unwritten",
     )
 
     def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
@@ -69,10 +44,7 @@ class BlockPool:
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
         self.shared = 0  # that holders have beyond the first of each block
-        self.reading: dict[Block, Reader] = {}  # blocks that were let go, and what reads them still
-        self.given: dict[Block, Reader] = {}  # the same of those that were given away since
-        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # read although nobody may know them: (number, block)
-        self._fenced: list[tuple[int, Run]] = []  # the same of those let go: (blank ones that are given later, block)
+        self.reads = BlockReads()
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
@@ -153,10 +125,9 @@ class BlockPool:
         """Give away `blocks` free blocks; there must be as many."""
         blank = self.blank
         self.blank = max(blank - blocks, 0)
-        while self._fenced and self._fenced[-1][0] >= self.blank:
-            _, block = self._fenced.pop()
-            if block in self.reading:
-                self.given[block] = self.reading.pop(block)
+        reads = self.reads
+        if reads.fenced:
+            reads.give_blank(self.blank)
         if blocks <= blank:
             return
         blocks -= blank
@@ -173,15 +144,15 @@ class BlockPool:
             size = run.high - run.low
             if size > blocks:
                 run.high -= blocks
-                if self.reading:
-                    self._give(owner, run.high, run.high + blocks)
+                if reads.reading:
+                    reads.give(owner, run.high, run.high + blocks)
                 return
             blocks -= size
             del self._free[run]
             if owner is None:
                 continue
-            if self.reading:
-                self._give(owner, run.low, run.high)
+            if reads.reading:
+                reads.give(owner, run.low, run.high)
             runs = self._runs[owner]
             if runs[-1] is not run:
                 raise AssertionError(f"{owner}: block {run.low} is forgotten before those that follow it")
@@ -192,29 +163,7 @@ class BlockPool:
     def given_before(self, found: Mapping[Owner, int], most: int) -> int:
         """Free blocks, `most` of them at most, that are given away before one that is read still, or is one of the
         first so many of an owner."""
-        fenced = next((after for after, block in reversed(self._fenced) if block in self.reading), None)
-        if fenced is not None:
-            return min(self.blank - 1 - fenced, most)
-        read: dict[Owner, list[int]] = {}
-        for block in self.reading:
-            if isinstance(block, tuple):
-                read.setdefault(block[0], []).append(block[1])
-        before = self.blank
-        for run in self._free:
-            if before >= most:
-                break
-            owner, low, high = run.owner, run.low, run.high
-            if owner is None:
-                before += high
-                continue
-            if run in self.reading:
-                return before
-            last = max((block for block in read.get(owner, ()) if low <= block < high), default=-1)
-            last = max(last, min(found.get(owner, 0), high) - 1)
-            if last >= low:
-                return before + high - 1 - last
-            before += high - low
-        return min(before, most)
+        return self.reads.given_before(self._free, self.blank, found, most)
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
         """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. With
@@ -330,13 +279,6 @@ class BlockPool:
                     del runs[index + 1]
                 free[run] = None
 
-    def fence(self, request: Request) -> None:
-        """A request is about to let go of its blocks, of which some are read that nobody may know: of those that are
-        blank then the last one is given away first."""
-        self._fenced += [
-            (self.blank + number - request.written, block) for number, block in self.unwritten.pop(request)
-        ]
-
     def discard(self, full: int, held: int) -> None:
         """Let go of `held` blocks that nobody will ask for, of which the first `full` are full.
 
@@ -382,14 +324,13 @@ class BlockPool:
             assert others is not None
             del self._free[run]
             others.remove(run)
-            if run in self.reading:
-                self.given[run] = self.reading.pop(run)
+            self.reads.give_block(run)
         else:
             run.high = block
-            if self.reading:
-                self._give(owner, block, block + 1)
-                if others and others[0] in self.reading:
-                    self.reading[(owner, block)] = self.reading.pop(others[0])
+            if self.reads.reading:
+                self.reads.give(owner, block, block + 1)
+                if others:
+                    self.reads.rename(others[0], (owner, block))
             if run.low == block:
                 del self._free[run]
                 del runs[main]
@@ -411,8 +352,3 @@ class BlockPool:
         copy = next(mine, None)
         main = (owner, block)
         return main if copy is None or copy in self._runs.get(owner, ()) else copy
-
-    def _give(self, owner: Owner | None, low: int, high: int) -> None:
-        """Blocks are given away that something may read still."""
-        for block in [it for it in self.reading if isinstance(it, tuple) and it[0] is owner and low <= it[1] < high]:
-            self.given[block] = self.reading.pop(block)

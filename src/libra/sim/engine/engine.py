@@ -13,6 +13,7 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.admission import cached_blocks, refusal, take_in
 from libra.sim.engine.ahead import complete_ahead, drain_ahead, plan_ahead
 from libra.sim.engine.arriving import see
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.jump import catch_up, cut_stretch, cut_to, ended_by, settle
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
@@ -224,8 +225,12 @@ class SimEngine(EngineState):
         context = generation.context_after(ended_by(self, now))
         more = context + context // count if count else 1
         batch = self.batch(min(count + 1, self.config.max_num_seqs))
-        base, slope, _ = self.cost.line(batch, more)
-        return (base + slope * more) / TICKS
+        return self.decode_ticks(batch, more) / TICKS
+
+    def decode_ticks(self, batch: DecodeBatch, context: int) -> int:
+        """Of one iteration of such a batch, whose contexts have so many tokens together."""
+        base, slope, _ = self.cost.line(batch, context)
+        return base + slope * context
 
     def recall_rate(self, now: int) -> float:
         """How often a second its device is wanted back."""
@@ -289,11 +294,14 @@ class SimEngine(EngineState):
         self.wait = 0
         ahead = self.config.async_scheduling
         if plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps):
+            tiers.fetches.forget()
             event = tiers.next_event()
             if event is not None:
                 cut_stretch(self, event)
             return self.end
         self.events -= 1
+        if not (self.arriving or self.orphans or self.sending):
+            tiers.rest(list(self.waiting))
         following = now + self.wait if self.wait else tiers.next_event()
         if following is None:
             if (self.waiting or self.running) and not (self.orphans or self.sending):

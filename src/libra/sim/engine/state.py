@@ -311,8 +311,8 @@ class EngineState:
         """Release the blocks of a request's computed tokens; so many of them are known."""
         size = self.config.block_size
         held = -(-tokens // size)
-        if request in self.pool.unwritten:
-            self.pool.fence(request)
+        if request in self.pool.reads.unwritten:
+            self.pool.reads.fence(request, self.pool.blank)
         if not self.pool.caching:
             self.pool.blank += held
         elif request.written:

@@ -8,13 +8,15 @@ has ended. The rules are those of vLLM's `OffloadingConnector`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from libra.sim.engine.block_pool import Block, BlockPool, Run
+from libra.sim.engine.block_pool import BlockPool
+from libra.sim.engine.block_run import Block, Run
 from libra.sim.engine.chunk_cache import Access, Key, Presence
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Owner, Path, Request, owner_of
+from libra.sim.engine.tier_fetches import TierFetches, too_small
 from libra.sim.engine.tier_transfers import Offload, Shelf, TierTransfers
 
 
@@ -29,7 +31,7 @@ class Use:
 
     def until(self, now: int) -> int:
         """When the last of its stores has ended."""
-        self.stores = [it for it in self.stores if it.end is None or it.end > now]
+        self.stores = [it for it in self.stores if not it.ended(now)]
         return max((it.end for it in self.stores if it.end is not None), default=now)
 
 
@@ -38,6 +40,7 @@ class Tiers:
 
     def __init__(self, tiers: Sequence[KVTier], pool: BlockPool) -> None:
         self.transfers = TierTransfers(tiers)
+        self.fetches = TierFetches(self.transfers)
         self.first = self.transfers.first
         self.prompt_only = tiers[0].offload_prompt_only
         self.shared = any(tier.shared for tier in tiers)
@@ -46,6 +49,7 @@ class Tiers:
         self.watched: list[tuple[Request, int]] = []  # that wait, and how many blocks were found for them
         self.patient = False  # nobody who waits has to be asked again before something changes
         self._pool = pool
+        self._reads = pool.reads
         self._uses: dict[Request, Use] = {}
         self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; what they could not store
         self._loads: list[tuple[Request, list[Key], int]] = []  # of this schedule, and how many blocks
@@ -60,12 +64,22 @@ class Tiers:
     def restless(self, now: int) -> bool:
         """Whether more is to be done with an iteration that could begin now than to store what it fills."""
         failed = self.failed and self.prompt_only
-        return bool(self._ended or self._pool.given or failed) or self._flushed > now
+        return bool(self._ended or self._reads.given or failed) or self._flushed > now
 
     @property
     def stirred(self) -> bool:
         """Whether this schedule has begun anything that may change what others are told."""
         return bool(self._loads or self._promotions or self._stores)
+
+    def rest(self, waiting: Collection[Request]) -> None:
+        """Nothing is computed, and these wait. Raises ValueError where they take the first tier's room from each other
+        for ever."""
+        accesses = {request: self._uses[request].access for request in waiting if request in self._uses}
+        if self.fetches.repeat(accesses, self.now):
+            size = self.blocks_per_chunk * self._pool.block_size
+            contexts = ((it.path, (it.prompt_tokens + it.generated) // size) for it in waiting)
+            chunks = {key for path, count in contexts for key in self._keys(path, 0, count)}
+            raise too_small(self.transfers, self.fetches.requests, len(chunks))
 
     # Time
 
@@ -73,9 +87,7 @@ class Tiers:
         """What has ended by now has. Returns the requests whose KV has come."""
         self.now = now
         arrived = self.transfers.arrived(now)
-        reading = self._pool.reading
-        if reading:
-            self._pool.reading = {block: it for block, it in reading.items() if it.end is None or it.end > now}
+        self._reads.settle(now)
         return arrived
 
     def next_event(self) -> int | None:
@@ -85,7 +97,7 @@ class Tiers:
 
     def quiet(self, most: int) -> int:
         """Free blocks, `most` of them at most, that are given away before one that is read still, or was found."""
-        if not (self.watched or self._pool.reading):
+        if not (self.watched or self._reads.reading):
             return most
         found: dict[Owner, int] = {}
         for request, blocks in self.watched:
@@ -141,23 +153,18 @@ class Tiers:
 
     def touch(self, path: Path, blocks: int) -> None:
         """The first blocks of a context are given to a request, also if others had them before."""
-        pool = self._pool
-        for block, store in pool.reading.items():
+        for block, stores in self._reads.reading.items():
             if isinstance(block, tuple) and block[1] < blocks and owner_of(path, block[1]) is block[0]:
-                pool.given[block] = store
+                self._reads.given[block] = stores
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
         """The end of a schedule, with whose iteration requests have computed so many tokens that are known. It could
         begin now; returns the ticks until it can: stores whose blocks are overwritten end first."""
-        given, begin, begun = self._pool.given, max(now, self._flushed), self.transfers.begun
+        given, begin, begun = self._reads.given, max(now, self._flushed), self.transfers.begun
         for request in preempted:
             self.failed.pop(request, None)
             begin = max(begin, self._uses[request].until(now))
-        for block, reader in given.items():
-            store = reader if isinstance(reader, Offload) else None
-            while store is not None:
-                begin = max(begin, store.end or begin)
-                store = store.before.get(block)
+        begin = max([begin, *(it.end for stores in given.values() for it in stores if it.end is not None)])
         for request, known in rows:
             self.store(request, known)
         ended, self._ended = self._ended, []
@@ -176,7 +183,7 @@ class Tiers:
         if self._stores or self.transfers.begun > begun:
             self.transfers.disturb(self.now)
         self._loads, self._promotions = [], {}
-        self._pool.given = {}
+        self._reads.given = {}
         self._flushed = begin
         return begin - now
 
@@ -226,39 +233,33 @@ class Tiers:
 
     def _store_last(self, store: Offload, use: Use) -> bool:
         """Store what was not stored while its request ran. True: at once, for its blocks are given to others."""
-        reading, given = self._pool.reading, self._pool.given
+        given = self._reads.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
         for key in set(store.keys).difference(new):
             for block in store.blocks[key]:
-                if reading.get(block) is store:
-                    del reading[block]
-                    if block in store.before:
-                        reading[block] = store.before[block]
+                self._reads.drop(block, store)
         store.keys = new
-        at_once = any(given.get(block) is store for key in new for block in store.blocks[key])
+        at_once = any(store in given.get(block, ()) for key in new for block in store.blocks[key])
         if new and not at_once:
             self._stores.append(store)
         return at_once
 
     def _fence(self, request: Request, store: Offload) -> None:
         """Whoever is given a block that a store reads waits for it."""
-        size, pool = self.blocks_per_chunk, self._pool
+        size, reads = self.blocks_per_chunk, self._reads
         for key in store.keys:
             chunk = range(key[1] * size, (key[1] + 1) * size)
             blocks: list[Block] = []
             for number in chunk:
                 if number < request.written:
-                    blocks.append(pool.block_of(request, owner_of(request.path, number), number))
+                    blocks.append(self._pool.block_of(request, owner_of(request.path, number), number))
                 else:
                     block = Run(None, number, number + 1, 0)
-                    pool.unwritten.setdefault(request, []).append((number, block))
+                    reads.unwritten.setdefault(request, []).append((number, block))
                     blocks.append(block)
             store.blocks[key] = blocks
             for read in blocks:
-                other = pool.reading.get(read)
-                if isinstance(other, Offload) and other is not store:
-                    store.before[read] = other
-                pool.reading[read] = store
+                reads.begin(read, store)
 
     def _chunks(self, request: Request, known: int) -> int:
         """Chunks of a request that may be stored."""
@@ -276,6 +277,7 @@ class Tiers:
                 if not self.first.cache.begin_write([key], use.access):
                     return "missing"
                 shelf.cache.begin_read([key], Access())
+                self.fetches.note(request, key)
                 self._promotions.setdefault(shelf, {}).setdefault(request, []).append(key)
                 return "pending"
         return "missing"

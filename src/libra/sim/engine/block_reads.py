@@ -1,0 +1,99 @@
+"""Blocks that were let go while something reads them still: whoever is given one of them waits for its readers.
+
+Invariant: such a block is in `reading` until its readers have ended or it is given away, and then in `given` until the
+next iteration was made to wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from libra.sim.engine.block_run import Block, Run
+from libra.sim.engine.request import Owner, Request
+
+
+class Reader(Protocol):
+    """What reads blocks that were let go."""
+
+    end: int | None  # tick, if it is known
+
+    def ended(self, now: int) -> bool: ...
+
+
+class BlockReads:
+    """Those of one block pool."""
+
+    __slots__ = ("fenced", "given", "reading", "unwritten")
+
+    def __init__(self) -> None:
+        self.reading: dict[Block, tuple[Reader, ...]] = {}
+        self.given: dict[Block, tuple[Reader, ...]] = {}
+        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, and nobody may know them: (number, block)
+        self.fenced: list[tuple[int, Run]] = []  # the same once let go: (blank ones that are given later, block)
+
+    def settle(self, now: int) -> None:
+        """Who has ended by now reads no more."""
+        if self.reading:
+            left = {block: tuple(it for it in its if not it.ended(now)) for block, its in self.reading.items()}
+            self.reading = {block: its for block, its in left.items() if its}
+
+    def begin(self, block: Block, reader: Reader) -> None:
+        self.reading[block] = (*self.reading.get(block, ()), reader)
+
+    def drop(self, block: Block, reader: Reader) -> None:
+        """It does not read the block after all; others may."""
+        left = tuple(it for it in self.reading.pop(block, ()) if it is not reader)
+        if left:
+            self.reading[block] = left
+
+    def fence(self, request: Request, blank: int) -> None:
+        """A request is about to let go of its blocks, of which some are read that nobody may know: they are blank then,
+        behind the `blank` ones that are so already, and its last one is given away first."""
+        self.fenced += [(blank + number - request.written, block) for number, block in self.unwritten.pop(request)]
+
+    def give_blank(self, left: int) -> None:
+        """Blank blocks are given away; so many are left."""
+        while self.fenced and self.fenced[-1][0] >= left:
+            self.give_block(self.fenced.pop()[1])
+
+    def give(self, owner: Owner | None, low: int, high: int) -> None:
+        """The blocks from `low` to `high` of an owner are given away."""
+        for block in [it for it in self.reading if isinstance(it, tuple) and it[0] is owner and low <= it[1] < high]:
+            self.given[block] = self.reading.pop(block)
+
+    def give_block(self, block: Block) -> None:
+        """One block is given away, which something may read still."""
+        if block in self.reading:
+            self.given[block] = self.reading.pop(block)
+
+    def rename(self, block: Block, name: Block) -> None:
+        """A further copy becomes the block itself."""
+        if block in self.reading:
+            self.reading[name] = self.reading.pop(block)
+
+    def given_before(self, free: Iterable[Run], blank: int, found: Mapping[Owner, int], most: int) -> int:
+        """As `BlockPool.given_before`, of `blank` blocks and then of the `free` ones, in the order of reuse."""
+        fenced = next((after for after, block in reversed(self.fenced) if block in self.reading), None)
+        if fenced is not None:
+            return min(blank - 1 - fenced, most)
+        read: dict[Owner, list[int]] = {}
+        for block in self.reading:
+            if isinstance(block, tuple):
+                read.setdefault(block[0], []).append(block[1])
+        before = blank
+        for run in free:
+            if before >= most:
+                break
+            owner, low, high = run.owner, run.low, run.high
+            if owner is None:
+                before += high
+                continue
+            if run in self.reading:
+                return before
+            last = max((block for block in read.get(owner, ()) if low <= block < high), default=-1)
+            last = max(last, min(found.get(owner, 0), high) - 1)
+            if last >= low:
+                return before + high - 1 - last
+            before += high - low
+        return min(before, most)
