@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from libra.cost.quantization import UNQUANTIZED
+from libra.cost.sources.expert_tables import routed_evenly
 from libra.cost.sources.rates import rates
-from libra.cost.sources.roofline import all_reduce_seconds
+from libra.cost.sources.roofline import all_reduce_seconds, roofline
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
@@ -58,6 +60,28 @@ def test_a_slower_link_adds_its_all_reduces() -> None:
     assert more > 0
     assert "all-reduces modelled at 200 GB/s instead of A100's 300" in slow.source
     assert tables(GPUS["A100"], QWEN_14B, [8], intra_bandwidth=300e9) == replace(fast, engines=fast.engines[1:])
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("name", "tp"), [("H100", 1), ("H200", 2)])
+def test_experts_that_are_asked_for_alike_take_what_a_roofline_says_of_their_number(name: str, tp: int) -> None:
+    """8 of 128 experts a token: 16 tokens touch 82 of them, where a power law has them ask for fewer."""
+    gpu = GPUS[name]
+    skewed = tables(gpu, QWEN_30B, [tp])
+    even, model = routed_evenly(gpu, QWEN_30B, skewed, UNQUANTIZED).grid(tp), roofline(gpu, QWEN_30B, [tp]).grid(tp)
+    for batch in even.batches:
+        assert even.decode_seconds(batch, 1024) == pytest.approx(model.decode_seconds(batch, 1024), rel=0.25)
+    few, many = (even.decode_seconds(batch, 0) / skewed.grid(tp).decode_seconds(batch, 0) for batch in (16, 512))
+    assert few > 1.1
+    assert many == pytest.approx(1, abs=0.05)
+    assert even.prefill_seconds(2048, 0) < skewed.grid(tp).prefill_seconds(2048, 0)
+    assert even.prefill_seconds(16, 8192) > skewed.grid(tp).prefill_seconds(16, 8192)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_dense_model_has_no_routing() -> None:
+    profile = tables(GPUS["H100"], QWEN_14B, [1])
+    assert routed_evenly(GPUS["H100"], QWEN_14B, profile, UNQUANTIZED) is profile
 
 
 @pytest.mark.usefixtures("installed")

@@ -42,6 +42,7 @@ from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.config.yaml_file import ConfigError
 from libra.cost.sources.files import save_fit
+from libra.hardware.cluster import GPUS
 
 if TYPE_CHECKING:  # it imports vLLM
     from benchmarks.fidelity.schedule import Kind
@@ -49,8 +50,9 @@ if TYPE_CHECKING:  # it imports vLLM
 SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
 SCHEDULES = (
-    *("sync", "async", "pull", "pd", "pd-async", "pd-drafts"),
-    *("drafts", "drafts-async", "both", "dp", "dp-async", "tiers", "tiers-async"),
+    *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-drafts", "pd-tiers"),
+    *("drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
+    *("tiers", "tiers-async"),
 )
 KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
@@ -133,8 +135,11 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
 
     try:
         predicted = gpu_runs.predict_all(folder)
-        fitted = [one for one in predicted if one.fitted is not None]
-        steps = gpu_training.price_steps(folder, fitted[0].run.gpu) if fitted else ()
+        known = [one.run.gpu for one in predicted if one.fitted is not None]
+        gpu = known[0] if known else GPUS["H100"]  # training steps do not say which
+        steps = gpu_training.price_steps(folder, gpu)
+        if not predicted and not steps:
+            raise ConfigError(f"{folder}: no file in it has facts, grid and cases; give a folder of measured engines")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -143,7 +148,7 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
         for one in predicted:
             if one.fitted is not None:
                 save_fit(save / f"{one.run.name}.host.json", one.fitted.fit)
-    gpu_training.show(steps, Console(width=200))
+    gpu_training.show(steps, gpu, Console(width=200))
     found = [*gpu_runs.rows(predicted), *gpu_training.rows(steps)]
     report(found, json_path)
     return int(any(row.met is False for row in found))

@@ -83,7 +83,8 @@ class _Core(DPEngineCoreProc):  # type: ignore[misc]
         self.engine = VllmEngine(ranks.config)
         self.scheduler = self.engine.scheduler
         self.steps: list[Step] = []
-        self.rows = [1]  # tokens of each request of the iteration that the latest pass decided
+        self._dummy = [ranks.config.tokens_each]
+        self.rows = self._dummy  # tokens of each request of the iteration that the latest pass decided
         self.unfinished = False  # after it
         self.given_up: list[int] = []  # during it
         self._now = 0
@@ -110,7 +111,7 @@ class _Core(DPEngineCoreProc):  # type: ignore[misc]
 
     def go(self, now: int) -> None:
         """Pass the loop; what it decides begins now."""
-        self._now, self._goes, self.rows = now, True, [1]
+        self._now, self._goes, self.rows = now, True, self._dummy
         try:
             self.run_busy_loop()
         except SystemExit:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from libra.hardware.model_file import load_model
 from libra.sim.engine.config import EngineConfig
 
 _CLOSE = 64  # tokens by which contexts of one point of a grid may differ
+_MAX_MODEL_LEN = 40_960  # of engines whose facts do not say it
 _LAST = 16  # tokens of a prompt that a decode point computes: all before them is cached
 
 
@@ -64,6 +65,7 @@ class EngineRun:
     name: str
     device: str
     model: ModelSpec
+    tp: int
     software: str
     config: EngineConfig
     grid: tuple[MeasuredIteration, ...]
@@ -82,18 +84,24 @@ class EngineRun:
 
 
 def read_runs(folder: Path) -> tuple[EngineRun, ...]:
-    """Every engine of a folder, by name. Raises `ConfigError` where there is none, or a file is not of the format."""
+    """Every engine of a folder, by name. Raises `ConfigError` where a file is not of the format."""
     runs = []
-    for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
+    for path, document in documents(folder):
         if isinstance(document, dict) and {"facts", "grid", "cases"} <= set(document):
             try:
                 runs.append(_run(path, document))
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path}: {error!r}; it is no file of a measured engine, measure again") from None
-    if not runs:
-        raise ConfigError(f"{folder}: no file in it has facts, grid and cases; give a folder of measured engines")
     return tuple(runs)
+
+
+def documents(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """The JSON files of a folder, by name. Raises `ConfigError` for one that is not JSON."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            yield path, json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON ({error}); measure again, or take it out of the folder") from None
 
 
 def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
@@ -101,7 +109,7 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
     model = load_model(facts["model"])
     sizes = tuple(facts["capture_sizes"])
     config = EngineConfig(
-        max_model_len=facts.get("max_model_len", model.max_context),
+        max_model_len=facts.get("max_model_len", min(model.max_context, _MAX_MODEL_LEN)),
         kv_blocks=facts["num_gpu_blocks"] - 1,  # vLLM keeps one for itself
         block_size=facts["block_size"],
         max_num_seqs=facts["max_num_seqs"],
@@ -111,23 +119,31 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
         capture_sizes=tuple(size for size in sizes if size <= facts["max_num_batched_tokens"]),
     )
     steps = path.with_name(f"{path.stem}_steps.csv.gz")
+    rows: list[dict[str, str]] = []
     if steps.is_file():
         with gzip.open(steps, "rt", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["case"] == "grid"]
+    if rows:
         grid, intake = _iterations(rows, config.block_size, config.max_num_batched_tokens), _intake(rows)
     else:
         grid, intake = _points(document["grid"], config.block_size), None
+    cases = {name: tuple(_request(row) for row in case["requests"]) for name, case in document["cases"].items()}
+    empty = [name for name, case in cases.items() if not case]
+    if empty:
+        raise ValueError(f"cases: no request of {empty[0]} has ended")
     layers = document.get("layers")
+    tp = facts.get("tensor_parallel_size", 1)
     run = EngineRun(
         path.stem,
         facts["gpu"],
         model,
+        tp,
         f"vLLM {facts['vllm']}, torch {facts['torch']}, {facts['cudagraph_mode']}",
         config,
         grid,
-        None if layers is None else read_layers(layers, facts["tensor_parallel_size"]),
+        None if layers is None else read_layers(layers, tp),
         intake,
-        {name: tuple(_request(row) for row in case["requests"]) for name, case in document["cases"].items()},
+        cases,
     )
     if layers is None:
         run.gpu  # noqa: B018 - it has to be known
@@ -136,7 +152,8 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
 
 def _request(row: Mapping[str, Any]) -> CaseRequest:
     return CaseRequest(
-        *(row["arrival"], row["first"], row["end"], row["prompt"], row["out"], row["cached"]),
+        *(float(row["arrival"]), float(row["first"]), float(row["end"])),
+        *(int(row["prompt"]), int(row["out"]), int(row["cached"])),
         *(row.get("group"), row.get("session"), row.get("turn", 0)),
     )
 
@@ -199,7 +216,8 @@ def _intake(rows: Sequence[Mapping[str, str]]) -> Intake | None:
     taken: list[tuple[int, int, float]] = []  # context, requests, seconds
     for last, row in pairwise(rows):
         prompts, tokens = int(row["prefills"]), int(row["prefill_tokens"])
-        if prompts and not int(row["decodes"]) and tokens == _LAST * prompts:
+        begun = int(last["waiting"]) > 0  # they were taken in before that iteration
+        if prompts and not int(row["decodes"]) and tokens == _LAST * prompts and not begun:
             context = (int(row["prefill_ctx"]) // tokens - _LAST // 2) + _LAST
             gap = float(row["start_s"]) - float(last["start_s"]) - int(last["us"]) / 1e6
             taken.append((context, prompts + int(row["waiting"]), gap))

@@ -21,10 +21,13 @@ from benchmarks.fidelity.gpu_data import EngineRun, read_runs
 from benchmarks.fidelity.layer_tables import LayerCost
 from benchmarks.fidelity.summary import Summary, errors, summarize
 from benchmarks.rows import Row
+from libra.config.yaml_file import ConfigError
 from libra.cost.grid import EngineProfile
 from libra.cost.host import default_host
 from libra.cost.kernels import default_terms
+from libra.cost.quantization import UNQUANTIZED
 from libra.cost.sources.engine_fit import EngineFit, fit_engine
+from libra.cost.sources.expert_tables import routed_evenly
 from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.sim.engine.config import EngineConfig
@@ -64,8 +67,14 @@ class Predicted:
 
 
 def predict_all(folder: Path) -> tuple[Predicted, ...]:
-    """Every engine of a folder."""
-    return tuple(_predict(run) for run in read_runs(folder))
+    """Every engine of a folder. Raises `ConfigError` where a file is not of the format, or has too little of a grid."""
+    predicted = []
+    for run in read_runs(folder):
+        try:
+            predicted.append(_predict(run))
+        except ValueError as error:
+            raise ConfigError(f"{folder}: {run.name}: {error}") from None
+    return tuple(predicted)
 
 
 def rows(predicted: Sequence[Predicted]) -> list[Row]:
@@ -85,7 +94,7 @@ def rows(predicted: Sequence[Predicted]) -> list[Row]:
             continue
         fit = one.fitted.fit
         made.append(Row(f"{name}, fit", "held-out error of grid iterations", 100 * fit.heldout_error, "%"))
-        for metric in METRICS[1:]:
+        for metric in METRICS[1:] if one.measured else ():
             error = one.mean_error("fitted", metric)
             made.append(_row(f"{name}, fitted", f"mean error of {metric}", error, MEAN))
         for workload in one.measured:
@@ -104,6 +113,8 @@ def show(predicted: Sequence[Predicted], console: Console) -> None:
     """What was measured, and the errors of each price, workload by workload."""
     for one in predicted:
         _show_prices(one, console)
+        if not one.measured:
+            continue
         table = Table()
         for column in ("workload", "", *METRICS):
             table.add_column(column, justify="left" if column in ("workload", "") else "right")
@@ -150,7 +161,7 @@ def _predict(run: EngineRun) -> Predicted:
     host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
     source = f"measured: {run.name} on {run.gpu.name}, {run.software}"
     experts = run.model.experts is not None
-    fit = fit_engine(kernels.grid(1), run.config.capture_sizes, run.grid, host, terms, source, experts=experts)
+    fit = fit_engine(kernels.grid(run.tp), run.config.capture_sizes, run.grid, host, terms, source, experts=experts)
     if run.intake is not None:
         admission = fit.host.admission + run.intake.request
         fit = replace(fit, host=replace(fit.host, admission=admission, context_token=run.intake.token))
@@ -170,7 +181,7 @@ def _predict(run: EngineRun) -> Predicted:
 def _served_by(run: EngineRun, profile: EngineProfile) -> dict[str, Summary]:
     # Graphs belong to the host's part: kernels alone are not padded.
     config = run.config if profile.host.priced else replace(run.config, capture_sizes=())
-    return _served(run, config, GridCost(profile.grid(1), config))
+    return _served(run, config, GridCost(profile.grid(run.tp), config))
 
 
 def _served(run: EngineRun, config: EngineConfig, cost: IterationCost) -> dict[str, Summary]:
@@ -178,11 +189,12 @@ def _served(run: EngineRun, config: EngineConfig, cost: IterationCost) -> dict[s
 
 
 def _kernels(run: EngineRun) -> EngineProfile:
-    """Tables where there are any, else the roofline."""
+    """Tables where there are any, else the roofline. Weights of these runs are random: all experts are asked for
+    alike."""
     try:
-        return tables(run.gpu, run.model, [1])
+        return routed_evenly(run.gpu, run.model, tables(run.gpu, run.model, [run.tp]), UNQUANTIZED)
     except NoTablesError:
-        return roofline(run.gpu, run.model, [1])
+        return roofline(run.gpu, run.model, [run.tp])
 
 
 def _row(case: str, metric: str, error: float, most: float | None) -> Row:

@@ -6,7 +6,6 @@ Invariant: a step is priced as it ran, eagerly and on one device in one micro-ba
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fidelity.gpu_data import documents
 from benchmarks.rows import Row
 from libra.config.recipe import TrainingBytes
 from libra.config.yaml_file import ConfigError
@@ -33,6 +33,7 @@ _BYTES = {  # AdamW's moments have the parameters' type
     "torch.float32": TrainingBytes(4, 4, 8, compute=2),
     "torch.bfloat16": TrainingBytes(2, 2, 4),
 }
+_LARGEST = "torch.float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,20 @@ class Step:
 
 
 def price_steps(folder: Path, gpu: GPU) -> tuple[Step, ...]:
-    """Of `training.json`, if the folder has one. Raises `ConfigError` where it is not of the format."""
-    path = folder / "training.json"
-    if not path.is_file():
-        return ()
-    try:
-        return tuple(_step(row, gpu) for row in json.loads(path.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error!r}; it is no file of measured training steps, measure again") from None
+    """Of the folder's files that are lists, such as `training.json`. Raises `ConfigError` where one is not of the
+    format."""
+    steps: list[Step] = []
+    for path, document in documents(folder):
+        if isinstance(document, list):
+            try:
+                # Of a step that ran out of memory the type was not written: that of the model's others.
+                types = {row["model"]: row["param_dtype"] for row in document if "param_dtype" in row}
+                steps += [_step(row, gpu, _BYTES[types.get(row["model"], _LARGEST)]) for row in document]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path}: {error!r}; it is no file of measured training steps, measure again"
+                ) from None
+    return tuple(steps)
 
 
 def rows(steps: Sequence[Step]) -> list[Row]:
@@ -83,10 +90,10 @@ def rows(steps: Sequence[Step]) -> list[Row]:
     ]
 
 
-def show(steps: Sequence[Step], console: Console) -> None:
+def show(steps: Sequence[Step], gpu: GPU, console: Console) -> None:
     if not steps:
         return
-    table = Table(title="training steps, eager")
+    table = Table(title=f"training steps, eager, {gpu.name}")
     for column in ("step", "seconds", "predicted", "error", "peak, GB", "predicted", "error", "possible"):
         table.add_column(column, justify="left" if column == "step" else "right")
     for step in steps:
@@ -104,11 +111,9 @@ def show(steps: Sequence[Step], console: Console) -> None:
     console.print(table)
 
 
-def _step(row: dict[str, object], gpu: GPU) -> Step:
+def _step(row: dict[str, object], gpu: GPU, state: TrainingBytes) -> Step:
     model = load_model(str(row["model"]))
     length, count = int(str(row["seq"])), int(str(row["batch"]))
-    # Where a step ran out of memory its type was not written: that of the model's other steps.
-    state = _BYTES[str(row.get("param_dtype", "torch.float32"))]
     recompute: Recompute = "full" if row["recompute"] else "none"
     layout = ParallelLayout(1, 1, 1, 1, 1, length * count, recompute, "zero1", True)
     nodes = NodeClass("node", 1, 1, gpu, gpu.link, 25e9)

@@ -18,12 +18,15 @@ import torch
 from vllm.config import CUDAGraphMode, ParallelConfig
 from vllm.v1.engine.core import DPEngineCoreProc
 from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_dp_padding
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.graphs import dispatcher
 from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.cost.graphs import capture_sizes
+from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import RoundRobin
 from libra.route.policy import Fleet, Placement, TurnRequest
 from libra.sim.cluster import SimCluster
@@ -39,17 +42,18 @@ _KINDS = {"NONE": 0, "PIECEWISE": 3, "FULL": 1}  # ticks of launching
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A step takes `step + own * tokens of the rank that has most + each * tokens of all + its graph's` ticks, padding
+    """A step takes `step + own * requests of the rank with most + each * tokens of all + its graph's` ticks, padding
     counted among all tokens."""
 
     step: int
     own: int
     each: int
+    host: HostCost = NO_HOST
 
     def rank(self, graph: Graph) -> AffineCost:
-        return AffineCost(self.step, per_sequence=self.own, per_new_token=self.own)
+        return AffineCost(self.step, per_sequence=self.own, per_chunk=self.own)
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         return Together(((1, self.each * tokens + _KINDS[graph.kind]),))
 
 
@@ -61,10 +65,12 @@ class Ranks:
     sync_interval: int
 
 
-def random_ranks(seed: int, *, ahead: bool = False) -> tuple[Ranks, tuple[Request, ...]]:
+def random_ranks(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[Ranks, tuple[Request, ...]]:
     """The random case of a seed for ranks like its engine, with CUDA graphs or without; with `ahead` they schedule
     asynchronously."""
     config, requests = async_case(seed) if ahead else random_case(seed)
+    if drafts:
+        config = with_drafts(config, seed)
     random = Random(seed)
     cost = StepCost(random.randint(1, 50), random.randint(0, 2), random.randint(0, 1))
     for request in requests:
@@ -72,7 +78,8 @@ def random_ranks(seed: int, *, ahead: bool = False) -> tuple[Ranks, tuple[Reques
         if request.cancel_at is not None:
             request.cancel_at *= cost.step
     if random.random() < 0.7:
-        config = replace(config, capture_sizes=capture_sizes(config.max_num_seqs, config.max_num_batched_tokens))
+        sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens, tokens_each=config.tokens_each)
+        config = replace(config, capture_sizes=sizes)
     return Ranks(random.randint(2, 6), config, cost, random.choice((1, 3, 16, 16))), requests
 
 
@@ -151,7 +158,7 @@ def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ..
 
 def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
     """Schedule a step of every rank. Returns those that have one, and its ticks."""
-    under_way, rows = [], [[1]] * len(engines)  # a dummy batch
+    under_way, rows = [], [[ranks.config.tokens_each]] * len(engines)  # a dummy batch
     for place, engine in enumerate(engines):
         if engine.unfinished:
             engine.schedule()
@@ -164,21 +171,20 @@ def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
     """Of a step in which each rank has requests of so many tokens."""
     config, dispatch = ranks.config, None
     if config.capture_sizes:
-        dispatch = dispatcher("FULL_AND_PIECEWISE", config.max_num_seqs, config.capture_sizes, 1)
-    tokens, told = [], []
+        dispatch = dispatcher("FULL_AND_PIECEWISE", config.max_num_seqs, config.capture_sizes, config.tokens_each)
+    told = []
     for rows in rows_of_ranks:
         kind, size = CUDAGraphMode.NONE, sum(rows)
         if dispatch is not None:
-            # `GPUModelRunner._is_uniform_decode`
-            kind, graph = dispatch.dispatch(sum(rows), uniform_decode=max(rows) == 1)
+            uniform = GPUModelRunner._is_uniform_decode(max(rows), config.tokens_each, sum(rows), len(rows))
+            kind, graph = dispatch.dispatch(sum(rows), uniform_decode=uniform)
             size = graph.num_tokens
-        tokens.append(sum(rows))
         told.append((sum(rows), size, 0, kind.value))
     synchronised = torch.tensor(told, dtype=torch.int32).T
     mode = _post_process_cudagraph_mode(synchronised)
     padded = int(_post_process_dp_padding(synchronised, should_dp_pad=mode != 0).sum())
     cost = ranks.cost
-    return cost.step + cost.own * max(tokens) + cost.each * padded + _KINDS[CUDAGraphMode(mode).name]
+    return cost.step + cost.own * max(map(len, rows_of_ranks)) + cost.each * padded + _KINDS[CUDAGraphMode(mode).name]
 
 
 def _goes_on(wave: Any, unfinished: bool) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, get_args
 
 from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
-from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
+from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls, vllm_pulls_ahead
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import random_tier
 from benchmarks.fidelity.tiers import simulated_tier, vllm_tier
@@ -32,9 +32,11 @@ from libra.sim.workload.requests import Requests
 CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
-Pairs = Literal["pd", "pd-async", "pd-drafts"]
+Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
+Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async"]
-Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", "dp", "dp-async", Tiers]
+Pulls = Literal["pull", "pull-async", "both"]
+Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", Groups, Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,17 @@ def _schedules(
     kind: Kind, seed: int
 ) -> tuple[EngineConfig, Sequence[Request], Sequence[Sequence[Step]], Sequence[Sequence[Step]]]:
     """An engine, the requests as they were simulated, and the steps of each engine: simulated, and vLLM's."""
-    if kind in ("pull", "both"):
-        config, requests, transfers = random_pulls(seed, drafts=kind == "both")
-        theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
+    if kind in ("pull", "pull-async", "both"):
+        drafts, ahead = kind == "both", kind == "pull-async"
+        config, requests, transfers = random_pulls(seed, drafts=drafts, ahead=ahead)
+        drive_pulls = vllm_pulls_ahead if ahead else vllm_pulls
+        theirs = drive_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async", "pd-drafts"):
-        ahead, drafts = kind != "pd", kind == "pd-drafts"
-        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts)
-        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts))
+    if kind in ("pd", "pd-async", "pd-drafts", "pd-tiers"):
+        drafts, tier = kind == "pd-drafts", kind == "pd-tiers"
+        ahead = seed % 2 == 1 if tier else kind != "pd"
+        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier)
+        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind in ("tiers", "tiers-async"):
         ahead = kind == "tiers-async"
@@ -114,11 +119,12 @@ def _schedules(
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
         return case.config, requests, [ours], [vllm_tier(*random_tier(seed, ahead=ahead))]
-    if kind in ("dp", "dp-async"):
-        ahead = kind == "dp-async"
-        ranks, requests = random_ranks(seed, ahead=ahead)
+    if kind in get_args(Groups):
+        ahead, drafts = kind.endswith("-async"), "drafts" in kind
+        ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
         drive = vllm_ranks_ahead if ahead else vllm_ranks
-        return ranks.config, requests, simulated_ranks(ranks, requests), drive(*random_ranks(seed, ahead=ahead))
+        of_ranks = drive(*random_ranks(seed, ahead=ahead, drafts=drafts))
+        return ranks.config, requests, simulated_ranks(ranks, requests), of_ranks
     config, requests = case_of(kind, seed)
     wanted = vllm_schedule(*case_of(kind, seed))
     return config, requests, [simulated_schedule(config, requests)], [wanted]

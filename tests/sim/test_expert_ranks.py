@@ -20,6 +20,8 @@ from libra.sim.engine.expert_cost import ExpertCost
 from libra.sim.engine.group_cost import Graph
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engines_file import load_engines
+from libra.sim.simulate import simulate
+from libra.sim.workload.requests import RecordedRequest, recorded_requests
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 RANKS: dict[str, Any] = {
@@ -58,7 +60,7 @@ def test_prices_are_those_of_the_grid(tmp_path: Path) -> None:
     grid = expert_grid(gpu, load_model(MODEL), 1, 8, "deepep_low_latency", fabric(nodes), source="roofline")
     base, slope, _ = rank.group.cost.rank(Graph("NONE")).line(DecodeBatch(8), 8 * 1024)
     assert (base + slope * 8192) / 1e12 == pytest.approx(grid.own.decode_seconds(8, 1024), rel=1e-6)
-    ((_, ticks),) = rank.group.cost.together(Graph("NONE"), 64 * 8, 8, 0).lines
+    ((_, ticks),) = rank.group.cost.together(Graph("NONE"), 64 * 8, 8, 0.0, 0).lines
     place = grid.tokens.index(64)
     assert ticks / 1e12 == pytest.approx(grid.layers * (grid.experts[place] + grid.exchange[place]), rel=1e-6)
     assert grid.source.endswith("deepep_low_latency: modelled at 369 GB/s in a node")
@@ -70,9 +72,35 @@ def test_the_host_of_asynchronous_ranks_works_beside_their_gpus(tmp_path: Path) 
     for ahead in (False, True):
         (rank, *_) = load(tmp_path, async_scheduling=ahead, overhead={**overhead, "overlapped": ahead}).engines
         assert rank.config.async_scheduling is ahead and rank.group is not None
-        taken.append(rank.group.cost.together(Graph("NONE"), 64 * 8, 8, 0).lines)
+        cost = rank.group.cost
+        taken.append(cost.together(Graph("NONE"), 64 * 8, 8, cost.host.seconds(8), 0).lines)
     ((_, after), _), ((_, beside), (factor, least)) = taken
     assert after - beside == least == 2 * 10**9 and factor == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_with_drafts_run_and_visiting_changes_nothing(tmp_path: Path, ahead: bool) -> None:
+    drafts = {"method": "mtp", "num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.8, 0.5]}
+    plain, found = (
+        load(tmp_path, async_scheduling=ahead, max_num_seqs=8, host="default", **more)
+        for more in ({}, {"speculative": drafts})
+    )
+    before, after = plain.engines[0], found.engines[0]
+    assert after.config.capture_sizes and not any(size % 3 for size in after.config.capture_sizes)
+    kept = before.config.kv_blocks - after.config.kv_blocks
+    assert 0.02 < kept / before.config.kv_blocks < 0.03  # KV of a 49th layer, and its weights
+    results = [
+        simulate(
+            found.engines,
+            recorded_requests([RecordedRequest(it * 10**9, 50 + 37 * it % 900, 1 + 53 * it % 300) for it in range(90)]),
+            "round-robin",
+            exact=exact,
+        )
+        for exact in (False, True)
+    ]
+    for column in ("finish", "first_token", "engine", "status"):
+        assert getattr(results[0].requests, column).tolist() == getattr(results[1].requests, column).tolist()
+    assert (results[0].requests.status == 0).all()
 
 
 def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:

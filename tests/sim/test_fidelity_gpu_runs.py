@@ -13,8 +13,10 @@ import pytest
 from benchmarks.fidelity.__main__ import main
 from benchmarks.fidelity.gpu_cases import Sessions, measured_outcomes, predicted_outcomes, requests
 from benchmarks.fidelity.gpu_data import CaseRequest, read_runs
+from benchmarks.fidelity.gpu_training import price_steps
 from libra.config.yaml_file import ConfigError
 from libra.cost.graphs import capture_sizes
+from libra.hardware.cluster import GPUS
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost
@@ -88,7 +90,7 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(json.dumps(document()))
     (tmp_path / "training.json").write_text("[]")
     (run,) = read_runs(tmp_path)
-    assert (run.name, run.gpu.name, run.model.name) == ("engine", "H100", "Qwen/Qwen3-8B")
+    assert (run.name, run.gpu.name, run.model.name, run.tp) == ("engine", "H100", "Qwen/Qwen3-8B", 1)
     assert (run.config.kv_blocks, run.config.max_num_seqs) == (19_999, 256)
     assert run.intake is None
     decode, rest, chunk = run.grid[1], run.grid[-1], run.grid[-2]
@@ -134,6 +136,8 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
         ({"facts": {"gpu": "TPU"}}, "facts.gpu is TPU"),
         ({"facts": {"max_num_seqs": None}}, "max_num_seqs"),
         ({"grid": [{"kind": "odd"}]}, "kind odd"),
+        ({"cases": {"none": {"requests": []}}}, "no request of none has ended"),
+        ({"cases": {"cut": {"requests": [{"arrival": 0, "first": None}]}}}, "not 'NoneType'"),
     ],
 )
 def test_files_of_another_format_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -147,9 +151,43 @@ def test_files_of_another_format_are_refused(change: dict[str, Any], message: st
         read_runs(tmp_path)
 
 
-def test_a_folder_without_engines_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no file in it has facts, grid and cases"),
+        ({"engine.json": "{"}, "engine.json: not JSON"),
+        ({"engine.json": json.dumps({**document(), "grid": []})}, "engine: 0 iterations are too few"),
+    ],
+)
+def test_a_folder_that_cannot_be_predicted_is_refused(
+    files: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     assert main(["--gpu-runs", str(tmp_path)]) == 2
-    assert "no file in it has facts, grid and cases" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_an_engine_without_workloads_is_fitted_and_training_steps_stand_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps({**document(), "cases": {}}))
+    assert main(["--gpu-runs", str(tmp_path)]) == 0
+    assert "held out" in capsys.readouterr().out
+    ran = {"model": "qwen3-1.7b", "recompute": True, "seq": 512, "batch": 16, "param_dtype": "torch.bfloat16"}
+    ran |= {"forward_backward": 0.4, "optimizer": 0.02, "peak_bytes": 16e9}
+    lost = {"model": "qwen3-1.7b", "recompute": False, "seq": 32768, "batch": 1, "error": "out of memory"}
+    (tmp_path / "engine.json").unlink()
+    (tmp_path / "steps_of_training.json").write_text(json.dumps([ran, {**lost, "peak_bytes": 84e9}]))
+    main(["--gpu-runs", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "training steps, eager, H100" in shown
+    # What ran out of memory has the type of the steps that ran.
+    first, second = price_steps(tmp_path, GPUS["H100"])
+    assert first.predicted_peak < 20e9
+    fp32 = [{**ran, "param_dtype": "torch.float32"}, {**lost, "peak_bytes": 84e9}]
+    (tmp_path / "steps_of_training.json").write_text(json.dumps(fp32))
+    assert price_steps(tmp_path, GPUS["H100"])[1].predicted_peak > second.predicted_peak + 5e9
 
 
 def test_the_command_prints_every_price_and_says_which_bars_are_missed(

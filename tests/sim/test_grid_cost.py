@@ -15,6 +15,7 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, DecodeBatch
+from libra.sim.engine.speculative import Speculative
 
 GRID = EngineGrid(
     tp=1,
@@ -114,6 +115,16 @@ def test_beyond_the_largest_graph_a_batch_runs_as_it_is() -> None:
     assert few.line(DecodeBatch(5), 10_000) == COST.line(DecodeBatch(8), 10_000)
     assert few.line(DecodeBatch(9), 10_000) == COST.line(DecodeBatch(9), 10_000)
     assert few.mixed(DecodeBatch(9), 10_000, [(500, 0)]) == COST.mixed(DecodeBatch(9), 10_000, [(500, 0)])
+
+
+@pytest.mark.parametrize("requests", [5, 12, 16])
+def test_drafts_are_verified_on_the_whole_graph(requests: int) -> None:
+    """However few of its requests there are, and however many graphs it may have been."""
+    drafts = Speculative("ngram", 3, accepted=(1,))
+    whole = cost_of(speculative=drafts)
+    for sizes in ((64,), (64, 256)):
+        padded = cost_of(speculative=drafts, capture_sizes=sizes)
+        assert padded.line(DecodeBatch(requests, 4), 20_000) == whole.line(DecodeBatch(16, 4), 20_000)
 
 
 # Iterations of several parts

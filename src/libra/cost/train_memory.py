@@ -126,20 +126,30 @@ def memory_columns(
     every, kept = of_layer(model, table, state)
     inside_layer = np.where(table.recompute == _FULL, every, 0.0)  # the layer that is being computed again
     logit_tokens = np.where(table.chunked == 1, np.minimum(tokens, LOGIT_CHUNK), tokens)
-    # Logits in the weights' precision, the fp32 copy that log-probabilities are taken from, and its gradient.
-    logits = logit_tokens * (state.weights + 4 + 4) * model.vocab / table.tp
+    # Logits in the weights' precision, the fp32 copy that log-probabilities are taken from, and its gradient; eagerly
+    # that copy, the log-probabilities and the gradient of either.
+    each_logit = 12 if execution == "eager" else state.weights + 4 + 4
+    logits = logit_tokens * each_logit * model.vocab / table.tp
+    outside, copies = np.zeros_like(tokens), np.zeros_like(tokens)
+    if execution == "eager":
+        # After the last layer: the norm's input in fp32, before and after its weights, and the gradient.
+        outside = tokens * model.hidden * (4 + 3 * state.weights) / table.tp
+        # Of the layer that is computed again: the gradient of its gated product.
+        inside_layer = inside_layer + np.where(
+            table.recompute == _FULL, state.product * _mlp_width(model) / table.tp, 0.0
+        )
+        if state.product < state.weights:  # what autocast makes of the weights: with recomputation only of the head's
+            head = state.product * parameters.embedding
+            copies = np.where(table.recompute == _FULL, 0.0, state.product * whole)
+            logits = logits + np.where(table.recompute == _FULL, head, 0.0)
     # 1F1B: the first stage holds as many micro-batches as there are stages, the last one holds the logits.
-    first = tokens * (layers * kept * table.pp + inside_layer)
-    last = tokens * (layers * kept + inside_layer)
-    copies = np.zeros_like(tokens)
-    if execution == "eager" and state.product < state.weights:  # what autocast makes of the weights
-        copies = np.where(table.recompute == _FULL, 0.0, state.product * whole)
-        first, last = first + copies, last + copies
+    first = tokens * (layers * kept * table.pp + inside_layer) + copies
+    last = tokens * (layers * kept + inside_layer) + copies + outside
     if not accumulated:
-        # Gradients come as activations go, and the embedding's own is added to the head's where both are one matrix.
-        tied = state.gradients * parameters.embedding if model.tied else 0.0
-        begun = layers * kept * tokens + copies + np.maximum(logits, tied + inside_layer * tokens)
-        ended = gradients + np.maximum(inside_layer * tokens, tied)
+        # Gradients come as activations go, that of the head first; where it is the embedding, too, that one's is added.
+        head = state.gradients * parameters.embedding
+        begun = layers * kept * tokens + copies + outside + head + np.maximum(logits, inside_layer * tokens)
+        ended = gradients + np.maximum(inside_layer * tokens, head if model.tied else 0.0)
         last, logits = np.maximum(begun, ended) - gradients, np.zeros_like(logits)
         first = np.maximum(first - gradients, 0.0)
     one_stage = table.pp == 1
@@ -215,19 +225,24 @@ def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingB
 
 
 def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """The same of Transformers' modules, operation by operation. A norm keeps its input, that in fp32, and its output;
-    the gated product keeps the gate's value before its activation and after."""
+    """The same of Transformers' modules, operation by operation. A norm keeps its input in fp32 and what comes of that
+    before its weights; a projection its input, and under autocast each of those that read one norm has its own copy;
+    the gated product the gate's value before its activation and after."""
     tp, value, product = table.tp, state.weights, state.product
     fused, kept = layer_bytes_per_token(model, table, state)
-    norm = 4 + value + product
-    more = 2 * model.hidden * (norm - 2 * value) / tp
+    inputs = 5 if product < value else 2  # of queries, keys, values, gate and up
+    more = model.hidden * (2 * (4 + value) + inputs * product - 4 * value) / tp
     if model.latent is None:
         heads = model.heads * model.head_dim / tp + model.kv_heads * model.head_dim / np.minimum(tp, model.kv_heads)
         more = more + 2 * heads * (product - value)
         if model.qk_norm:
-            more = more + heads * (4 + 2 * product - value)
-    width = float(model.intermediate)
-    if model.experts and model.sparse_layers:
-        width = float(model.experts.active * model.experts.intermediate + model.experts.shared_intermediate)
-    every = fused + more + product * width / tp
+            more = more + heads * (4 + product - value)
+    every = fused + more + product * _mlp_width(model) / tp
     return every, np.where(table.recompute == _FULL, kept, kept + every - fused)
+
+
+def _mlp_width(model: ModelSpec) -> float:
+    """Of the gated product of one token, all its experts together."""
+    if model.experts and model.sparse_layers:
+        return float(model.experts.active * model.experts.intermediate + model.experts.shared_intermediate)
+    return float(model.intermediate)

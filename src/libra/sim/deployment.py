@@ -96,9 +96,10 @@ def check_roles(
     """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
     are missing may come later."""
     for engine in engines:
-        if engine.config.kv_tiers and engine.role.name != "colocated":
+        if engine.config.kv_tiers and engine.role.takes == "context":
             raise ValueError(
-                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: leave them out"
+                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: it pulls KV from"
+                " the engines that compute prompts; give them to those, or leave them out"
             )
         if engine.config.kv_tiers and any(refreshes):
             raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
@@ -147,7 +148,7 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         if any((engines[it].config, engines[it].group) != (first.config, first.group) for it in ranks):
             raise ValueError(f"the ranks of group {name} differ in their settings: make them alike")
         config = first.config
-        lacking = {"pipeline_parallel_size": 1, "speculative": None, "kv_tiers": ()}
+        lacking = {"pipeline_parallel_size": 1, "kv_tiers": ()}
         for option, off in lacking.items():
             value = getattr(config, option)
             if value != off:

@@ -25,7 +25,7 @@ from libra.cost.transfer import fabric
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.sim.described_engine import DescribedEngine
-from libra.sim.described_times import host_cost
+from libra.sim.described_times import drafter_grid, host_cost
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engines_keys import EplbSection, ExpertLoadSection, RanksSection
@@ -95,7 +95,10 @@ def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
         balancing = None
         if section.enable_eplb:
             balancing = Balancing(eplb.num_redundant_experts, eplb.window_size, eplb.step_interval)
-        return ExpertCost(grid, config, _load(section.expert_load, model, engine.beside), balancing, host)
+        load, drafts = _load(section.expert_load, model, engine.beside), section.speculative
+        drafter = drafter_grid(engine, grid.own)
+        alike = drafts is not None and drafts.method != "ngram" and drafts.model is None
+        return ExpertCost(grid, config, load, balancing, host, drafter, draft_experts=alike)
     except (ConfigError, NoTablesError) as error:
         raise ValueError(f"profile: {error}") from None
 

@@ -5,15 +5,21 @@ Invariant: that of `tables`: what they do not have is an error, never a neighbou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from libra.cost.grid import Array, EngineProfile
 from libra.cost.quantization import UNQUANTIZED, Quantization
 from libra.cost.sources.tables import NoTablesError, quietly, table_modes, table_system
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
 
 _DEEPEP_GPUS = 8  # among which DeepEP was measured
+_EXPONENT = 1.2  # of the power law by which a whole engine's tables take experts to be asked for
 
 
 def expert_tables(
@@ -21,15 +27,58 @@ def expert_tables(
 ) -> tuple[float, ...]:
     """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
     experts are asked for alike. Raises `NoTablesError`."""
+    operator = _experts(model, 1, ranks, quantization, "balanced")
+    return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
+
+
+def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantization: Quantization) -> EngineProfile:
+    """What `tables` gave, where each token asks for any experts alike: routers that were not trained do. Of a dense
+    model nothing changes."""
+    if model.experts is None:
+        return profile
+    engines = []
+    for grid in profile.engines:
+        decode, prefill = (
+            (model.experts.layers * _evenly(gpu, model, grid.tp, axis, quantization))[:, None] + np.array(table)
+            for axis, table in ((grid.batches, grid.decode), (grid.chunks, grid.prefill))
+        )
+        decode, prefill = (tuple(map(tuple, table.tolist())) for table in (decode, prefill))
+        engines.append(replace(grid, decode=decode, prefill=prefill))
+    return replace(profile, source=f"{profile.source}; experts asked for alike", engines=tuple(engines))
+
+
+def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantization: Quantization) -> Array:
+    """[tokens] seconds of a layer's experts that are asked for alike, beyond those of the tables' power law.
+
+    "Balanced" tables give experts equal numbers of tokens, so that few tokens touch as many experts as they can. Those
+    that ask on their own touch fewer: as many as fewer balanced ones would.
+    """
+    experts = model.experts
+    assert experts is not None
+    skewed, even = (_experts(model, tp, 1, quantization, routing) for routing in (f"power_law_{_EXPONENT}", "balanced"))
+    all_touched = math.ceil(experts.count / experts.active)  # tokens
+    few = range(1, all_touched + 1)
+    reading = [_operator(gpu, model, even, tokens) for tokens in few]
+    seconds = []
+    for tokens in each:
+        touched = experts.count * (1 - (1 - experts.active / experts.count) ** tokens)
+        found = float(np.interp(touched / experts.active, few, reading))
+        if tokens > all_touched:
+            found += _operator(gpu, model, even, tokens) - reading[-1]
+        seconds.append(found - _operator(gpu, model, skewed, tokens))
+    return np.array(seconds)
+
+
+def _experts(model: ModelSpec, tp: int, ep: int, quantization: Quantization, routing: str) -> Any:
+    """The operator of one layer's experts on each of `tp` or `ep` GPUs."""
     from aiconfigurator_core.sdk.common import MoEQuantMode
     from aiconfigurator_core.sdk.operations.moe import MoE
 
     experts = model.experts
     assert experts is not None
-    shape = (model.hidden, experts.intermediate, experts.active, experts.count, 1, ranks)
+    shape = (model.hidden, experts.intermediate, experts.active, experts.count, tp, ep)
     mode = MoEQuantMode[table_modes(quantization, model).get("moe_quant_mode", "bfloat16")]
-    operator = MoE("experts", 1.0, *shape, mode, "balanced", 1)
-    return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
+    return MoE("experts", 1.0, *shape, mode, routing, 1)
 
 
 def exchange_tables(gpu: GPU, model: ModelSpec, way: str, ranks: int, each: Sequence[int]) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
-"""Blocks that were let go while something reads them still: whoever is given one of them waits for its reader.
+"""Blocks that were let go while something reads them still: whoever is given one of them waits for its readers.
 
-Invariant: such a block is in `reading` until its reader has ended or it is given away, and then in `given` until the
+Invariant: such a block is in `reading` until its readers have ended or it is given away, and then in `given` until the
 next iteration was made to wait for it.
 """
 
@@ -18,6 +18,8 @@ class Reader(Protocol):
 
     end: int | None  # tick, if it is known
 
+    def ended(self, now: int) -> bool: ...
+
 
 class BlockReads:
     """Those of one block pool."""
@@ -25,15 +27,25 @@ class BlockReads:
     __slots__ = ("fenced", "given", "reading", "unwritten")
 
     def __init__(self) -> None:
-        self.reading: dict[Block, Reader] = {}
-        self.given: dict[Block, Reader] = {}
+        self.reading: dict[Block, tuple[Reader, ...]] = {}
+        self.given: dict[Block, tuple[Reader, ...]] = {}
         self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, and nobody may know them: (number, block)
         self.fenced: list[tuple[int, Run]] = []  # the same once let go: (blank ones that are given later, block)
 
     def settle(self, now: int) -> None:
         """Who has ended by now reads no more."""
         if self.reading:
-            self.reading = {block: it for block, it in self.reading.items() if it.end is None or it.end > now}
+            left = {block: tuple(it for it in its if not it.ended(now)) for block, its in self.reading.items()}
+            self.reading = {block: its for block, its in left.items() if its}
+
+    def begin(self, block: Block, reader: Reader) -> None:
+        self.reading[block] = (*self.reading.get(block, ()), reader)
+
+    def drop(self, block: Block, reader: Reader) -> None:
+        """It does not read the block after all; others may."""
+        left = tuple(it for it in self.reading.pop(block, ()) if it is not reader)
+        if left:
+            self.reading[block] = left
 
     def fence(self, request: Request, blank: int) -> None:
         """A request is about to let go of its blocks, of which some are read that nobody may know: they are blank then,

@@ -126,6 +126,11 @@ class Drawn(Generation):
         course = _course(request)
         return course.start + int(course.tokens.searchsorted(request.prompt_tokens + tokens)) - 1
 
+    def alike(self, steps: int) -> int:
+        at = self.iteration - self._origin
+        others = self._sums[ROWS, at : at + steps] != self._sums[ROWS, at]
+        return int(others.argmax()) or steps
+
     def contexts(self, steps: int) -> Ints:
         at = self.iteration - self._origin
         return self._sums[ATTENDED, at : at + steps]

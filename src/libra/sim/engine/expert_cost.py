@@ -21,6 +21,7 @@ from libra.cost.experts import (
     rank_shares,
     rebalanced,
 )
+from libra.cost.grid import EngineGrid
 from libra.cost.host import NO_HOST, HostCost
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineConfig
@@ -58,7 +59,11 @@ class ExpertLoad:
 
 class ExpertCost:
     """`GroupCost` of such ranks. Experts that move are paid for where they do, as vLLM's balancer does without
-    `use_async`: each GPU's network brings those that come to it. Raises ValueError where the grid does not reach."""
+    `use_async`: each GPU's network brings those that come to it.
+
+    `drafter` has the times of what proposes drafts on a rank. If that is a layer with such experts (`draft_experts`),
+    its first pass has all tokens of the iteration, and each further one a token of every request, padded to the rank
+    with most. Raises ValueError where the grid does not reach."""
 
     def __init__(
         self,
@@ -67,8 +72,12 @@ class ExpertCost:
         load: ExpertLoad,
         balancing: Balancing | None = None,
         host: HostCost = NO_HOST,
+        drafter: EngineGrid | None = None,
+        *,
+        draft_experts: bool = False,
     ) -> None:
-        self._grid, self._config, self._load, self._balancing, self._host = grid, config, load, balancing, host
+        self._drafter, self._passes = drafter, config.tokens_each - 1 if draft_experts else 0
+        self._grid, self._config, self._load, self._balancing, self.host = grid, config, load, balancing, host
         experts = load.at(0).shape[1]
         slots = experts + (0 if balancing is None else balancing.num_redundant_experts)
         if slots % grid.gpus:
@@ -87,11 +96,11 @@ class ExpertCost:
         cost = self._ranks.get(graph)
         if cost is None:
             sizes = (graph.size,) if graph.size else self._config.capture_sizes
-            cost = GridCost(self._grid.own, replace(self._config, capture_sizes=sizes), NO_HOST)
+            cost = GridCost(self._grid.own, replace(self._config, capture_sizes=sizes), NO_HOST, self._drafter)
             self._ranks[graph] = cost
         return cost
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         load, balancing = self._load, self._balancing
         moves = 0 if balancing is None else balancing.moves(iteration)
         phase = 0 if load.phase is None else iteration // load.phase
@@ -107,8 +116,11 @@ class ExpertCost:
         else:
             more += self._drawn(tokens, moves, phase, iteration)
             until = iteration + 1
-        host = self._host
-        cpu = host.seconds(requests)
+        if self._passes:
+            each = self._grid.gpus // self._grid.own.tp * requests
+            passed = self._expected(tokens, moves, phase) + (self._passes - 1) * self._expected(each, moves, phase)
+            more += passed // self._grid.layers
+        host = self.host
         lines = [(1, more + (0 if host.overlapped else ticks(cpu)))]
         least = ticks(host.beside(host.launching(graph.kind), cpu))
         if least:

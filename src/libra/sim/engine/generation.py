@@ -107,6 +107,10 @@ class Generation(ABC):
         """Tokens of the next iteration."""
         return self.count
 
+    def alike(self, steps: int) -> int:
+        """How many of the next `steps` iterations have as many tokens as the first."""
+        return steps
+
     @abstractmethod
     def contexts(self, steps: int) -> Ints | None:
         """`context` of each of the next iterations; None: every one has `count` more than the one before."""

@@ -223,9 +223,10 @@ class GridCost:
         return round((alone + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
 
     def _draft_seconds(self, batch: DecodeBatch) -> float:
-        """What the linear layers take longer for the drafts that are verified."""
-        linear = self._linear
-        return float(linear[min(batch.requests * batch.tokens_each, self._most)] - linear[batch.requests]) / TICKS
+        """What the linear layers of its graph take longer for the drafts that are verified."""
+        verified = self._linear[min(batch.requests * batch.tokens_each, self._most)]
+        more: int = verified - round(self._unpadded[min(self._size(batch), self._most)] * TICKS)
+        return more / TICKS
 
     def _decode_seconds(self, size: int, context: float) -> float:
         """Of a batch, and of the drafter's passes."""

@@ -18,7 +18,7 @@ from libra.sim.engine.speculative import Ints
 from libra.sim.engine.state import EngineState, Iteration, Piece
 from libra.sim.engine.tiers import Tiers
 
-_LONGEST = 256  # iterations whose ticks are listed at once
+LISTED = 256  # iterations whose ticks are listed at once
 
 
 def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
@@ -27,7 +27,7 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
     generation, under_way = state.flight.generation, state.under_way
     steps = 1 if most == 1 else min(generation.steps_to_end(), most)
     if state.config.speculative is not None:
-        steps = min(steps, _LONGEST)
+        steps = min(steps, LISTED)
     if steps > 1:
         free = state.pool.free
         if state.tiers is not None:
@@ -235,15 +235,20 @@ def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, ste
 
 def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: Ints) -> tuple[list[Piece], int]:
     """The same of iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
-    count = len(contexts)
+    ticks = uneven_ticks(cost, batch, contexts)
+    ends = [now, *(now + end for end in ticks.cumsum().tolist())]
+    return list(zip(range(len(ticks)), ends, ticks.tolist(), repeat(0), strict=False)), ends[-1]
+
+
+def uneven_ticks(cost: IterationCost, batch: DecodeBatch, contexts: Ints) -> Ints:
+    """Of iterations whose contexts do not fall."""
     base, slope, limit = cost.line(batch, contexts.item(0))
     ticks = contexts * slope + base
     while limit <= contexts[-1]:
         done = int(contexts.searchsorted(limit))
         base, slope, limit = cost.line(batch, contexts.item(done))
         ticks[done:] = contexts[done:] * slope + base
-    ends = [now, *(now + end for end in ticks.cumsum().tolist())]
-    return list(zip(range(count), ends, ticks.tolist(), repeat(0), strict=False)), ends[-1]
+    return ticks
 
 
 def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:

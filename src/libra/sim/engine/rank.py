@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.group import RankGroup  # not for types alone: compiled, the fields need it
@@ -62,9 +64,21 @@ class Rank(SimEngine):
         else:
             SimEngine.plan(self, now)
         self.work = self.noted.work
+        if self.config.speculative is not None and self.work.batch.requests:
+            self._look_at_drafts()
         self.preempts = self.under_way is None and self.busy and not self.paused and not self.work.tokens
         self.begin = self.group.iteration
         self.group.planned(self)
+
+    def _look_at_drafts(self) -> None:
+        """How many tokens there are, as long as that stays so: a graph is chosen by them."""
+        generation, batch = self.flight.generation, self.work.batch
+        contexts = None
+        if self.steps:
+            self.steps = generation.alike(self.steps)
+            contexts = np.array(generation.contexts(self.steps))
+        missing = batch.requests * batch.tokens_each - generation.rows
+        self.work = self.work._replace(contexts=contexts, missing=missing)
 
     def _plan_ahead(self, now: int) -> None:
         """Where it was idle a dummy batch is under way, and from rest one that takes no time."""

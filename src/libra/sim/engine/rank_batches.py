@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.envelope import corners, scaled
 from libra.sim.engine.group_cost import Graph, GroupSpec, Together
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch, IterationCost
-from libra.sim.engine.jump import ticks_of
+from libra.sim.engine.jump import LISTED, ticks_of, uneven_ticks
 from libra.sim.engine.speculative import Ints
 from libra.sim.engine.state import Piece
 
@@ -25,22 +26,25 @@ _KINDS: tuple[GraphKind, ...] = ("NONE", "PIECEWISE", "FULL")  # from the lowest
 
 
 class RankWork(NamedTuple):
-    """What a rank computes in an iteration; with `growth` the tokens of context that each later one has more."""
+    """What a rank computes in an iteration; with `growth` the tokens of context that each later one has more, or with
+    drafts the `contexts` of all that are planned."""
 
     batch: DecodeBatch
     context: int = 1
     growth: int = 0
     chunks: Sequence[Chunk] = ()
     admitted: Admitted = NONE_ADMITTED
+    contexts: Ints | None = None
+    missing: int = 0  # tokens that requests which decode have fewer than `tokens_each` of the batch
 
     @property
     def tokens(self) -> int:
-        return self.batch.requests * self.batch.tokens_each + sum(new for new, _ in self.chunks)
+        return self.batch.requests * self.batch.tokens_each - self.missing + sum(new for new, _ in self.chunks)
 
     @property
     def uniform(self) -> bool:
         """Whether all requests have the same tokens, as if all decoded."""
-        return all(new == self.batch.tokens_each for new, _ in self.chunks)
+        return not self.missing and all(new == self.batch.tokens_each for new, _ in self.chunks)
 
 
 NOTHING = RankWork(DecodeBatch(0))
@@ -83,8 +87,11 @@ class RankBatches:
         self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
         self._requests = np.ones(count, np.int64)
+        self._cpu = np.full(count, spec.cost.host.seconds(1))
         self._versions = np.zeros(count, np.int64)
         self._mixed: set[int] = set()  # places of those with prefill in the next iteration
+        self._drafts = config.speculative is not None
+        self._done = np.zeros(count, np.int64)  # iterations of each rank's work
         self._lines: dict[GraphKind, _Lines] = {}
         self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
 
@@ -93,8 +100,11 @@ class RankBatches:
         config = self._config
         self._works[place] = work
         self._contexts[place], self._growths[place] = work.context, work.growth
-        self._requests[place] = work.batch.requests + len(work.chunks)
+        self._requests[place] = requests = work.batch.requests + len(work.chunks)
+        host = self._spec.cost.host
+        self._cpu[place] = host.seconds(requests) + host.admitting(*work.admitted)
         self._versions[place] += 1
+        self._done[place] = 0
         (self._mixed.add if work.chunks else self._mixed.discard)(place)
         kind, size = graph_of(
             work.tokens,
@@ -109,13 +119,14 @@ class RankBatches:
     def goes_on(self, place: int, work: RankWork) -> bool:
         """Whether that is what a rank computes anyway, in the iteration after the next one."""
         before = self._works[place]
-        if before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
+        if self._drafts or before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
             return False
         return bool(work.context == self._contexts[place] + self._growths[place])
 
     def advance(self, steps: int) -> None:
         """So many iterations have ended."""
         self._contexts += self._growths * steps
+        self._done += steps
 
     def price(self, iteration: int, start: int, most: int) -> Stretch:
         """The iterations from this one on, or as many of them as are alike."""
@@ -123,18 +134,20 @@ class RankBatches:
         padded, cost = kind != "NONE", self._spec.cost
         tokens = largest * self._count if padded else int(self._sizes.sum())
         self._graph = graph = Graph(kind, largest if padded else 0)
-        self._together = together = cost.together(graph, tokens, int(self._requests.max()), iteration)
+        most_requests, cpu = int(self._requests.max()), float(self._cpu.max())
+        self._together = together = cost.together(graph, tokens, most_requests, cpu, iteration)
         lines = self._lines.get(kind)
         if lines is None or lines.graph != graph:
             lines = self._lines[kind] = _Lines(graph, cost.rank(graph), self._count)
+        if self._drafts:
+            return self._price_each(lines, start, min(most, together.holds))
         steps, at, done = min(most, together.holds), start, 0
         pieces, bounds, mixed = list[Piece](), list[str](), sorted(self._mixed)
         while done < steps:
             contexts = self._contexts + self._growths * done
             ticks, growth, holds = lines.at(contexts, self._growths, self._versions, self._works, mixed)
             for place in mixed:
-                batch, context, _, chunks, admitted = self._works[place]
-                ticks[place] = lines.cost.mixed(batch, context, chunks, admitted)
+                ticks[place] = lines.mixed(self._works[place])
             for count, first, more, line in corners(*scaled(ticks, growth, together.lines), min(holds, steps - done)):
                 pieces.append((done, at, first, more))
                 if together.names:
@@ -142,6 +155,22 @@ class RankBatches:
                 at += ticks_of(count, first, more)
                 done += count
         return Stretch(steps, pieces, bounds, at)
+
+    def _price_each(self, lines: _Lines, start: int, steps: int) -> Stretch:
+        """With drafts contexts do not grow evenly: a piece for each iteration."""
+        steps = min(steps, LISTED)
+        own = np.zeros(steps, np.int64)
+        for place, work in enumerate(self._works):
+            ticks = lines.of(place, work, self._versions.item(place))
+            done = self._done.item(place)
+            np.maximum(own, ticks[done : done + steps] if len(ticks) > 1 else ticks, out=own)
+        together = self._together
+        of_lines = np.array([factor * own + more for factor, more in together.lines])
+        ticks = of_lines.max(axis=0)
+        ends = [start, *(start + end for end in ticks.cumsum().tolist())]
+        pieces = list(zip(range(steps), ends, ticks.tolist(), repeat(0), strict=False))
+        bounds = [together.names[line] for line in of_lines.argmax(axis=0).tolist()] if together.names else []
+        return Stretch(steps, pieces, bounds, ends[-1])
 
     def ticks_with(self, batch: DecodeBatch, context: int) -> int:
         """Of an iteration like the latest one, if a rank with this batch were the slowest."""
@@ -152,13 +181,31 @@ class RankBatches:
 class _Lines:
     """What each rank needs for its own part with one graph, as lines in the ranks' contexts."""
 
-    __slots__ = ("_base", "_limits", "_slope", "_starts", "_versions", "cost", "graph")
+    __slots__ = ("_base", "_limits", "_of", "_slope", "_starts", "_versions", "cost", "graph")
 
     def __init__(self, graph: Graph, cost: IterationCost, count: int) -> None:
         self.graph, self.cost = graph, cost
         self._base, self._slope = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._starts, self._limits = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._versions = np.full(count, -1)
+        self._of: list[tuple[int, Ints]] = [(-1, np.zeros(1, np.int64))] * count
+
+    def of(self, place: int, work: RankWork, version: int) -> Ints:
+        """Ticks of each of the iterations that a rank plans; a single one holds for all."""
+        known, ticks = self._of[place]
+        if known != version:
+            batch, contexts = work.batch, work.contexts
+            if contexts is not None:
+                ticks = uneven_ticks(self.cost, batch, contexts)
+            elif work.chunks:
+                ticks = np.array([self.mixed(work)])
+            else:
+                ticks = uneven_ticks(self.cost, batch, np.array([work.context]))
+            self._of[place] = version, ticks
+        return ticks
+
+    def mixed(self, work: RankWork) -> int:
+        return self.cost.mixed(work.batch, work.context, work.chunks, work.admitted)
 
     def at(
         self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]

@@ -52,7 +52,9 @@ class Offload:
     keys: list[Key]
     end: int | None = None  # tick; None: it has not begun
     blocks: dict[Key, list[Block]] = field(default_factory=dict)  # that it reads, of a request that has ended
-    before: dict[Block, Offload] = field(default_factory=dict)  # what read them already
+
+    def ended(self, now: int) -> bool:
+        return self.end is not None and self.end <= now
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +134,10 @@ class TierTransfers:
     def next_end(self) -> int | None:
         """The tick at which anything ends next, also what others began that share a tier."""
         return min((it._ends[0][0] for it in self.sharing if it._ends), default=None)
+
+    def under_way(self, now: int) -> tuple[tuple[int, ...], ...]:
+        """In how many ticks what is under way ends, of each engine that shares a tier."""
+        return tuple(tuple(sorted(end - now for end, *_ in it._ends)) for it in self.sharing)
 
     def _end_first(self) -> None:
         end, _, what = heappop(self._ends)

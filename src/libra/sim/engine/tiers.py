@@ -8,7 +8,7 @@ has ended. The rules are those of vLLM's `OffloadingConnector`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from libra.sim.engine.block_pool import BlockPool
@@ -16,6 +16,7 @@ from libra.sim.engine.block_run import Block, Run
 from libra.sim.engine.chunk_cache import Access, Key, Presence
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Owner, Path, Request, owner_of
+from libra.sim.engine.tier_fetches import TierFetches, too_small
 from libra.sim.engine.tier_transfers import Offload, Shelf, TierTransfers
 
 
@@ -30,7 +31,7 @@ class Use:
 
     def until(self, now: int) -> int:
         """When the last of its stores has ended."""
-        self.stores = [it for it in self.stores if it.end is None or it.end > now]
+        self.stores = [it for it in self.stores if not it.ended(now)]
         return max((it.end for it in self.stores if it.end is not None), default=now)
 
 
@@ -39,6 +40,7 @@ class Tiers:
 
     def __init__(self, tiers: Sequence[KVTier], pool: BlockPool) -> None:
         self.transfers = TierTransfers(tiers)
+        self.fetches = TierFetches(self.transfers)
         self.first = self.transfers.first
         self.prompt_only = tiers[0].offload_prompt_only
         self.shared = any(tier.shared for tier in tiers)
@@ -68,6 +70,16 @@ class Tiers:
     def stirred(self) -> bool:
         """Whether this schedule has begun anything that may change what others are told."""
         return bool(self._loads or self._promotions or self._stores)
+
+    def rest(self, waiting: Collection[Request]) -> None:
+        """Nothing is computed, and these wait. Raises ValueError where they take the first tier's room from each other
+        for ever."""
+        accesses = {request: self._uses[request].access for request in waiting if request in self._uses}
+        if self.fetches.repeat(accesses, self.now):
+            size = self.blocks_per_chunk * self._pool.block_size
+            contexts = ((it.path, (it.prompt_tokens + it.generated) // size) for it in waiting)
+            chunks = {key for path, count in contexts for key in self._keys(path, 0, count)}
+            raise too_small(self.transfers, self.fetches.requests, len(chunks))
 
     # Time
 
@@ -141,9 +153,9 @@ class Tiers:
 
     def touch(self, path: Path, blocks: int) -> None:
         """The first blocks of a context are given to a request, also if others had them before."""
-        for block, store in self._reads.reading.items():
+        for block, stores in self._reads.reading.items():
             if isinstance(block, tuple) and block[1] < blocks and owner_of(path, block[1]) is block[0]:
-                self._reads.given[block] = store
+                self._reads.given[block] = stores
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
         """The end of a schedule, with whose iteration requests have computed so many tokens that are known. It could
@@ -152,11 +164,7 @@ class Tiers:
         for request in preempted:
             self.failed.pop(request, None)
             begin = max(begin, self._uses[request].until(now))
-        for block, reader in given.items():
-            store = reader if isinstance(reader, Offload) else None
-            while store is not None:
-                begin = max(begin, store.end or begin)
-                store = store.before.get(block)
+        begin = max([begin, *(it.end for stores in given.values() for it in stores if it.end is not None)])
         for request, known in rows:
             self.store(request, known)
         ended, self._ended = self._ended, []
@@ -225,16 +233,13 @@ class Tiers:
 
     def _store_last(self, store: Offload, use: Use) -> bool:
         """Store what was not stored while its request ran. True: at once, for its blocks are given to others."""
-        reading, given = self._reads.reading, self._reads.given
+        given = self._reads.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
         for key in set(store.keys).difference(new):
             for block in store.blocks[key]:
-                if reading.get(block) is store:
-                    del reading[block]
-                    if block in store.before:
-                        reading[block] = store.before[block]
+                self._reads.drop(block, store)
         store.keys = new
-        at_once = any(given.get(block) is store for key in new for block in store.blocks[key])
+        at_once = any(store in given.get(block, ()) for key in new for block in store.blocks[key])
         if new and not at_once:
             self._stores.append(store)
         return at_once
@@ -254,10 +259,7 @@ class Tiers:
                     blocks.append(block)
             store.blocks[key] = blocks
             for read in blocks:
-                other = reads.reading.get(read)
-                if isinstance(other, Offload) and other is not store:
-                    store.before[read] = other
-                reads.reading[read] = store
+                reads.begin(read, store)
 
     def _chunks(self, request: Request, known: int) -> int:
         """Chunks of a request that may be stored."""
@@ -275,6 +277,7 @@ class Tiers:
                 if not self.first.cache.begin_write([key], use.access):
                     return "missing"
                 shelf.cache.begin_read([key], Access())
+                self.fetches.note(request, key)
                 self._promotions.setdefault(shelf, {}).setdefault(request, []).append(key)
                 return "pending"
         return "missing"
