@@ -119,7 +119,8 @@ def iteration_seconds(cost: GroupCost, batch: int, context: int, ranks: int) -> 
     graph = Graph("NONE")
     base, slope, _ = cost.rank(graph).line(DecodeBatch(batch), batch * context)
     own = base + slope * batch * context
-    return max(factor * own + more for factor, more in cost.together(graph, batch * ranks, batch, 0).lines) / TICKS
+    together = cost.together(graph, batch * ranks, batch, cost.host.seconds(batch), 0)
+    return max(factor * own + more for factor, more in together.lines) / TICKS
 
 
 def main() -> int:

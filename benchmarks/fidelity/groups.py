@@ -26,6 +26,7 @@ from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.cost.graphs import capture_sizes
+from libra.cost.host import NO_HOST, HostCost
 from libra.route.baselines import RoundRobin
 from libra.route.policy import Fleet, Placement, TurnRequest
 from libra.sim.cluster import SimCluster
@@ -47,11 +48,12 @@ class StepCost:
     step: int
     own: int
     each: int
+    host: HostCost = NO_HOST
 
     def rank(self, graph: Graph) -> AffineCost:
         return AffineCost(self.step, per_sequence=self.own, per_chunk=self.own)
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         return Together(((1, self.each * tokens + _KINDS[graph.kind]),))
 
 

@@ -49,7 +49,8 @@ def stages(attention: float = 1e-6, per_context: float = 1e-9, ffn: float = 2e-6
 
 
 def iteration(cost: AfdCost, own: int, tokens: int) -> int:
-    return max(factor * own + more for factor, more in cost.together(GRAPH, tokens, tokens // 4, 0).lines)
+    together = cost.together(GRAPH, tokens, tokens // 4, cost.host.seconds(tokens // 4), 0)
+    return max(factor * own + more for factor, more in together.lines)
 
 
 def test_an_iteration_is_the_visited_ring_of_its_stages() -> None:
@@ -79,7 +80,7 @@ def test_a_micro_batch_has_its_share_of_a_ranks_requests_and_contexts() -> None:
 
 def test_all_that_bounds_an_iteration_is_named() -> None:
     def bound(cost: AfdCost, own: int, tokens: int = 64) -> str:
-        together = cost.together(GRAPH, tokens, tokens // 4, 0)
+        together = cost.together(GRAPH, tokens, tokens // 4, cost.host.seconds(tokens // 4), 0)
         return max(zip(together.lines, together.names, strict=True), key=lambda it: it[0][0] * own + it[0][1])[1]
 
     afd = AttentionFFN(4, 2, 1e12, 0.0, 3)

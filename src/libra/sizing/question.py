@@ -20,13 +20,22 @@ from libra.sizing.objective import Objective, check_objectives
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """A model that proposes drafts, with its times on the cluster's classes."""
+
+    model: ModelSpec
+    profiles: tuple[EngineProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SizingQuestion:
     """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
 
     Without `rate` (requests/s) each is asked how fast requests may come, in the order and with the gaps of the record,
     all scaled alike; with it, whether it serves that many. `gpus` and `budget` are the most that one may take; the
     latter is in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared
-    by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order.
+    by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order; `drafters` are known by the
+    names that a menu has for them.
     """
 
     cluster: Cluster
@@ -38,6 +47,7 @@ class SizingQuestion:
     gpus: int | None = None
     budget: float | None = None
     prices: Mapping[str, float] = field(default_factory=dict)
+    drafters: Mapping[str, Drafter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_objectives(self.objectives)
@@ -58,6 +68,12 @@ class SizingQuestion:
         if any(not (isfinite(price) and price > 0) for price in self.prices.values()):
             raise ValueError(f"prices are {dict(self.prices)}; give finite numbers above 0")
         _check_requests(self.requests, self.model)
+        for name, drafter in self.drafters.items():
+            if drafter.model.max_context < self.longest:
+                raise ValueError(
+                    f"{name}, a draft model, is made for {drafter.model.max_context:,} tokens; a request has"
+                    f" {self.longest:,}: leave one of them out"
+                )
 
     @property
     def natural_rate(self) -> float:

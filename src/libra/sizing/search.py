@@ -32,7 +32,7 @@ from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_o
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import Drafter, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 _WAVE = 16  # candidates that are simulated between two looks at what is left
@@ -113,8 +113,13 @@ def question_of(
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
     profiles = engine_profiles(there, shape, recipe, profile, note, host)
     objectives = parse_objectives(slo) if isinstance(slo, str) else tuple(slo)
+    drafters = {}
+    for name in menu.drafters:
+        small = load_model(name)
+        its = Recipe(batch=1, samples_per_prompt=1, max_length=small.max_context)
+        drafters[name] = Drafter(small, engine_profiles(there, small, its, profile, lambda _: None, "none"))
     prices = dict(menu.cost_per_hour)
-    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices)
+    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices, drafters)
 
 
 def answer(
@@ -141,7 +146,7 @@ def _refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
         raise ValueError(
             "no engine of the menu can be on this cluster: a pipeline is with async_scheduling false and colocated,"
             " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
-            " experts, and the cluster has the GPUs of all `engines`"
+            " experts, drafts are without either, and the cluster has the GPUs of all `engines`"
         )
     least = min(more, key=question.cost)
     raise InfeasiblePlanError(

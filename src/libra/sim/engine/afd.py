@@ -55,7 +55,7 @@ class AfdCost:
     ) -> None:
         if config.speculative is not None:
             raise ValueError("speculative with attention and FFN apart is not simulated: leave one of them out")
-        self._stages, self._config, self._afd, self._host = stages, config, afd, host
+        self._stages, self._config, self._afd, self.host = stages, config, afd, host
         self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
         self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
         self._ranks: dict[int, GridCost] = {}
@@ -81,8 +81,8 @@ class AfdCost:
         link = self._stages.token_bytes / self._rate if self._afd.serial_links else 0.0
         return self._stages.layers * max(self._stages.least_expert_seconds, link)
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
-        return self._together(graph, tokens, requests)
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
+        return self._together(graph, tokens, cpu)
 
     def stages(self, tokens: int) -> tuple[int, int]:
         """Ticks of FFN, and of a link, for one micro-batch of so many tokens of all attention ranks."""
@@ -90,13 +90,12 @@ class AfdCost:
         link = each * self._stages.token_bytes / self._rate + afd.latency
         return ticks(self._stages.experts_seconds(each)), ticks(link)
 
-    def _lines(self, graph: Graph, tokens: int, requests: int) -> Together:
-        stages, count, host = self._stages, self._afd.micro_batches, self._host
+    def _lines(self, graph: Graph, tokens: int, cpu: float) -> Together:
+        stages, count, host = self._stages, self._afd.micro_batches, self.host
         ffn, link = self.stages(tokens)
         others, slower = ffn + 2 * link, self._afd.serial_links and link > ffn
         longest = link if slower else ffn
         of_rank = tokens / self._afd.attention
-        cpu = host.seconds(requests)
         outside = ticks(stages.outside_seconds(of_rank) + (0.0 if host.overlapped else cpu))
         dense, layers = stages.dense * count, stages.layers
         # `alike_makespan` is the longest of these, whichever stage is longest and whether it or going round counts.

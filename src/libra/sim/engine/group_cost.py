@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from libra.cost.graphs import GraphKind
+from libra.cost.host import HostCost
 from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 
@@ -32,14 +33,19 @@ class Together(NamedTuple):
 
 
 class GroupCost(Protocol):
+    @property
+    def host(self) -> HostCost:
+        """That of each rank."""
+        ...
+
     def rank(self, graph: Graph) -> IterationCost:
         """A rank's own part, when all run this graph."""
         ...
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         """What ranks do together with so many tokens, padding and dummy batches included, in the group's
-        `iteration`-th iteration (counted from 0) and those after it. `requests` are those of the rank with most: its
-        host takes longest."""
+        `iteration`-th iteration (counted from 0) and those after it. `requests` are those of the rank with most, `cpu`
+        the seconds of the host that takes longest."""
         ...
 
 

@@ -87,6 +87,7 @@ class RankBatches:
         self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
         self._requests = np.ones(count, np.int64)
+        self._cpu = np.full(count, spec.cost.host.seconds(1))
         self._versions = np.zeros(count, np.int64)
         self._mixed: set[int] = set()  # places of those with prefill in the next iteration
         self._drafts = config.speculative is not None
@@ -99,7 +100,9 @@ class RankBatches:
         config = self._config
         self._works[place] = work
         self._contexts[place], self._growths[place] = work.context, work.growth
-        self._requests[place] = work.batch.requests + len(work.chunks)
+        self._requests[place] = requests = work.batch.requests + len(work.chunks)
+        host = self._spec.cost.host
+        self._cpu[place] = host.seconds(requests) + host.admitting(*work.admitted)
         self._versions[place] += 1
         self._done[place] = 0
         (self._mixed.add if work.chunks else self._mixed.discard)(place)
@@ -131,7 +134,8 @@ class RankBatches:
         padded, cost = kind != "NONE", self._spec.cost
         tokens = largest * self._count if padded else int(self._sizes.sum())
         self._graph = graph = Graph(kind, largest if padded else 0)
-        self._together = together = cost.together(graph, tokens, int(self._requests.max()), iteration)
+        most_requests, cpu = int(self._requests.max()), float(self._cpu.max())
+        self._together = together = cost.together(graph, tokens, most_requests, cpu, iteration)
         lines = self._lines.get(kind)
         if lines is None or lines.graph != graph:
             lines = self._lines[kind] = _Lines(graph, cost.rank(graph), self._count)
