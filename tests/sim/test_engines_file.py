@@ -348,6 +348,11 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
         ({"afd": {"attention": 4, "ffn": 2}}, "engines.0.afd.bandwidth"),
         ({"afd": {**AFD, "micro_batches": 0}}, "engines.0.afd.micro_batches"),
         ({"afd": {**AFD, "micro_batches": 4096}}, "engines.0.afd.micro_batches is 4096, and an iteration has"),
+        ({"afd": {**AFD, "dbo_decode_token_threshold": 32}}, "engines.0.afd.dbo_decode_token_threshold or"),
+        (
+            {"afd": {**AFD, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 512}},
+            "engines.0.afd.dbo_decode_token_threshold is 1; set it to the micro-batches, 2, or more",
+        ),
     ],
 )
 def test_what_cannot_be_apart_is_refused_with_its_key(tmp_path: Path, keys: dict[str, Any], says: str) -> None:

@@ -36,7 +36,8 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
     if refused is not None:
         raise ValueError(refused)
-    tokens = -(-afd.attention * section.max_num_batched_tokens // afd.micro_batches)
+    parts = afd.micro_batches if _ranks(afd).micro_batching is None else 1  # a batch that is not divided comes at once
+    tokens = -(-afd.attention * section.max_num_batched_tokens // parts)
     gpu = _ffn_gpu(afd) or engine.gpu
     held = ffn_rank_bytes(model, afd.ffn, tokens=tokens, quantization=engine.quantization)
     memory = section.gpu_memory_utilization * gpu.memory
@@ -49,9 +50,6 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
 
 def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> AfdCost:
     """What attention ranks and FFN ranks take together. Raises ValueError that opens with the key."""
-    ranks = AttentionFFN(
-        afd.attention, afd.ffn, afd.bandwidth, afd.latency, afd.micro_batches, serial_links=afd.serial_links
-    )
     try:
         stages, host = stage_profile(
             engine.nodes,
@@ -66,11 +64,27 @@ def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> 
         )
     except ConfigError as error:
         raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
-    host = host_cost(engine, host)
+    ranks, host = _ranks(afd), host_cost(engine, host)
     try:
         return AfdCost(stages, config, ranks, host, engine.tp)
     except ValueError as error:
         raise ValueError(f"profile: {error}") from None
+
+
+def _ranks(afd: AfdSection) -> AttentionFFN:
+    try:
+        return AttentionFFN(
+            afd.attention,
+            afd.ffn,
+            afd.bandwidth,
+            afd.latency,
+            afd.micro_batches,
+            afd.serial_links,
+            afd.dbo_decode_token_threshold,
+            afd.dbo_prefill_token_threshold,
+        )
+    except ValueError as error:
+        raise ValueError(f"afd.{error}") from None
 
 
 def _ffn_gpu(afd: AfdSection) -> GPU | None:

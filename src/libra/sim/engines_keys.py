@@ -75,6 +75,8 @@ class AfdSection(Section):
     bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
     micro_batches: _Count = 2  # as afd-plugin for vLLM has it
+    dbo_decode_token_threshold: _Count | None = None  # None: a batch is always divided
+    dbo_prefill_token_threshold: _Count | None = None
     serial_links: _Flag = True  # a link carries one micro-batch at a time
     ffn_gpu: str | None = None  # a known name, where FFN ranks are of another type
 
