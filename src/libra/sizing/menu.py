@@ -41,7 +41,7 @@ class MenuFile(Section):
     """Names are vLLM's. What is left out has these values, or all that there are."""
 
     architectures: Annotated[tuple[Architecture, ...], Field(min_length=1)] = ("colocated", "prefill-decode")
-    nodes: tuple[str, ...] | None = None  # classes of nodes
+    nodes: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # classes of nodes
     tensor_parallel_size: _Counts | None = None
     pipeline_parallel_size: _Counts = (1,)
     max_num_seqs: _Counts = (64, 256)
@@ -125,7 +125,7 @@ class ServingMenu:
         found = [Apart(*it) for it, refused in zip(pairs, refusals, strict=True) if refused is None]
         if not found:
             raise ValueError(f"attention-ffn of the menu: {refusals[0]}")
-        return found
+        return list(dict.fromkeys(found))
 
     def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster
