@@ -90,11 +90,6 @@ class ServingMenu:
         cluster or the profiles do not have."""
         file = self.file
         shapes = list(dict.fromkeys(self.shapes(question)))
-        if not shapes:
-            raise ValueError(
-                "the menu has no engine: max_num_batched_tokens is max_num_seqs or more, drafts are not simulated with"
-                " pipelines, and ranks divide the experts of a model; change the menu"
-            )
         if "colocated" in file.architectures:
             for shape in shapes:
                 yield from self._colocated(question, shape)

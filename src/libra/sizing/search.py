@@ -144,9 +144,9 @@ def _refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:
         raise ValueError(
-            "no engine of the menu can be on this cluster: a pipeline is with async_scheduling false and colocated,"
+            "no engine of the menu can be on this cluster: a pipeline is without drafts and does not decode for others,"
             " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
-            " experts, drafts are without either, and the cluster has the GPUs of all `engines`"
+            " experts, and the cluster has the GPUs of all `engines`"
         )
     least = min(more, key=question.cost)
     raise InfeasiblePlanError(
