@@ -153,7 +153,8 @@ class Bounds:
         if shape not in self._shapes:
             config, contexts = configuration(self.question, shape), self._work.contexts
             if shape.parallel is not None:
-                priced = prices_of_rank(experts_of(self.question, shape), config, contexts)
+                experts = experts_of(self.question, shape)
+                priced = prices_of_rank(experts, config, contexts, drafter_of(self.question, shape, experts.own))
             elif shape.apart is not None:
                 priced = group_prices(group_cost(self.question, shape), config, contexts)
             else:

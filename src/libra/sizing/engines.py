@@ -55,7 +55,9 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     each = 1 if speculative is None else speculative.tokens_each
     if shape.drafts is not None and shape.drafts.speculative.method != "ngram":
         drafter = None if shape.drafts.model is None else question.drafters[shape.drafts.model].model
-        taken, beside = drafter_memory(model, shape.tensor_parallel_size, drafter)
+        dp = 1 if shape.parallel is None else shape.ranks
+        weights, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=dp)
+        taken += weights
     tokens = kv_tokens(
         model,
         nodes.gpu.memory,
@@ -214,7 +216,10 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
 def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
     """The ranks of each group."""
     shape, tp = pool.shape, pool.shape.tensor_parallel_size
-    cost = _expert_cost(experts_of(question, shape), config, grid_of(question, shape).host, question.model)
+    grid = experts_of(question, shape)
+    drafter = drafter_of(question, shape, grid.own)
+    alike = drafter is not None and shape.drafts is not None and shape.drafts.model is None
+    cost = _expert_cost(grid, config, grid_of(question, shape).host, question.model, drafter, alike)
     alone = EngineSpec(
         name,
         config,
@@ -252,9 +257,17 @@ def _expert_grid(
 
 
 @lru_cache(maxsize=128)
-def _expert_cost(grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec) -> ExpertCost:
+def _expert_cost(
+    grid: ExpertGrid,
+    config: EngineConfig,
+    host: HostCost,
+    model: ModelSpec,
+    drafter: EngineGrid | None,
+    draft_experts: bool,
+) -> ExpertCost:
     """All experts are asked for alike."""
     experts = model.experts
     assert experts is not None
     shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)
-    return ExpertCost(grid, config, ExpertLoad(lambda _: shares, experts.active), None, host)
+    load = ExpertLoad(lambda _: shares, experts.active)
+    return ExpertCost(grid, config, load, None, host, drafter, draft_experts=draft_experts)

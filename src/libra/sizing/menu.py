@@ -155,23 +155,20 @@ class ServingMenu:
                 if draft is not None and (pp > 1 or (ahead and draft.speculative.method == "ngram")):
                     continue  # not simulated
                 yield EngineSetup(name, tp, pp, seqs, tokens, ahead, drafts=draft)
-            for tp, seqs, tokens, ahead, dp, way in product(
+            for tp, seqs, tokens, ahead, dp, way, draft in product(
                 degrees,
                 file.max_num_seqs,
                 file.max_num_batched_tokens,
                 file.async_scheduling,
                 several,
                 file.all2all_backend,
+                drafts,
             ):
                 experts = question.model.experts
-                if (
-                    None in drafts
-                    and tp in known
-                    and tokens >= seqs
-                    and experts is not None
-                    and experts.count % (dp * tp) == 0
-                ):
-                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead, parallel=DataParallel(dp, way))
+                if draft is not None and ahead and draft.speculative.method == "ngram":
+                    continue  # not simulated
+                if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
+                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead, parallel=DataParallel(dp, way), drafts=draft)
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))
