@@ -202,6 +202,15 @@ def test_the_lease_ends_what_nobody_reads() -> None:
     assert [request.status for request in cluster.requests] == ["interrupted", "finished", "finished"]
 
 
+def test_what_no_engine_goes_on_with_keeps_nothing() -> None:
+    """Its prompt was computed; a decode engine of 16 tokens does not take it."""
+    requests = [Request(0, 0, 32, 3), Request(1, 0, 8, 3)]
+    cluster, _ = pair(requests, decode=replace(CONFIG, max_model_len=16))
+    assert [request.status for request in requests] == ["refused", "finished"]
+    assert requests[0].finish == requests[0].prefill_end
+    assert cluster.now == requests[1].finish  # and not the end of a lease
+
+
 def test_a_short_prompt_stays() -> None:
     requests = [Request(0, 0, 8, 2), Request(1, 0, 40, 2)]
     cluster, iterations = pair(requests, replace(BYTE_A_TICK, local_below=16))

@@ -12,6 +12,7 @@ from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.sim.engine.speculative import Speculative
 from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
 from libra.sizing.candidate import DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import MenuFile, ServingMenu
@@ -20,7 +21,6 @@ from libra.sizing.question import SizingQuestion
 from libra.sizing.search import answer
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import question, requests
-from tests.sizing.test_sizing_drafts import random_drafts
 
 CLUSTER = Cluster((NodeClass("h200", 2, 8, GPUS["H200"], GPUS["H200"].link, 4e11),))
 MODEL = load_model("Qwen/Qwen3-30B-A3B")
@@ -32,9 +32,8 @@ def of_experts(host: str, generator: np.random.Generator, count: int, *objective
     return SizingQuestion(CLUSTER, MODEL, profiles, tuple(requests(generator, count)), objectives, None)
 
 
-@pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_simulation_never_betters_the_bound_of_ranks(seed: int, drafting: bool) -> None:
+def test_simulation_never_betters_the_bound_of_ranks(seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(5):
         shape, other = (
@@ -52,12 +51,9 @@ def test_simulation_never_betters_the_bound_of_ranks(seed: int, drafting: bool) 
             )
             for _ in range(2)
         )
-        if drafting:
-            drafts = random_drafts(generator)
-            ahead = shape.async_scheduling and drafts.speculative.method != "ngram"
-            if drafts.model is not None:
-                drafts = Drafts(replace(drafts.speculative, method="mtp"))
-            shape, other = (replace(it, async_scheduling=ahead, drafts=drafts) for it in (shape, other))
+        if generator.random() < 0.4:
+            drafts = Drafts(Speculative(str(generator.choice(["eagle3", "mtp"])), 3, (0.8, 0.5, 0.3)))
+            shape, other = replace(shape, drafts=drafts), replace(other, drafts=drafts)
         if generator.random() < 0.5:  # prompts without experts divided, or the other way round
             other = replace(other, parallel=None)
         objectives = [Objective("ttft", "p90", float(10 ** generator.uniform(-1.5, 0.5)))]
@@ -71,8 +67,6 @@ def test_simulation_never_betters_the_bound_of_ranks(seed: int, drafting: bool) 
             candidate = ServingCandidate(pools)
         bounds = Bounds(asked)
         bound = bounds.of(candidate)
-        if "max_num_batched_tokens 128" in bound.reason:
-            continue
         assert "memory" not in bound.reason or "KV memory" in bound.reason
         rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
         if isfinite(bound.rate) and bound.rate > 0:

@@ -28,6 +28,11 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     ):
         if getattr(section, option) != off:
             raise ValueError(f"afd with {option} is not simulated: leave one of them out")
+    if afd.micro_batches > section.max_num_batched_tokens:
+        raise ValueError(
+            f"afd.micro_batches is {afd.micro_batches}, and an iteration has {section.max_num_batched_tokens} tokens"
+            " (max_num_batched_tokens): lower it"
+        )
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
     if refused is not None:
         raise ValueError(refused)
@@ -57,9 +62,13 @@ def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> 
             engine.note,
             _ffn_gpu(afd),
         )
-        return AfdCost(stages, config, _ranks(afd), host_cost(engine, host), engine.tp)
     except ConfigError as error:
         raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+    ranks, host = _ranks(afd), host_cost(engine, host)
+    try:
+        return AfdCost(stages, config, ranks, host, engine.tp)
+    except ValueError as error:
+        raise ValueError(f"profile: {error}") from None
 
 
 def _ranks(afd: AfdSection) -> AttentionFFN:

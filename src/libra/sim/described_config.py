@@ -108,6 +108,8 @@ def _tiers(engine: DescribedEngine) -> tuple[KVTier, ...]:
                 f"kv_tiers.{place}.gib is {given.gib:g}: {given.name} holds {tokens:,} tokens, less than one request of"
                 f" max_model_len {engine.longest:,}: raise it, or lower max_model_len"
             )
+        if any(given.name == other.name for other in section.kv_tiers[:place]):
+            raise ValueError(f"kv_tiers.{place}.name is {given.name}, as is another's: name each once")
         bandwidth = given.bandwidth * (1 if given.shared else engine.gpus)
         tiers.append(
             KVTier(

@@ -163,8 +163,11 @@ class PrefillDecode(Frontend):
         engine = self.decoders.place(request, again=True, bucket=self.placer.bucket_of(prefill.engine))
         request.ask_at = ask_at
         if engine is None:
-            self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
-            del self._prefills[request]
+            if self.patient:  # its prompt is computed anew, and the KV stays until the lease ends
+                self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
+                del self._prefills[request]
+            else:
+                self._let_go(prefill, now)
             self.not_placed(request)
             return
         prefill.decoder, prefill.known_since = engine, now

@@ -48,16 +48,15 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
     taken, beside = 0.0, 0.0
-    if shape.parallel is not None:
-        batched = shape.ranks * shape.max_num_batched_tokens
-        taken = ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
     speculative = None if shape.drafts is None else shape.drafts.speculative
     each = 1 if speculative is None else speculative.tokens_each
     if shape.drafts is not None and shape.drafts.speculative.method != "ngram":
         drafter = None if shape.drafts.model is None else question.drafters[shape.drafts.model].model
-        dp = 1 if shape.parallel is None else shape.ranks
-        weights, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=dp)
-        taken += weights
+        divided = 1 if shape.parallel is None else shape.parallel.size
+        taken, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=divided)
+    if shape.parallel is not None:
+        batched = shape.ranks * shape.max_num_batched_tokens
+        taken += ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
     tokens = kv_tokens(
         model,
         nodes.gpu.memory,
@@ -215,10 +214,8 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
 
 def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
     """The ranks of each group."""
-    shape, tp = pool.shape, pool.shape.tensor_parallel_size
-    grid = experts_of(question, shape)
-    drafter = drafter_of(question, shape, grid.own)
-    alike = drafter is not None and shape.drafts is not None and shape.drafts.model is None
+    shape, tp, grid = pool.shape, pool.shape.tensor_parallel_size, experts_of(question, pool.shape)
+    drafter, alike = drafter_of(question, shape, grid.own), shape.drafts is not None and shape.drafts.model is None
     cost = _expert_cost(grid, config, grid_of(question, shape).host, question.model, drafter, alike)
     alone = EngineSpec(
         name,
@@ -258,16 +255,11 @@ def _expert_grid(
 
 @lru_cache(maxsize=128)
 def _expert_cost(
-    grid: ExpertGrid,
-    config: EngineConfig,
-    host: HostCost,
-    model: ModelSpec,
-    drafter: EngineGrid | None,
-    draft_experts: bool,
+    grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec, drafter: EngineGrid | None, alike: bool
 ) -> ExpertCost:
-    """All experts are asked for alike."""
+    """All experts are asked for alike, those of a drafter that is a layer like the model's, too."""
     experts = model.experts
     assert experts is not None
     shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)
     load = ExpertLoad(lambda _: shares, experts.active)
-    return ExpertCost(grid, config, load, None, host, drafter, draft_experts=draft_experts)
+    return ExpertCost(grid, config, load, None, host, drafter, draft_experts=alike and drafter is not None)

@@ -101,8 +101,8 @@ def prices_of_rank(
     grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
     """Of one of several ranks that divide experts: its own part, and what all do together. That is shared by all their
-    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others. A request may
-    have none of its drafts in an iteration, so experts count its one token only."""
+    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others. What experts
+    take for drafts, and those of a drafter, is left out."""
     own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
     tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
@@ -112,11 +112,11 @@ def prices_of_rank(
     lines = hull_lines(tokens.astype(float), before, _LINES)
     alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
 
-    def with_alone(least: Array, *, whole: bool) -> Array:
-        found: Array = least + (alone[: len(least)] if whole else alone[1])
+    def with_alone(least: Array, *, surely: bool) -> Array:
+        found: Array = least + (alone[: len(least)] if surely else alone[1])
         return found
 
-    surely = config.speculative is None  # an iteration has all the tokens that it may have
+    drafts = config.speculative is not None  # of which an iteration may have fewer than it counts
 
     return Prices(
         tuple(
@@ -126,8 +126,8 @@ def prices_of_rank(
         ),
         own.admission,
         own.admitted_token,
-        tuple((with_alone(least, whole=True), pair) for least, pair in own.prompt),
-        tuple((with_alone(least, whole=surely), context, chunk) for least, context, chunk in own.alone),
+        tuple((with_alone(least, surely=True), pair) for least, pair in own.prompt),
+        tuple((with_alone(least, surely=not drafts), context, chunk) for least, context, chunk in own.alone),
     )
 
 

@@ -41,7 +41,7 @@ class MenuFile(Section):
     """Names are vLLM's. What is left out has these values, or all that there are."""
 
     architectures: Annotated[tuple[Architecture, ...], Field(min_length=1)] = ("colocated", "prefill-decode")
-    nodes: tuple[str, ...] | None = None  # classes of nodes
+    nodes: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # classes of nodes
     tensor_parallel_size: _Counts | None = None
     pipeline_parallel_size: _Counts = (1,)
     max_num_seqs: _Counts = (64, 256)
@@ -89,7 +89,12 @@ class ServingMenu:
         are GPUs for, since what a GPU serves hardly depends on it. Raises ValueError where the file names what the
         cluster or the profiles do not have."""
         file = self.file
-        shapes = list(self.shapes(question))
+        shapes = list(dict.fromkeys(self.shapes(question)))
+        if not shapes:
+            raise ValueError(
+                "the menu has no engine: max_num_batched_tokens is max_num_seqs or more, drafts are not simulated with"
+                " pipelines, and ranks divide the experts of a model; change the menu"
+            )
         if "colocated" in file.architectures:
             for shape in shapes:
                 yield from self._colocated(question, shape)
@@ -105,11 +110,12 @@ class ServingMenu:
 
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
         """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
-        tokens."""
-        apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+        tokens, and no pipeline: vLLM pulls KV into none."""
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
-        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in apart)
-        decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens) for it in apart)
+        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in shapes)
+        decode = dict.fromkeys(
+            replace(it, max_num_batched_tokens=tokens) for it in shapes if it.pipeline_parallel_size == 1
+        )
         return list(prefill), list(decode)
 
     def _groups(self, model: ModelSpec) -> list[Apart]:
@@ -119,7 +125,7 @@ class ServingMenu:
         found = [Apart(*it) for it, refused in zip(pairs, refusals, strict=True) if refused is None]
         if not found:
             raise ValueError(f"attention-ffn of the menu: {refusals[0]}")
-        return found
+        return list(dict.fromkeys(found))
 
     def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster
@@ -150,11 +156,10 @@ class ServingMenu:
                 file.async_scheduling,
                 drafts,
             ):
-                if 1 not in file.data_parallel_size or tp not in known or tokens < seqs or (ahead and pp > 1):
+                if 1 not in file.data_parallel_size or tp not in known or tokens < seqs or (draft and pp > 1):
                     continue
-                if draft is not None and (pp > 1 or (ahead and draft.speculative.method == "ngram")):
-                    continue  # not simulated
-                yield EngineSetup(name, tp, pp, seqs, tokens, ahead, drafts=draft)
+                waits = pp > 1 or (draft is not None and draft.speculative.method == "ngram")
+                yield EngineSetup(name, tp, pp, seqs, tokens, ahead and not waits, drafts=draft)
             for tp, seqs, tokens, ahead, dp, way, draft in product(
                 degrees,
                 file.max_num_seqs,
@@ -165,10 +170,10 @@ class ServingMenu:
                 drafts,
             ):
                 experts = question.model.experts
-                if draft is not None and ahead and draft.speculative.method == "ngram":
-                    continue  # not simulated
                 if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
-                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead, parallel=DataParallel(dp, way), drafts=draft)
+                    waits = draft is not None and draft.speculative.method == "ngram"
+                    ranks = DataParallel(dp, way)
+                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead and not waits, parallel=ranks, drafts=draft)
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))

@@ -148,9 +148,10 @@ def single_engines(
             for it in apart
         }
         fastest = min(apart, key=lambda it: paces[it])
-        for it in apart:
+        for it in shapes:
             one, many = EnginePool("prefill", it, 1), EnginePool("decode", fastest, _AMPLE)
             asked[ServingCandidate((one, many))] = ("prefill", it)
+        for it in apart:
             one, many = EnginePool("decode", it, 1), EnginePool("prefill", fastest, _AMPLE)
             asked[ServingCandidate((many, one))] = ("decode", it)
     possible = {it: bounds.of(it).rate for it in asked}

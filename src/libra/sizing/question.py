@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, isfinite
 
 from libra.cost.grid import EngineProfile
@@ -109,6 +110,8 @@ class SizingQuestion:
 def _check_requests(requests: Sequence[RecordedRequest], model: ModelSpec) -> None:
     if len(requests) < 2 or requests[-1].arrival == requests[0].arrival:
         raise ValueError("requests all come at one instant: a rate needs two that come at different times")
+    if any(later.arrival < sooner.arrival for sooner, later in pairwise(requests)):
+        raise ValueError("requests are not in the order of their arrival: sort them")
     for number, it in enumerate(requests):
         if it.cancel_at is not None:
             raise ValueError(f"request {number} has cancel_at: whether it was served in time is unknown; leave it out")
