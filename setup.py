@@ -15,19 +15,22 @@ from pathlib import Path
 
 from setuptools import setup
 
-SIM = Path("src/libra/sim")  # from here
+SIM, ROUTE = Path("src/libra/sim"), Path("src/libra/route")
 INTERPRETED = ("__init__.py", "queues.py")  # of an engine's modules; mypyc takes no class that derives from `deque`
 CLUSTER = (
     *("clock", "cluster", "events", "frontend", "granted_engine", "handover"),
     *("kv_pulls", "link", "placement", "prefill_decode"),
+    "workload/caller",
 )
+EVIDENCE = ("evidence", "hierarchy", "loads", "remaining", "service_cost", "tool_state")  # of C-MLFQ
 
 
 def core() -> list[str]:
     """The modules in which a simulation spends its time."""
     modules = sorted((Path(__file__).parent / SIM / "engine").glob("*.py"))
     engine = [SIM / "engine" / module.name for module in modules if module.name not in INTERPRETED]
-    return [str(module) for module in (*engine, *(SIM / f"{name}.py" for name in CLUSTER))]
+    others = [folder / f"{name}.py" for folder, names in ((SIM, CLUSTER), (ROUTE, EVIDENCE)) for name in names]
+    return [str(module) for module in (*engine, *others)]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_each_layer_waits_for_its_fullest_gpu() -> None:
     shares = rank_shares(power_law(16, 2, 1.2, 3, seed=0), initial_placement(16, 16, 3), 4)
     tokens = [100 * max(row) for row in shares]
     wanted = sum(np.interp(it, GRID.tokens, GRID.experts) + np.interp(it, GRID.tokens, GRID.exchange) for it in tokens)
-    found = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 25, 7)
+    found = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 25, 0.0, 7)
     assert found.lines == ((1, ticks(float(wanted))),)
 
 
@@ -56,8 +56,8 @@ def test_each_layer_waits_for_its_fullest_gpu() -> None:
 def test_the_host_of_the_rank_with_most_requests_takes_longest(overlapped: bool) -> None:
     """However many tokens these have, and other ranks."""
     host = HostCost(iteration=2.0, request=0.5, eager=7.0, overlapped=overlapped)
-    device = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 3, 7).lines[0][1]
-    lines = ExpertCost(GRID, CONFIG, load(), host=host).together(Graph("NONE"), 100, 3, 7).lines
+    device = ExpertCost(GRID, CONFIG, load()).together(Graph("NONE"), 100, 3, 0.0, 7).lines[0][1]
+    lines = ExpertCost(GRID, CONFIG, load(), host=host).together(Graph("NONE"), 100, 3, host.seconds(3), 7).lines
     assert lines == (((1, device), (0, ticks(7.0))) if overlapped else ((1, device + ticks(3.5)), (0, ticks(10.5))))
 
 
@@ -65,12 +65,12 @@ def test_moves_are_paid_once_and_make_the_fullest_less_full() -> None:
     cost = ExpertCost(GRID, CONFIG, load(), BALANCING)
     first = BALANCING.moved_at(1)
     assert first == 10
-    before, moving, after = (cost.together(Graph("NONE"), 100, 25, it) for it in (first - 1, first, first + 1))
+    before, moving, after = (cost.together(Graph("NONE"), 100, 25, 0.0, it) for it in (first - 1, first, first + 1))
     assert before.holds == moving.holds == 1
     assert after.holds == 39
     assert moving.lines[0][1] > after.lines[0][1]
     assert cost.fullest(first) < cost.fullest(first - 1)
-    again = cost.together(Graph("NONE"), 100, 25, first + 40)
+    again = cost.together(Graph("NONE"), 100, 25, 0.0, first + 40)
     assert again.lines == after.lines  # nothing has to be moved again
 
 
@@ -91,10 +91,10 @@ def test_a_drafter_with_experts_passes_them_too() -> None:
 
     def of(requests: int, **drafter: bool) -> int:
         cost = ExpertCost(GRID, config, load(), drafter=OWN.slowed(0.1), **drafter)  # type: ignore[arg-type]
-        return cost.together(Graph("FULL", 48), 192, requests, 0).lines[0][1]
+        return cost.together(Graph("FULL", 48), 192, requests, 0.0, 0).lines[0][1]
 
     layers = of(12)
-    fewer = ExpertCost(GRID, config, load()).together(Graph("NONE"), 48, 0, 0).lines[0][1]
+    fewer = ExpertCost(GRID, config, load()).together(Graph("NONE"), 48, 0, 0.0, 0).lines[0][1]
     assert of(12, draft_experts=True) - layers == (layers + 2 * fewer) // 3
 
 

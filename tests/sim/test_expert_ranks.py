@@ -60,7 +60,7 @@ def test_prices_are_those_of_the_grid(tmp_path: Path) -> None:
     grid = expert_grid(gpu, load_model(MODEL), 1, 8, "deepep_low_latency", fabric(nodes), source="roofline")
     base, slope, _ = rank.group.cost.rank(Graph("NONE")).line(DecodeBatch(8), 8 * 1024)
     assert (base + slope * 8192) / 1e12 == pytest.approx(grid.own.decode_seconds(8, 1024), rel=1e-6)
-    ((_, ticks),) = rank.group.cost.together(Graph("NONE"), 64 * 8, 8, 0).lines
+    ((_, ticks),) = rank.group.cost.together(Graph("NONE"), 64 * 8, 8, 0.0, 0).lines
     place = grid.tokens.index(64)
     assert ticks / 1e12 == pytest.approx(grid.layers * (grid.experts[place] + grid.exchange[place]), rel=1e-6)
     assert grid.source.endswith("deepep_low_latency: modelled at 369 GB/s in a node")
@@ -72,7 +72,8 @@ def test_the_host_of_asynchronous_ranks_works_beside_their_gpus(tmp_path: Path) 
     for ahead in (False, True):
         (rank, *_) = load(tmp_path, async_scheduling=ahead, overhead={**overhead, "overlapped": ahead}).engines
         assert rank.config.async_scheduling is ahead and rank.group is not None
-        taken.append(rank.group.cost.together(Graph("NONE"), 64 * 8, 8, 0).lines)
+        cost = rank.group.cost
+        taken.append(cost.together(Graph("NONE"), 64 * 8, 8, cost.host.seconds(8), 0).lines)
     ((_, after), _), ((_, beside), (factor, least)) = taken
     assert after - beside == least == 2 * 10**9 and factor == 0
 
@@ -136,6 +137,7 @@ def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
         ({"eplb_config": {"window_size": 9}}, "eplb_config is given, and enable_eplb is false: set it to true"),
         ({"expert_load": {"frequencies": "no.json"}}, "expert_load.frequencies: "),
         ({"expert_load": {"frequencies": "no.json", "power_law": 1.0}}, "leave one of them out"),
+        ({"expert_load": {"drift_interval": 9}}, "drift_interval is given, and power_law is 0: raise that"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size with data_parallel_size is not simulated"),
         ({"profile": "tables", "model": "deepseek-ai/DeepSeek-V2-Lite"}, "profile: deepseek-ai/DeepSeek-V2-Lite has"),
         ({"profile": "tables", "quantization": "awq"}, "profile: there are no tables of awq weights, only of fp8,"),

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from test_cluster_equality import LONGEST, STEP, Scenario, assert_equal, costs, scenarios
 
 from benchmarks.fidelity.drafts import with_drafts
+from libra.cost.host import NO_HOST, HostCost
 from libra.route.catalogue import policy_named
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, IterationCost
 from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
@@ -24,20 +25,22 @@ from libra.sim.workload.requests import Requests
 
 @dataclass(frozen=True)
 class DrawnGroupCost:
-    """Ranks that cost more with a larger graph, and something together that changes every so many iterations."""
+    """Ranks that cost more with a larger graph, and something together that changes every so many iterations. Seconds
+    of the host are ticks."""
 
     cost: IterationCost
     per_padding: int
     per_token: int
     factors: tuple[tuple[int, int], ...]  # (factor, ticks) beside what tokens take
     every: int | None
+    host: HostCost = NO_HOST
 
     def rank(self, graph: Graph) -> IterationCost:
         return self.cost
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         more = 0 if self.every is None else 3 * (iteration // self.every % 2)
-        more += self.per_padding * graph.size + self.per_token * tokens
+        more += self.per_padding * graph.size + self.per_token * tokens + int(cpu) + 7 * graph.whole
         holds = UNLIMITED if self.every is None else self.every - iteration % self.every
         return Together(tuple((factor, ticks + more) for factor, ticks in self.factors), holds)
 
@@ -58,6 +61,7 @@ def groups(draw: st.DrawFn, lattice: bool, *, closed: bool, drafts: bool = False
             if lattice
             else draw(st.sampled_from([((1, 0),), ((1, 50), (2, 0)), ((0, 600), (1, 0), (3, -700))])),
             draw(st.none() | st.integers(1, 9)),
+            draw(st.sampled_from([NO_HOST, HostCost(5.0, 3.0, False, 50.0, 1.0, 2.0)])),
         )
         sizes = draw(st.sampled_from([(), (1, 2, 4), (2, first.config.max_num_batched_tokens)]))
         config = replace(
@@ -67,7 +71,8 @@ def groups(draw: st.DrawFn, lattice: bool, *, closed: bool, drafts: bool = False
         )
         if drafts:
             config = with_drafts(config, draw(st.integers(0, 99)))
-        group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)))
+        parts = draw(st.sampled_from([None, MicroBatching(2, 2, 2), MicroBatching(3, 4, 20)]))
+        group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)), parts)
         made += [
             EngineSpec(f"rank {number}.{place}", config, cost, first.bucket, group=group)
             for place in range(draw(st.integers(1, 5)))
@@ -195,6 +200,19 @@ def test_a_group_stops_with_the_step_that_sees_nobody_have_work(
 def test_what_is_given_up_at_a_boundary_is_there_for_the_step_that_ends_with_it(exact: bool) -> None:
     """In the middle of a jump, too."""
     assert two_ranks(10, ahead=False, exact=exact, cancel_at=4 * STEP) == (8 * STEP, [4, 8])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_all_wait_for_the_host_that_takes_longest(exact: bool) -> None:
+    """One rank admits two short prompts, the other a long one."""
+    config = EngineConfig(max_model_len=LONGEST, kv_blocks=LONGEST)
+    cost = DrawnGroupCost(AffineCost(STEP), 0, 0, ((1, 0),), None, HostCost(0.0, 3.0, False, 50.0, 1.0))
+    specs = [EngineSpec(f"rank {it}", config, cost.cost, group=GroupSpec("group", cost)) for it in range(2)]
+    made = [Request(number, 0, tokens, 2) for number, tokens in enumerate((5, 80, 6))]
+    SimCluster(specs, Requests(lambda: made, {}), policy_named("round-robin"), exact=exact).run()
+    short, long = 3 * 2 + 50 * 2 + 11, 3 + 50 + 80
+    assert {it.first_token for it in made} == {STEP + max(short, long)}
+    assert {it.finish for it in made} == {2 * STEP + max(short, long) + 3 * 2}
 
 
 def test_ranks_of_a_group_are_alike() -> None:

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.tiered import with_tier
+from libra.cost.host import NO_HOST, HostCost
+from libra.route.baselines import LeastLoaded
 from libra.route.catalogue import policy_named
+from libra.route.loads import loads_of
+from libra.route.policy import Instance
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, FailurePolicy
@@ -131,6 +135,49 @@ def test_two_prompts_are_computed_in_part() -> None:
     assert cluster.engines[1].pool.held == 0
 
 
+@pytest.mark.parametrize("limits", [(64,), (32, 64)])
+def test_a_policy_sees_what_the_next_request_of_a_pair_would_find(limits: tuple[int, ...]) -> None:
+    """One that decodes has 24 tokens to do, and the other in the bucket 16. In a single bucket only prompts count."""
+    slow, longest = AffineCost(1000), len(limits) - 1
+    specs = [
+        EngineSpec("P", CONFIG, TEN, longest, role=PREFILL),
+        *(EngineSpec(name, CONFIG, slow, longest, role=DECODE, kv_bytes=1.0) for name in ("D", "E")),
+        EngineSpec("C", CONFIG, TEN, 0),
+    ]
+    requests = [Request(number, 0, tokens, 40) for number, tokens in enumerate((24, 16))]
+    cluster = SimCluster(
+        specs,
+        Requests(lambda: requests, {}),
+        Only("P"),
+        limits=limits,
+        kv_transfer=BYTE_A_TICK,
+        decode_route=LeastLoaded(sticky=False),
+    )
+    told: list[tuple[int, int, int]] = []
+
+    def look(now: int) -> None:
+        pair = cluster.placer.fleet.instances[0]
+        told.append((loads_of(cluster.placer.fleet, 0).tokens, pair.load_tokens, round(pair.token_seconds * TICKS)))
+
+    for tick in (5, 5000, 100_000):
+        cluster.at(tick, look)
+    cluster.run()
+    several = len(limits) > 1
+    pace = 1000 if several else 10
+    assert told == [(40, 40, pace), (16, 16, pace) if several else (0, 0, pace), (0, 0, pace)]
+
+
+class Only(LeastLoaded):
+    """Sees one of the engines, by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
+        return [it.id for it in instances].index(self.name)
+
+
 def test_the_lease_ends_what_nobody_reads() -> None:
     """The engine that would read it closed at 20: the lease of 100 ticks began at 10."""
     requests = [Request(0, 0, 32, 3), Request(1, 300, 8, 1)]
@@ -155,6 +202,15 @@ def test_the_lease_ends_what_nobody_reads() -> None:
     assert [request.status for request in cluster.requests] == ["interrupted", "finished", "finished"]
 
 
+def test_what_no_engine_goes_on_with_keeps_nothing() -> None:
+    """Its prompt was computed; a decode engine of 16 tokens does not take it."""
+    requests = [Request(0, 0, 32, 3), Request(1, 0, 8, 3)]
+    cluster, _ = pair(requests, decode=replace(CONFIG, max_model_len=16))
+    assert [request.status for request in requests] == ["refused", "finished"]
+    assert requests[0].finish == requests[0].prefill_end
+    assert cluster.now == requests[1].finish  # and not the end of a lease
+
+
 def test_a_short_prompt_stays() -> None:
     requests = [Request(0, 0, 8, 2), Request(1, 0, 40, 2)]
     cluster, iterations = pair(requests, replace(BYTE_A_TICK, local_below=16))
@@ -168,11 +224,12 @@ class TogetherCost:
     """Ranks that take what engines do, and a tick for each token of all."""
 
     cost: AffineCost
+    host: HostCost = NO_HOST
 
     def rank(self, graph: Graph) -> AffineCost:
         return self.cost
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         return Together(((1, tokens),))
 
 
@@ -184,11 +241,11 @@ class Outcome:
 
 def unless_refused(seed: int, *, exact: bool, ranks: bool = False) -> Outcome | None:
     """None where faults delay a turn so far that the next one of its conversation, whose arrival is fixed here, comes
-    to generate beside it: that is refused by name."""
+    to generate beside it, or where a tier is too small: that is refused by name."""
     try:
         return with_faults(seed, exact=exact, ranks=ranks)
     except ValueError as error:
-        if "two requests generate on it" not in str(error):
+        if not any(it in str(error) for it in ("two requests generate on it", "push each other's chunks out")):
             raise
         return None
 
@@ -214,6 +271,11 @@ def with_faults(seed: int, *, exact: bool, ranks: bool = False) -> Outcome:
         beside = Random(f"tier {seed}")
         if beside.random() < 0.4:
             larger, _, _ = with_tier(larger, beside, cost.step)
+            if beside.random() < 0.4:
+                (tier,) = larger.kv_tiers
+                host = replace(tier, chunks=4 * tier.chunks, offload_prompt_only=True)
+                store = replace(host, name="store", shared=True)
+                larger = replace(larger, kv_tiers=beside.choice(((store,), (host, store))))
     for request in requests:
         request.stop = random.choice(("length", "eos")) if request.output_tokens > 1 else "length"
     specs = [EngineSpec(f"p{number}", larger, cost, role=PREFILL) for number in range(random.randint(1, 3))]

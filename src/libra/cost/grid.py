@@ -194,8 +194,8 @@ def _outside(rows: tuple[int, ...], columns: tuple[int, ...], asked: str) -> Val
 def _interpolate(rows: tuple[int, ...], columns: tuple[int, ...], table: Table, row: float, column: float) -> float:
     if not (1 <= row <= _BEYOND * rows[-1] and 0 <= column <= _BEYOND * columns[-1]):
         raise _outside(rows, columns, f"{row} x {column}")
-    i = min(max(bisect_right(rows, row) - 1, 0), len(rows) - 2)
-    j = min(max(bisect_right(columns, column) - 1, 0), len(columns) - 2)
+    i = bisect_right(rows, row, 1, len(rows) - 1) - 1
+    j = bisect_right(columns, column, 1, len(columns) - 1) - 1
     u = (row - rows[i]) / (rows[i + 1] - rows[i])
     v = (column - columns[j]) / (columns[j + 1] - columns[j])
     low, high = table[i], table[i + 1]

@@ -80,10 +80,12 @@ class Batch:
             room = float(micro_tokens)
             taken: dict[int, float] = {}
             for kind, length in enumerate(self.lengths):
+                if left[kind] <= 0:
+                    continue
                 fits = float(room // length)
                 if not taken and length >= micro_tokens:
                     fits = 1.0
-                if left[kind] > 0 and fits >= 1:
+                if fits >= 1:
                     taken[kind] = min(fits, max(left[kind], 1.0))
                     room -= taken[kind] * length
             times = min(left[kind] / amount for kind, amount in taken.items())

@@ -58,19 +58,19 @@ def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: flo
     A context shorter than what the engine holds was rewritten (compaction). Of the cache it is taken to fit as much as
     the prompt: agents rewrite their history, not their instructions. Where it is shorter than even that, nothing fits.
     """
-    context_sum, prefill, end = 0, 0, 0
+    context_sum, prefill, end, generated = 0, 0, 0, 0
+    prompt = trajectory.prompt_tokens
     for context, turn in zip(trajectory.contexts(), trajectory.turns, strict=True):
         g = turn.generated_tokens
+        generated += g
         context_sum += g * context + g * (g + 1) // 2
-        prompt_fits = trajectory.prompt_tokens if context >= trajectory.prompt_tokens else 0
-        fits = end if context >= end else prompt_fits
+        fits = end if context >= end else prompt if context >= prompt else 0
         prefill += context - fits // block_tokens * block_tokens
         end = context + g
     returns = [turn for turn in trajectory.turns if turn.tool is not None]
     seconds = [turn.tool_seconds for turn in returns if turn.tool_seconds is not None]
     unknown = len(returns) - len(seconds)
     waited = sum(seconds) + unknown * unknown_tool_seconds
-    generated = trajectory.generated_tokens
     context = final_context(trajectory)
     return Sums(
         trajectories=1,
@@ -131,11 +131,13 @@ class Table:
         self._values = np.zeros((8, width))
 
     def add(self, cell: Cell, values: Array) -> None:
-        row = self._rows.setdefault(cell, len(self._rows))
-        if row == len(self._values):
-            self._cells = np.concatenate((self._cells, np.zeros_like(self._cells)))
-            self._values = np.concatenate((self._values, np.zeros_like(self._values)))
-        self._cells[row] = cell
+        row = self._rows.get(cell)
+        if row is None:
+            row = self._rows[cell] = len(self._rows)
+            if row == len(self._values):
+                self._cells = np.concatenate((self._cells, np.zeros_like(self._cells)))
+                self._values = np.concatenate((self._values, np.zeros_like(self._values)))
+            self._cells[row] = cell
         self._values[row] += values
 
     @property

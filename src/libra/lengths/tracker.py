@@ -236,7 +236,11 @@ class LengthTracker:
         """The cohort of a version; a new one where there is none."""
         if self._opened is not None and version <= self._opened:
             return self._opening
-        return self._cohorts.setdefault(version // self._width, Cohort(self._bins))
+        key = version // self._width
+        cohort = self._cohorts.get(key)
+        if cohort is None:
+            cohort = self._cohorts[key] = Cohort(self._bins)
+        return cohort
 
     def _trim(self) -> None:
         """Keep at most `_COHORTS`: give up the oldest where it is forgotten, else join neighbours."""

@@ -73,16 +73,32 @@ class ReturnEvidence:
         self.fading = 2 ** ((self._base - self._clock) / self.half_life)
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
         # By row: a context that has to go for one of those after it leaves it its row.
-        adding = {self._row(context): weights for context, weights in histograms.items()}
+        adding: dict[int, Mapping[int, float]] = {}
+        rows, latest_used = self._rows, self._rows.move_to_end
+        for context, weights in histograms.items():
+            row = rows.get(context)
+            if row is None:
+                row = self._new_row(context)
+            else:
+                latest_used(context)
+            adding[row] = weights
         if self._taken:
             self._table[self._taken] = 0
             self._taken.clear()
-        cells = np.array([row * _COLUMNS + bin_ for row, weights in adding.items() for bin_ in weights], np.intp)
-        added = np.array([weight for weights in adding.values() for weight in weights.values()], np.float32)
+        where: list[int] = []
+        sums: list[int] = []
+        what: list[float] = []
+        for row, weights in adding.items():
+            first = row * _COLUMNS
+            for bin_, weight in weights.items():
+                where.append(first + bin_)
+                sums.append(first + BINS)
+                what.append(weight)
+        added = np.array(what, np.float32)
         added *= np.float32(stored)
         flat = self._table.reshape(-1)
-        flat[cells] += added  # no cell comes twice; the sums, in the last column, do
-        np.add.at(flat, cells - cells % _COLUMNS + BINS, added)
+        flat[np.array(where, np.intp)] += added  # no cell comes twice; the sums, in the last column, do
+        np.add.at(flat, np.array(sums, np.intp), added)
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
         """Stored weights by context and bin, and their sum in one more column: times `fading`, the present ones. Zeros
@@ -112,7 +128,7 @@ class ReturnEvidence:
         evidence._clock, evidence._base, evidence.fading = snapshot["clock"], snapshot["base"], snapshot["fading"]
         evidence._versions, evidence._since = list(snapshot["versions"]), list(snapshot["since"])
         for context, bins, weights in snapshot["contexts"]:
-            row = evidence._row(as_context(context))  # makes the table larger
+            row = evidence._new_row(as_context(context))  # makes the table larger
             evidence._table[row, bins] = weights
         return evidence
 
@@ -126,13 +142,9 @@ class ReturnEvidence:
         newer = bisect_right(self._versions, version)
         return self._clock if newer == len(self._versions) else self._since[newer]
 
-    def _row(self, context: Context) -> int:
-        """The row of a context, now the latest used; if it is new, an empty one or one that is `_taken`."""
+    def _new_row(self, context: Context) -> int:
+        """For a context without one, now the latest used: a row that is empty, or one that is `_taken`."""
         rows = self._rows
-        row = rows.get(context)
-        if row is not None:
-            rows.move_to_end(context)
-            return row
         if len(rows) < self.max_contexts:
             row = len(rows) + 1
             if row == len(self._table):

@@ -87,7 +87,11 @@ class Hierarchy:
                 visits[context].append(bin_)
         self._evidence.count(
             trajectory.policy_version,
-            {context: _shares(bins) for context, bins in reversed(visits.items())},  # general ones evicted last
+            # General ones evicted last. Most contexts are visited once.
+            {
+                context: _ALONE[bins[0]] if len(bins) == 1 else _shares(bins)
+                for context, bins in reversed(visits.items())
+            },
         )
 
     def started(self, request: TurnRequest) -> None:
@@ -154,8 +158,6 @@ def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
     """Of the visits in each bin."""
     visits = len(bins)
-    if visits == 1:  # as of most contexts
-        return _ALONE[bins[0]]
     numbers: dict[int, int] = {}
     for bin_ in bins:
         numbers[bin_] = numbers.get(bin_, 0) + 1

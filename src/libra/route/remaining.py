@@ -50,9 +50,10 @@ class Remaining:
     `weights` are by bin, each 0 or more, with any sum above 0.
     """
 
-    __slots__ = ("_at", "_past", "_past_before", "_past_reach", "mean")
+    __slots__ = ("_at", "_past", "_past_before", "_past_reach", "_weights", "mean")
 
     def __init__(self, weights: Histogram) -> None:
+        self._weights = weights
         self._at = weights.dot(_AT_EDGES)  # not `@`, which takes longer to begin than to multiply
         self._past = 0.0  # tokens, already outlived
         self._past_before = 0.0
@@ -77,8 +78,7 @@ class Remaining:
         before, reach = self._raw(past)
         if reach <= _NEGLIGIBLE * self._at.item(0):
             return Remaining.about(past)
-        later = object.__new__(Remaining)
-        later._at = self._at
+        later = Remaining(self._weights)
         later._past, later._past_before, later._past_reach = past, before, reach
         later.mean = (self._at.item(_BEFORE + BINS) - before) / reach
         return later

@@ -91,7 +91,8 @@ class Trajectory:
         """Context in tokens at the start of each turn."""
         contexts, running = [], self.prompt_tokens
         for turn in self.turns:
-            running = running if turn.context_tokens is None else turn.context_tokens
+            if turn.context_tokens is not None:
+                running = turn.context_tokens
             contexts.append(running)
             running += turn.generated_tokens + turn.returned_tokens
         return tuple(contexts)
@@ -99,16 +100,26 @@ class Trajectory:
     @property
     def final_context(self) -> int:
         """Tokens in context when the last turn ended."""
-        if not self.turns:
-            return self.prompt_tokens
-        last = self.turns[-1]
-        return self.contexts()[-1] + last.generated_tokens + last.returned_tokens
+        added = 0
+        for turn in reversed(self.turns):
+            added += turn.generated_tokens + turn.returned_tokens
+            if turn.context_tokens is not None:
+                return turn.context_tokens + added
+        return self.prompt_tokens + added
 
     @property
     def peak_context(self) -> int:
         """The most tokens ever in context: what an engine must be able to hold."""
-        ends = (c + t.generated_tokens + t.returned_tokens for c, t in zip(self.contexts(), self.turns, strict=True))
-        return max(ends, default=self.prompt_tokens)
+        if not self.turns:
+            return self.prompt_tokens
+        most, running = 0, self.prompt_tokens
+        for turn in self.turns:
+            if turn.context_tokens is not None:
+                running = turn.context_tokens
+            running += turn.generated_tokens + turn.returned_tokens
+            if running > most:
+                most = running
+        return most
 
 
 def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:

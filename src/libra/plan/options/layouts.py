@@ -59,25 +59,34 @@ def training_layouts(
     """
     space = _LayoutSpace.of(model, nodes, recipe, classes)
     work = space.work
-    options: list[TrainingOption] = []
+    # Replicas of one family are alike, however many there are: more of them join those that run.
     chosen: dict[tuple[str, int], ParallelLayout] = {}
-
-    def choose(layout: ParallelLayout, seconds: float) -> None:
-        # Replicas of one family are alike, however many there are: more of them join those that run.
-        name = f"{nodes.name}/{layout.family}"
-        chosen[name, layout.dp] = layout
-        publish = _publish_seconds(work, recipe, layout, nodes)
-        tail = _tail_seconds(work, recipe, classes, layout, seconds)
-        options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish, tail))
-
+    steps: list[float] = []
     for row in space.kept:
-        choose(space.priced.layout(row), space.best[row])
+        layout = space.priced.layout(row)
+        chosen[f"{nodes.name}/{layout.family}", layout.dp] = layout
+        steps.append(space.best[row])
     for layout in held:
+        key = f"{nodes.name}/{layout.family}", layout.dp
         table = LayoutTable.of([layout])
         small_enough = layout.devices <= nodes.devices and _total(space.memory(table))[0] <= nodes.gpu.memory
-        if (f"{nodes.name}/{layout.family}", layout.dp) not in chosen and small_enough:
-            choose(layout, step_table(work, table).seconds(0))
-    return Layouts(tuple(options), chosen)
+        if key not in chosen and small_enough:
+            chosen[key] = layout
+            steps.append(step_table(work, table).seconds(0))
+    tails = _tail_seconds(work, recipe, classes, tuple(chosen.values()))
+    options = tuple(
+        TrainingOption(
+            name,
+            nodes.name,
+            layout.devices,
+            dp,
+            seconds,
+            _publish_seconds(work, recipe, layout, nodes),
+            None if tail is None else min(seconds, tail),
+        )
+        for ((name, dp), layout), seconds, tail in zip(chosen.items(), steps, tails, strict=True)
+    )
+    return Layouts(options, chosen)
 
 
 def rejected_layouts(
@@ -157,15 +166,17 @@ class _LayoutSpace:
 
 
 def _tail_seconds(
-    work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layout: ParallelLayout, seconds: float
-) -> float | None:
-    """Where training begins early, what is left of a step's `seconds` once the last trajectory is there: its group,
-    which has the longest trajectory and others as long as they usually are, and the update."""
-    if not recipe.early_gradients:
-        return None
+    work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layouts: Sequence[ParallelLayout]
+) -> list[float | None]:
+    """Where training begins early, what each layout takes once the last trajectory is there: for its group, which has
+    the longest trajectory and others as long as they usually are, and the update. Priced together: one by one they
+    would take most of the time of a menu."""
+    if not recipe.early_gradients or not layouts:
+        return [None] * len(layouts)
     usual = batch_of(classes, recipe.samples_per_prompt)
     last = Batch((max(cls.mean_context for cls in classes), *usual.lengths), (1.0, *usual.counts))
-    return min(seconds, step_table(replace(work, batch=last), LayoutTable.of([layout])).seconds(0))
+    steps = step_table(replace(work, batch=last), LayoutTable.of(layouts))
+    return [steps.seconds(row) for row in range(len(layouts))]
 
 
 def _publish_seconds(work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass) -> float:

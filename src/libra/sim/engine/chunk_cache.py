@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -101,6 +101,10 @@ class ChunkCache(ABC):
         """The request has ended: what it did counts as one use."""
         self._use(sorted(access.seen, key=lambda key: -key[1]), access)
 
+    @abstractmethod
+    def order(self) -> tuple[Hashable, ...]:
+        """All that says what will give way to what."""
+
     def _chunk(self, key: Key) -> KVChunk:
         chunk = self._get(key)
         assert chunk is not None
@@ -131,6 +135,9 @@ class LruCache(ChunkCache):
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)
         self._order: OrderedDict[Key, KVChunk] = OrderedDict()
+
+    def order(self) -> tuple[Hashable, ...]:
+        return tuple(_told(self._order))
 
     def _get(self, key: Key) -> KVChunk | None:
         return self._order.get(key)
@@ -166,6 +173,10 @@ class ArcCache(ChunkCache):
         self._gone_once: OrderedDict[Key, None] = OrderedDict()
         self._gone_often: OrderedDict[Key, None] = OrderedDict()
         self._room = 0.0  # chunks that those used once are to have
+
+    def order(self) -> tuple[Hashable, ...]:
+        queues = tuple(_told(self._once)), tuple(_told(self._often)), tuple(self._gone_once), tuple(self._gone_often)
+        return (*queues, self._room)
 
     def _get(self, key: Key) -> KVChunk | None:
         return self._once.get(key) or self._often.get(key)
@@ -226,3 +237,7 @@ def chunk_cache(chunks: int, policy: CachePolicy) -> ChunkCache:
 
 def _idle(queue: OrderedDict[Key, KVChunk], spared: Collection[Key]) -> Iterator[Key]:
     return (key for key, chunk in queue.items() if chunk.idle and key not in spared)
+
+
+def _told(queue: OrderedDict[Key, KVChunk]) -> Iterator[tuple[Key, bool, int]]:
+    return ((key, chunk.pending, chunk.readers) for key, chunk in queue.items())

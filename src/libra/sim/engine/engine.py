@@ -294,11 +294,14 @@ class SimEngine(EngineState):
         self.wait = 0
         ahead = self.config.async_scheduling
         if plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps):
+            tiers.fetches.forget()
             event = tiers.next_event()
             if event is not None:
                 cut_stretch(self, event)
             return self.end
         self.events -= 1
+        if not (self.arriving or self.orphans or self.sending):
+            tiers.rest(list(self.waiting))
         following = now + self.wait if self.wait else tiers.next_event()
         if following is None:
             if (self.waiting or self.running) and not (self.orphans or self.sending):

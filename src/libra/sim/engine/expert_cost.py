@@ -77,7 +77,7 @@ class ExpertCost:
         draft_experts: bool = False,
     ) -> None:
         self._drafter, self._passes = drafter, config.tokens_each - 1 if draft_experts else 0
-        self._grid, self._config, self._load, self._balancing, self._host = grid, config, load, balancing, host
+        self._grid, self._config, self._load, self._balancing, self.host = grid, config, load, balancing, host
         experts = load.at(0).shape[1]
         slots = experts + (0 if balancing is None else balancing.num_redundant_experts)
         if slots % grid.gpus:
@@ -100,7 +100,7 @@ class ExpertCost:
             self._ranks[graph] = cost
         return cost
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         load, balancing = self._load, self._balancing
         moves = 0 if balancing is None else balancing.moves(iteration)
         phase = 0 if load.phase is None else iteration // load.phase
@@ -120,8 +120,7 @@ class ExpertCost:
             each = self._grid.gpus // self._grid.own.tp * requests
             passed = self._expected(tokens, moves, phase) + (self._passes - 1) * self._expected(each, moves, phase)
             more += passed // self._grid.layers
-        host = self._host
-        cpu = host.seconds(requests)
+        host = self.host
         lines = [(1, more + (0 if host.overlapped else ticks(cpu)))]
         least = ticks(host.beside(host.launching(graph.kind), cpu))
         if least:

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from libra.cost.graphs import GraphKind
+from libra.cost.host import HostCost
 from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 
 class Graph(NamedTuple):
     """How all ranks run an iteration: the lowest of their kinds, and with a graph the size of the largest, in tokens.
-    Without one each runs its own tokens, and `size` is 0."""
+    Without one each runs its own tokens, and `size` is 0. `whole`: what could be divided into micro-batches is not."""
 
     kind: GraphKind
     size: int = 0
+    whole: bool = False
 
 
 class Together(NamedTuple):
@@ -32,15 +34,44 @@ class Together(NamedTuple):
 
 
 class GroupCost(Protocol):
+    @property
+    def host(self) -> HostCost:
+        """That of each rank."""
+        ...
+
     def rank(self, graph: Graph) -> IterationCost:
         """A rank's own part, when all run this graph."""
         ...
 
-    def together(self, graph: Graph, tokens: int, requests: int, iteration: int) -> Together:
+    def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         """What ranks do together with so many tokens, padding and dummy batches included, in the group's
-        `iteration`-th iteration (counted from 0) and those after it. `requests` are those of the rank with most: its
-        host takes longest."""
+        `iteration`-th iteration (counted from 0) and those after it. `requests` are those of the rank with most, `cpu`
+        the seconds of the host that takes longest."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatching:
+    """When ranks divide what they compute: as vLLM's dual batch overlap, only if each has so many tokens, and as many
+    that none of its micro-batches is empty."""
+
+    count: int
+    dbo_decode_token_threshold: int  # of a rank that only decodes
+    dbo_prefill_token_threshold: int  # of another
+
+    def __post_init__(self) -> None:
+        for key in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+            if getattr(self, key) < self.count:
+                raise ValueError(f"{key} is {getattr(self, key)}; set it to the micro-batches, {self.count}, or more")
+
+    def wanted(self, tokens: int, *, uniform: bool) -> bool:
+        """By a rank."""
+        return tokens >= (self.dbo_decode_token_threshold if uniform else self.dbo_prefill_token_threshold)
+
+    def fills(self, fewest: int, largest: int) -> bool:
+        """Whether the rank with fewest tokens has some in its last micro-batch: all are as long as those of the rank
+        with most, padding included."""
+        return largest // self.count * (self.count - 1) < fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +81,7 @@ class GroupSpec:
     name: str
     cost: GroupCost
     sync_interval: int = 16  # vLLM's `dp_sync_interval`: iterations between two looks whether anybody has work
+    micro_batching: MicroBatching | None = None  # None: always, where the cost has micro-batches
 
     def __post_init__(self) -> None:
         if self.sync_interval < 1:

@@ -73,7 +73,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         if state.wait or tiers.stirred:
             most = 0
     if chunks:
-        admitted = _admitted(contexts, cached) if state.uneven and cached else NONE_ADMITTED
+        told = cached and (state.uneven or state.clock is not None)
+        admitted = _admitted(contexts, cached) if told else NONE_ADMITTED
         ticks = state.cost.mixed(batch, context, chunks, admitted)
     elif not generating:
         ticks = 0

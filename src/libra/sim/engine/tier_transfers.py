@@ -135,6 +135,10 @@ class TierTransfers:
         """The tick at which anything ends next, also what others began that share a tier."""
         return min((it._ends[0][0] for it in self.sharing if it._ends), default=None)
 
+    def under_way(self, now: int) -> tuple[tuple[int, ...], ...]:
+        """In how many ticks what is under way ends, of each engine that shares a tier."""
+        return tuple(tuple(sorted(end - now for end, *_ in it._ends)) for it in self.sharing)
+
     def _end_first(self) -> None:
         end, _, what = heappop(self._ends)
         first = self.first.cache

@@ -8,7 +8,7 @@ has ended. The rules are those of vLLM's `OffloadingConnector`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from libra.sim.engine.block_pool import BlockPool
@@ -16,6 +16,7 @@ from libra.sim.engine.block_run import Block, Run
 from libra.sim.engine.chunk_cache import Access, Key, Presence
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Owner, Path, Request, owner_of
+from libra.sim.engine.tier_fetches import TierFetches, too_small
 from libra.sim.engine.tier_transfers import Offload, Shelf, TierTransfers
 
 
@@ -39,6 +40,7 @@ class Tiers:
 
     def __init__(self, tiers: Sequence[KVTier], pool: BlockPool) -> None:
         self.transfers = TierTransfers(tiers)
+        self.fetches = TierFetches(self.transfers)
         self.first = self.transfers.first
         self.prompt_only = tiers[0].offload_prompt_only
         self.shared = any(tier.shared for tier in tiers)
@@ -68,6 +70,16 @@ class Tiers:
     def stirred(self) -> bool:
         """Whether this schedule has begun anything that may change what others are told."""
         return bool(self._loads or self._promotions or self._stores)
+
+    def rest(self, waiting: Collection[Request]) -> None:
+        """Nothing is computed, and these wait. Raises ValueError where they take the first tier's room from each other
+        for ever."""
+        accesses = {request: self._uses[request].access for request in waiting if request in self._uses}
+        if self.fetches.repeat(accesses, self.now):
+            size = self.blocks_per_chunk * self._pool.block_size
+            contexts = ((it.path, (it.prompt_tokens + it.generated) // size) for it in waiting)
+            chunks = {key for path, count in contexts for key in self._keys(path, 0, count)}
+            raise too_small(self.transfers, self.fetches.requests, len(chunks))
 
     # Time
 
@@ -265,6 +277,7 @@ class Tiers:
                 if not self.first.cache.begin_write([key], use.access):
                     return "missing"
                 shelf.cache.begin_read([key], Access())
+                self.fetches.note(request, key)
                 self._promotions.setdefault(shelf, {}).setdefault(request, []).append(key)
                 return "pending"
         return "missing"
