@@ -112,9 +112,11 @@ def prices_of_rank(
     lines = hull_lines(tokens.astype(float), before, _LINES)
     alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
 
-    def with_alone(least: Array) -> Array:
-        found: Array = least + alone[: len(least)]
+    def with_alone(least: Array, *, surely: bool) -> Array:
+        found: Array = least + (alone[: len(least)] if surely else alone[1])
         return found
+
+    drafts = config.speculative is not None  # of which an iteration may have fewer than it counts
 
     return Prices(
         tuple(
@@ -124,8 +126,8 @@ def prices_of_rank(
         ),
         own.admission,
         own.admitted_token,
-        tuple((with_alone(least), pair) for least, pair in own.prompt),
-        tuple((with_alone(least), context, chunk) for least, context, chunk in own.alone),
+        tuple((with_alone(least, surely=True), pair) for least, pair in own.prompt),
+        tuple((with_alone(least, surely=not drafts), context, chunk) for least, context, chunk in own.alone),
     )
 
 
