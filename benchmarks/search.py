@@ -3,12 +3,13 @@
 Invariant: rows say what was asked and what was measured; times are CPU times of all processes that took part.
 
     python -m benchmarks.search [--jobs N] [--json FILE] [--quick]
-    python -m benchmarks.search --peer
+    python -m benchmarks.search --peer [apart]
 
 "menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "brute force" simulates
 every one of 200 candidates to its goodput without a bound, and compares the Pareto sets. "plan" mixes 1,024 GPUs of
 three types. "published" asks what Frontier (arXiv 2605.21312) told of prefill and decode apart, and of mixed GPUs,
-with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same tables.
+with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same tables;
+"apart" that of the package aiconfigurator, which has to be installed beside.
 """
 
 from __future__ import annotations
@@ -214,14 +215,20 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="write one JSON line per row to this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of everything: whether it runs")
-    parser.add_argument("--peer", action="store_true", help="the sweep of aiconfigurator-core instead")
+    parser.add_argument(
+        "--peer",
+        nargs="?",
+        const="colocated",
+        choices=("colocated", "apart"),
+        help="the sweep of aiconfigurator-core instead; or that of aiconfigurator, with prefill and decode apart",
+    )
     parser.add_argument("--only", choices=("menu", "brute force", "plan", "published"))
     given = parser.parse_args()
     parts = {"menu": menu_rows, "brute force": brute_force_rows, "plan": plan_rows, "published": published_rows}
     if given.peer:
-        from benchmarks.search_peer import peer_rows
+        from benchmarks.search_peer import apart_rows, peer_rows
 
-        report(list(peer_rows()), given.json)
+        report(list(peer_rows() if given.peer == "colocated" else apart_rows()), given.json)
         return
     kept = [make for name, make in parts.items() if given.only in (None, name)]
     report([row for make in kept for row in make(given.jobs, given.quick)], given.json)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from libra.cost.quantization import UNQUANTIZED
+from libra.cost.quantization import UNQUANTIZED, Quantization
 from libra.cost.sources.expert_tables import routed_evenly
 from libra.cost.sources.rates import rates
 from libra.cost.sources.roofline import all_reduce_seconds, roofline
@@ -17,6 +17,7 @@ from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 QWEN_14B = ModelSpec("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN_32B = ModelSpec("Qwen/Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, False, 40960, qk_norm=True)
 QWEN_30B = ModelSpec("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
 
 
@@ -105,3 +106,23 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     with pytest.raises(NoTablesError, match=r"pip install 'libra-rl\[aic\]', or use a roofline"):
         tables(GPUS["A100"], QWEN_14B, [1])
+
+
+@pytest.mark.usefixtures("installed")
+def test_fp8_is_faster_than_bf16_where_weights_are_read_and_so_are_its_experts() -> None:
+    """On Hopper the tables' own fp8 experts are another format's, and slower than bf16."""
+    fp8 = Quantization("fp8")
+    for model, tp in ((QWEN_14B, 1), (QWEN_30B, 1), (QWEN_30B, 2)):
+        for name in ("H100", "H200"):
+            plain, narrow = (tables(GPUS[name], model, [tp], quantization=it).grid(tp) for it in (UNQUANTIZED, fp8))
+            for batch in (8, 64, 256):
+                assert 0.5 < narrow.decode_seconds(batch, 1024) / plain.decode_seconds(batch, 1024) < 1
+    with pytest.raises(NoTablesError, match=r"blocks of 128, and 30b has 768 / 4: leave tp 4 out"):
+        tables(GPUS["H100"], QWEN_30B, [4], quantization=fp8)
+
+
+@pytest.mark.usefixtures("installed")
+def test_times_that_fall_at_the_end_of_a_table_do_not_fall_on() -> None:
+    """fp8 of 32 billion parameters: a batch of 512 takes less than one of 384 without its context."""
+    grid = tables(GPUS["H100"], QWEN_32B, [1], quantization=Quantization("fp8")).grid(1)
+    assert grid.decode_seconds(2048, 0) >= grid.decode_seconds(512, 0) > 0

@@ -64,13 +64,15 @@ class TierWorker:
 
 @dataclass(slots=True)
 class ClockedEngine:
-    """`sends` says whether transfers that end are of KV that it keeps for others, or of KV that it pulls."""
+    """`sends` says whether transfers that end are of KV that it keeps for others, or of KV that it pulls; of those in
+    `fails` nothing comes."""
 
     engine: VllmEngine
     step: int
     per_token: int
     worker: TierWorker | None = None
     sends: bool = False
+    fails: frozenset[str] = frozenset()
     steps: list[Step] = field(default_factory=list)  # of those that schedule nothing only the ones that preempt
     end: int | None = None  # of the step under way
     given_up: list[int] = field(default_factory=list)  # since the step began: seen when it has ended
@@ -142,7 +144,9 @@ class ClockedEngine:
         done: Any = list(self.done)
         self.done = {}
         if self.worker is None:
-            return KVConnectorOutput(finished_sending=done) if self.sends else KVConnectorOutput(finished_recving=done)
+            if self.sends:
+                return KVConnectorOutput(finished_sending=done)
+            return KVConnectorOutput(finished_recving=done, failed_recving=self.fails.intersection(done))
         loaded, jobs = self.worker.ended(now)
         return KVConnectorOutput(
             finished_sending=done if self.sends else None,

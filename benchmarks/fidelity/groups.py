@@ -17,8 +17,9 @@ from unittest.mock import patch
 import torch
 from vllm.config import CUDAGraphMode, ParallelConfig
 from vllm.v1.engine.core import DPEngineCoreProc
-from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_dp_padding
+from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_dp_padding, _post_process_ubatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
 
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.graphs import dispatcher
@@ -31,13 +32,14 @@ from libra.route.baselines import RoundRobin
 from libra.route.policy import Fleet, Placement, TurnRequest
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 _KINDS = {"NONE": 0, "PIECEWISE": 3, "FULL": 1}  # ticks of launching
+_WHOLE = 5  # ticks more of a step that is not divided into micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class StepCost:
         return AffineCost(self.step, per_sequence=self.own, per_chunk=self.own)
 
     def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
-        return Together(((1, self.each * tokens + _KINDS[graph.kind]),))
+        return Together(((1, self.each * tokens + _KINDS[graph.kind] + _WHOLE * graph.whole),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Ranks:
     config: EngineConfig
     cost: StepCost
     sync_interval: int
+    micro_batching: MicroBatching | None
 
 
 def random_ranks(seed: int, *, ahead: bool = False, drafts: bool = False) -> tuple[Ranks, tuple[Request, ...]]:
@@ -80,7 +83,12 @@ def random_ranks(seed: int, *, ahead: bool = False, drafts: bool = False) -> tup
     if random.random() < 0.7:
         sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens, tokens_each=config.tokens_each)
         config = replace(config, capture_sizes=sizes)
-    return Ranks(random.randint(2, 6), config, cost, random.choice((1, 3, 16, 16))), requests
+    count, interval = random.randint(2, 6), random.choice((1, 3, 16, 16))
+    micro_batching = None
+    if random.random() < 0.5:
+        parts = random.choice((2, 2, 3))
+        micro_batching = MicroBatching(parts, random.randint(parts, 12), random.randint(parts, 40))
+    return Ranks(count, config, cost, interval, micro_batching), requests
 
 
 class _ByNumber(RoundRobin):
@@ -100,7 +108,7 @@ def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = 
     """The steps of each rank but its dummy batches."""
     iterations: list[Iteration] = []
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
-    group = GroupSpec("group", ranks.cost, ranks.sync_interval)
+    group = GroupSpec("group", ranks.cost, ranks.sync_interval, ranks.micro_batching)
     cost = ranks.cost.rank(Graph("NONE"))
     specs = [EngineSpec(f"rank {place}", ranks.config, cost, group=group) for place in range(ranks.count)]
     workload = Requests(lambda: ordered, {})
@@ -172,19 +180,30 @@ def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
     config, dispatch = ranks.config, None
     if config.capture_sizes:
         dispatch = dispatcher("FULL_AND_PIECEWISE", config.max_num_seqs, config.capture_sizes, config.tokens_each)
-    told = []
+    told, rule = [], ranks.micro_batching
+    parallel: Any = SimpleNamespace(use_ubatching=rule is not None)
+    if rule is not None:
+        parallel.dbo_decode_token_threshold = rule.dbo_decode_token_threshold
+        parallel.dbo_prefill_token_threshold = rule.dbo_prefill_token_threshold
     for rows in rows_of_ranks:
         kind, size = CUDAGraphMode.NONE, sum(rows)
+        uniform = GPUModelRunner._is_uniform_decode(max(rows), config.tokens_each, sum(rows), len(rows))
         if dispatch is not None:
-            uniform = GPUModelRunner._is_uniform_decode(max(rows), config.tokens_each, sum(rows), len(rows))
             kind, graph = dispatch.dispatch(sum(rows), uniform_decode=uniform)
             size = graph.num_tokens
-        told.append((sum(rows), size, 0, kind.value))
+        told.append((sum(rows), size, check_ubatch_thresholds(parallel, sum(rows), uniform), kind.value))
     synchronised = torch.tensor(told, dtype=torch.int32).T
     mode = _post_process_cudagraph_mode(synchronised)
-    padded = int(_post_process_dp_padding(synchronised, should_dp_pad=mode != 0).sum())
+    divided = rule is not None and _post_process_ubatch(synchronised, rule.count)
+    padded = int(_post_process_dp_padding(synchronised, should_dp_pad=mode != 0 or divided).sum())
     cost = ranks.cost
-    return cost.step + cost.own * max(map(len, rows_of_ranks)) + cost.each * padded + _KINDS[CUDAGraphMode(mode).name]
+    return (
+        cost.step
+        + cost.own * max(map(len, rows_of_ranks))
+        + cost.each * padded
+        + _KINDS[CUDAGraphMode(mode).name]
+        + _WHOLE * (rule is not None and not divided)
+    )
 
 
 def _goes_on(wave: Any, unfinished: bool) -> bool:

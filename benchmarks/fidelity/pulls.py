@@ -12,8 +12,9 @@ from random import Random
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from benchmarks.fidelity.clocked import ClockedEngine
 from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
@@ -28,9 +29,12 @@ class Transfer:
     fails: bool
 
 
-def random_pulls(seed: int, *, drafts: bool = False) -> tuple[EngineConfig, tuple[Request, ...], dict[int, Transfer]]:
-    """The random case of a seed, in which some prompts, or all, were computed elsewhere."""
-    config, requests = random_case(seed)
+def random_pulls(
+    seed: int, *, drafts: bool = False, ahead: bool = False
+) -> tuple[EngineConfig, tuple[Request, ...], dict[int, Transfer]]:
+    """The random case of a seed, in which some prompts, or all, were computed elsewhere. With `ahead` it schedules
+    asynchronously."""
+    config, requests = async_case(seed) if ahead else random_case(seed)
     if drafts:
         config = with_drafts(config, seed)
     random = Random(seed)
@@ -93,12 +97,42 @@ def vllm_pulls(
     return tuple(steps)
 
 
+def vllm_pulls_ahead(
+    config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer]
+) -> tuple[Step, ...]:
+    """The same of vLLM's asynchronous scheduler. Who finishes with a step is not told."""
+    fails = frozenset(name_of(number) for number, transfer in transfers.items() if transfer.fails)
+    one = ClockedEngine(VllmEngine(config, kv_role="kv_both"), step=1, per_token=0, fails=fails)
+    ends: dict[int, int] = {}  # of pulls under way, by request
+    alarms = alarms_of(requests)
+    while alarms or ends or one.ticks:
+        now = min([*[tick for tick, *_ in alarms[:1]], *ends.values(), *one.ticks])
+        for number in [number for number, tick in ends.items() if tick <= now]:
+            del ends[number]
+            one.done[name_of(number)] = None
+        one.end_step(now)
+        one.cancel()
+        while alarms and alarms[0][0] <= now:
+            _, arrives, number, request = alarms.pop(0)
+            if arrives:
+                one.engine.add(request)
+            else:
+                one.given_up.append(number)
+                one.cancel()
+        one.hear(now)
+        one.begin(now)
+        for number in one.engine.started_pulls():
+            ends[number] = now + transfers[number].ticks
+    return tuple(one.steps)
+
+
 def simulated_pulls(
     config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer], *, exact: bool = False
 ) -> tuple[Step, ...]:
     """The simulated engine's steps, jumping where it can. Writes the requests."""
     iterations: list[Iteration] = []
-    engine = SimEngine(config, AffineCost(1), exact=exact, trace=iterations.append)
+    ahead = config.async_scheduling
+    engine = SimEngine(config, AffineCost(1), exact=exact, trace=iterations.append, defers=ahead)
     finished: dict[int, list[int]] = {}
     ends: dict[Request, int] = {}
     alarms = alarms_of(requests)
@@ -128,7 +162,7 @@ def simulated_pulls(
             scheduled=it.scheduled,
             preempted=it.preempted,
             cached=it.cached,
-            finished=tuple(finished.get(it.end, ())) if it.scheduled else (),
+            finished=tuple(finished.get(it.end, ())) if it.scheduled and not ahead else (),
             free_blocks=it.free_blocks,
         )
         for it in iterations

@@ -16,7 +16,7 @@ from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
-from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
+from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls, vllm_pulls_ahead
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import random_tier
 from benchmarks.fidelity.tiers import simulated_tier, vllm_tier
@@ -35,7 +35,8 @@ _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow
 Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
 Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async"]
-Kind = Literal["sync", "async", "pull", Pairs, "drafts", "drafts-async", "both", Groups, Tiers]
+Pulls = Literal["pull", "pull-async", "both"]
+Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", Groups, Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,11 @@ def _schedules(
     kind: Kind, seed: int
 ) -> tuple[EngineConfig, Sequence[Request], Sequence[Sequence[Step]], Sequence[Sequence[Step]]]:
     """An engine, the requests as they were simulated, and the steps of each engine: simulated, and vLLM's."""
-    if kind in ("pull", "both"):
-        config, requests, transfers = random_pulls(seed, drafts=kind == "both")
-        theirs = vllm_pulls(*random_pulls(seed, drafts=kind == "both"))
+    if kind in ("pull", "pull-async", "both"):
+        drafts, ahead = kind == "both", kind == "pull-async"
+        config, requests, transfers = random_pulls(seed, drafts=drafts, ahead=ahead)
+        drive_pulls = vllm_pulls_ahead if ahead else vllm_pulls
+        theirs = drive_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
     if kind in ("pd", "pd-async", "pd-drafts", "pd-tiers"):
         drafts, tier = kind == "pd-drafts", kind == "pd-tiers"

@@ -140,7 +140,7 @@ class VllmEngine:
     def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
         """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own, and with
         both that of the role comes first."""
-        self.scheduler = self._scheduler = _make_scheduler(config, kv_role)
+        self.scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -178,12 +178,12 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._scheduler.has_unfinished_requests())
+        return bool(self.scheduler.has_unfinished_requests())
 
     @property
     def has_work(self) -> bool:
         """Also for its connector alone."""
-        return bool(self._scheduler.has_requests())
+        return bool(self.scheduler.has_requests())
 
     @property
     def transfers(self) -> OffloadingConnectorMetadata:
@@ -193,13 +193,13 @@ class VllmEngine:
 
     def of_tier(self, told: OffloadingWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What the tier's worker tells, as the scheduler is told it."""
-        beside = isinstance(self._scheduler.connector, MultiConnector)
+        beside = isinstance(self.scheduler.connector, MultiConnector)
         return MultiKVConnectorWorkerMetadata(metadata=(None, told)) if beside else told
 
     def add(self, request: Request) -> None:
         name = name_of(request.number)
         self._requests[name] = request
-        self._scheduler.add_request(
+        self.scheduler.add_request(
             VllmRequest(
                 request_id=name,
                 prompt_token_ids=[self._tokens.at(request, position) for position in range(request.prompt_tokens)],
@@ -212,16 +212,16 @@ class VllmEngine:
         )
         if request.pull or request.keeps:
             params = {"do_remote_prefill": True} if request.pull else {"do_remote_decode": True}
-            self._scheduler.requests[name].kv_transfer_params = params
+            self.scheduler.requests[name].kv_transfer_params = params
 
     def cancel(self, number: int) -> None:
         """Nothing happens to a request that is no longer there."""
-        self._scheduler.finish_requests(name_of(number), RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(name_of(number), RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> bool:
         """Schedule a step. True: another one may be scheduled before this one has ended."""
-        alone = not self._under_way and self._scheduler.connector is None
-        step = self.scheduled(self._scheduler.schedule())
+        alone = not self._under_way and self.scheduler.connector is None
+        step = self.scheduled(self.scheduler.schedule())
         if alone and not step.scheduled and not step.preempted:
             raise RuntimeError("vLLM scheduled nothing, with requests waiting: the driver is at fault")
         return not self.full
@@ -229,34 +229,34 @@ class VllmEngine:
     def scheduled(self, output: SchedulerOutput) -> Step:
         """What the scheduler has decided is under way from now on."""
         scheduled = tuple((int(name), tokens) for name, tokens in output.num_scheduled_tokens.items())
-        free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
         self._preempted.clear()
-        samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        samples = {name: not self.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._under_way.append((output, step, samples))
         return step
 
     def started_pulls(self) -> list[int]:
         """Requests whose KV is to be pulled since the last schedule."""
-        connector = self._scheduler.connector
+        connector = self.scheduler.connector
         assert isinstance(connector, PullConnector)
         started, connector.started = connector.started, []
         return [int(name) for name in started]
 
     def pulled_blocks(self, number: int) -> int:
         """Blocks that a request holds and that are not in the prefix cache: those that its pull fills."""
-        blocks = self._scheduler.kv_cache_manager.get_blocks(name_of(number)).blocks[0]
+        blocks = self.scheduler.kv_cache_manager.get_blocks(name_of(number)).blocks[0]
         return sum(block.block_hash is None for block in blocks)
 
     def hear(self, transfers: KVConnectorOutput) -> tuple[int, ...]:
         """Transfers that ended while no step was under way. Returns the requests that end with that."""
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=transfers)
-        return _ended(self._scheduler.update_from_output(SchedulerOutput.make_empty(), output))
+        return _ended(self.scheduler.update_from_output(SchedulerOutput.make_empty(), output))
 
     def end_oldest(self, time: int, transfers: KVConnectorOutput | None = None) -> Step:
         """What came of the oldest step under way, which began at `time`, and the transfers that ended meanwhile."""
         output, step, _ = self._under_way[0]
-        results = self._scheduler.update_from_output(output, self.compute_oldest(transfers))
+        results = self.scheduler.update_from_output(output, self.compute_oldest(transfers))
         self._draft(list(output.num_scheduled_tokens))
         return replace(step, time=time, finished=_ended(results))
 
@@ -279,7 +279,7 @@ class VllmEngine:
     def _sample(self, name: str, drafts: int) -> list[int]:
         """The next token of a request, and before it the drafts that are accepted. None comes of one that was given up,
         or of a prompt before its last chunk."""
-        context, request = self._scheduler.requests.get(name), self._requests[name]
+        context, request = self.scheduler.requests.get(name), self._requests[name]
         if context is None:
             return []
         count = 1
@@ -299,21 +299,21 @@ class VllmEngine:
     def _draft(self, names: Sequence[str]) -> None:
         """Propose drafts for those who were in a step. (With asynchronous scheduling the scheduler takes them to be
         there.)"""
-        if self._speculative is None or isinstance(self._scheduler, AsyncScheduler):
+        if self._speculative is None or isinstance(self.scheduler, AsyncScheduler):
             return
-        there = [name for name in names if name in self._scheduler.requests]
+        there = [name for name in names if name in self.scheduler.requests]
         drafts = [[0] * self._speculative.num_speculative_tokens for _ in there]
-        self._scheduler.update_draft_token_ids(DraftTokenIds(there, drafts))
+        self.scheduler.update_draft_token_ids(DraftTokenIds(there, drafts))
 
     def _listen_for_preemptions(self) -> None:
         """The scheduler's output names preempted requests as a set, and their order is part of the schedule."""
-        preempt = self._scheduler._preempt_request
+        preempt = self.scheduler._preempt_request
 
         def listen(request: VllmRequest, *arguments: Any, **options: Any) -> None:
             self._preempted.append(int(request.request_id))
             preempt(request, *arguments, **options)
 
-        self._scheduler._preempt_request = listen
+        self.scheduler._preempt_request = listen
 
 
 class _Tokens:

@@ -177,6 +177,8 @@ def _in_service(
         for it in (it for it in struck if it.session == session.session and _concerns(it, number)):
             if it.kind is Kind.KILL_SERVER:
                 changes.append((it.time, "gone"))
+            elif it.kind is Kind.FULL_DISK:
+                changes.append((it.time, "out"))  # it may borrow, but its record ends
             else:
                 changes += [(it.time, "disturbed"), (it.time + it.seconds, "disturbed")]
         after = ""

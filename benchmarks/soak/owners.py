@@ -1,7 +1,7 @@
 """Owners of devices that are lent: on each of them a server under traffic, and `libra lend serve` beside it.
 
 Invariant: an owner starts again what has ended, and knows nothing of the run that borrows; a run knows its agents'
-sockets only. Nothing that an owner started is running after `end`.
+sockets only. Nothing that an owner started is running after `end`, or after the soak, however that ended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,27 @@ import psutil
 import yaml
 
 from benchmarks.soak.owned_server import LIMITS, MODEL, SHARE, TPOT, TTFT
+from benchmarks.soak.processes import still_there
+from benchmarks.soak.small_loan import ROOMY, write_loan
 from benchmarks.soak.unruly import Unruly
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.backends.launch.worker import die_with
+from libra.backends.lend.device_page import DevicePage, LendingError
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig
-from libra.lend.certificate import Certificate, Harvest, certificate_json
 from libra.lend.gate import Slo
 from libra.traffic.envelope import Envelope
 
 _PAUSE = 4.0  # seconds between the end of a process and its next start: its word has lapsed by then
 _ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_tokens": 1024}  # that borrows
-_CERTIFICATE = Certificate(
-    model="chat",
+_CERTIFICATE = replace(
+    ROOMY,
     hardware=f"{SHARE:g} cores",
     slo=Slo(TTFT, TPOT),
     use=0.8,
     longest_grant=0.04,
     longest_step=0.1,
     envelope=Envelope(rate=4.0, queued=8192, live=32, context=8192, window=2.0),
-    harvest=(Harvest(1.0, 0.5),),
-    traffic="of the soak",
-    requests=1,
-    missed_alone=0,
 )
 
 
@@ -49,37 +49,32 @@ class Owner:
 
     def __init__(self, directory: Path, number: int) -> None:
         self._directory, self._number = directory, number
-        self._loan = directory / f"loan-{number}.yaml"
+        self._loan, self._device = directory / f"loan-{number}.yaml", directory / f"device-{number}"
         self._core = sorted(os.sched_getaffinity(0))[-1 - number % len(os.sched_getaffinity(0))]
         self._server: subprocess.Popen[bytes] | None = None
         self._agent: subprocess.Popen[bytes] | None = None
         self._next = 0.0  # when something may be started
         self.starts: list[float] = []  # of servers
         self._ready = False
-        loan = {
-            "device": f"device-{number}",
-            "certificate": "certificate.json",
-            "serving": {
-                "model": str(directory / "chat"),
-                "hardware": _CERTIFICATE.hardware,
-                "ttft": TTFT,
-                "tpot": TPOT,
-            },
-            "rollout": {
-                "model": "policy",
-                "max_model_len": _ENGINE["max_model_len"],
-                "max_num_seqs": _ENGINE["max_num_seqs"],
-                "dtype": "float32",
-                "kv_cache": "0.25 MiB",
-                "borrowed_kv": "4 MiB",
-            },
-            "listen": f"agent-{number}",
-            "quiet": 0.5,
-            "most_quiet": 8.0,
-            "record": f"lending-{number}.jsonl",
-            "share": SHARE,
+        rollout = {
+            "model": "policy",
+            "max_model_len": _ENGINE["max_model_len"],
+            "max_num_seqs": _ENGINE["max_num_seqs"],
+            "kv_cache": "0.25 MiB",
+            "borrowed_kv": "4 MiB",
         }
-        self._loan.write_text(yaml.safe_dump(loan))
+        write_loan(
+            self._loan,
+            _CERTIFICATE,
+            directory / "chat",
+            rollout,
+            device=self._device.name,
+            listen=f"agent-{number}",
+            quiet=0.5,
+            most_quiet=8.0,
+            record=f"lending-{number}.jsonl",
+            share=SHARE,
+        )
 
     def tend(self) -> None:
         """Start what is not there: the server first, the agent once it serves."""
@@ -118,13 +113,33 @@ class Owner:
             pass
         return None
 
+    @property
+    def grants(self) -> int:
+        """Those that the present borrower has used, as the device's page says: a record ends where a disk is full."""
+        try:
+            page = DevicePage(self._device, create=False)
+        except LendingError:
+            return 0  # nobody has served here
+        try:
+            return page.tally.grants
+        finally:
+            page.close()
+
     def end(self) -> None:
-        for process in (self._agent, self._server):
-            if process is not None:
-                process.kill()
-                process.wait()
+        started = [process for process in (self._agent, self._server) if process is not None]
+        family = [child for process in started for child in _descendants(process.pid)]
+        for process in started:
+            process.kill()
+            process.wait()
+        still_there(family)  # each of them dies with its parent
 
     def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        soak = os.getpid()
+
+        def begin() -> None:
+            die_with(soak)
+            os.sched_setaffinity(0, {self._core})
+
         with self._log(name).open("wb") as log, self._log(name).with_suffix(".all").open("ab") as everything:
             return subprocess.Popen(
                 [sys.executable, "-m", *arguments],
@@ -133,7 +148,7 @@ class Owner:
                 stdout=log,
                 stderr=everything,
                 start_new_session=True,  # Ctrl-C is for the soak
-                preexec_fn=lambda: os.sched_setaffinity(0, {self._core}),
+                preexec_fn=begin,
             )
 
     def _log(self, name: str) -> Path:
@@ -148,7 +163,6 @@ def owned_run(template: Path, directory: Path, count: int) -> tuple[Path, list[O
     config: dict[str, Any] = yaml.safe_load(template.read_text())
     write_tiny_model(directory / "policy", ModelConfig.model_validate(config["model"]), alphabet, 192)
     _save_weights(directory / "policy")
-    (directory / "certificate.json").write_text(certificate_json(_CERTIFICATE))
     owners = [Owner(directory, number) for number in range(count)]
     config |= {
         "model": {"directory": str(directory / "policy")},
@@ -168,6 +182,13 @@ def _save_weights(model: Path) -> None:
 
     disable_progress_bar()
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def publishers(controller: int) -> Sequence[psutil.Process]:

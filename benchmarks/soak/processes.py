@@ -7,6 +7,7 @@ is not taken for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,24 +59,11 @@ class Processes:
 
     def left(self) -> list[str]:
         """Who is still there although its controller is gone, after waiting for it."""
-        ends = time.monotonic() + _GONE_SECONDS
-        while (alive := self._alive()) and time.monotonic() < ends:
-            time.sleep(0.1)
-        return [f"{process.pid} {process.name()}" for process in alive]
+        return [f"{process.pid} {process.name()}" for process in still_there(self._seen.values())]
 
     def listening(self) -> list[str]:
         """Addresses that somebody seen here listened on, and that are listened on still."""
         return [address for inode, address in _listeners().items() if inode in self._listening]
-
-    def _alive(self) -> list[psutil.Process]:
-        found = []
-        for process in self._seen.values():
-            try:
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                pass
-        return found
 
     def _look_for_ports(self, family: list[psutil.Process]) -> None:
         listeners = _listeners()
@@ -84,6 +72,21 @@ class Processes:
                 self._listening.add(inode)
                 if listeners[inode].partition(":")[0] not in _LOOPBACK:
                     self.everywhere.add(f"{process.pid} on {listeners[inode]}")
+
+
+def still_there(processes: Collection[psutil.Process]) -> list[psutil.Process]:
+    """Who of them has not ended, after waiting for all. Whoever waits for somebody to read its exit status has."""
+    ends = time.monotonic() + _GONE_SECONDS
+    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _listeners() -> dict[str, str]:

@@ -6,7 +6,6 @@ process that is the named worker of this controller.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,8 +18,7 @@ import psutil
 
 from benchmarks.soak.faults import Kind
 from benchmarks.soak.written import Row, Tail
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from libra.backends.launch.worker import die_with
 
 
 class Session:
@@ -115,6 +113,4 @@ def _begin(parent: int) -> None:
     """In the child, before it becomes `libra run`: it dies with the soak, and Ctrl-C means what it means in a terminal
     (a shell has its background jobs ignore it)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)

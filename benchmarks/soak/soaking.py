@@ -28,7 +28,6 @@ from libra.config.run import load_config
 CONFIG, LENDING_CONFIG = (Path(__file__).with_name(name) for name in ("soak.yaml", "lent.yaml"))
 
 _SAMPLE_SECONDS = 1.0  # between two looks at the processes
-_RECENT = 1000  # lines of the record of a loan
 _START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
 _LAST_STEPS = 10  # that are made in peace
 _LAST_SECONDS = 300.0  # for those
@@ -167,15 +166,12 @@ class Soak:
 
     def _until_lent(self, session: Session) -> None:
         """Owners start again what was killed, and the run borrows from each of them."""
-        calm, ends = time.monotonic(), time.monotonic() + _START_SECONDS
+        ends, before = time.monotonic() + _START_SECONDS, [owner.grants for owner in self._owners]
         while time.monotonic() < ends and session.status is None:
             self._not_resumed = [
                 f"device {number}"
-                for number in range(len(self._owners))
-                if not any(
-                    row["kind"] == "step" and row["at"] > calm
-                    for row in read_rows(self._lenders.record(f"lent-{number}"))[-_RECENT:]
-                )
+                for number, (owner, then) in enumerate(zip(self._owners, before, strict=True))
+                if owner.grants in (0, then)  # a borrower that was started again counts anew
             ]
             if not self._not_resumed:
                 return

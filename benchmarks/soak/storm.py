@@ -21,6 +21,7 @@ from benchmarks.soak.faults import ENDING, HARMLESS, IN_GRANT, OWNED, Fault, Kin
 from benchmarks.soak.lenders import Lenders, holds
 from benchmarks.soak.owners import publishers
 from benchmarks.soak.session import Session
+from libra.backends.launch.worker import die_with
 
 _STOPPED = frozenset({Kind.SLOW, Kind.HANG, Kind.STOP_BORROWER, Kind.LOOP_BORROWER})
 _PATIENCE = 3.0  # seconds for which a fault waits for somebody whom it can strike
@@ -175,7 +176,8 @@ class Storm:
 
     def _hog(self, until: float, cores: Sequence[int] | None = None) -> None:
         """Somebody who computes, on these cores or any."""
-        hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        soak = os.getpid()
+        hog = subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: die_with(soak))
         if cores is not None:
             os.sched_setaffinity(hog.pid, cores)
         self._hogs.append((hog, until))

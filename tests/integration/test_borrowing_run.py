@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from arithmetic import LOGPROB_GAP
 from fakes.small_run import PROFILE
-from small_loan import write_loan
 from small_runs import SmallRuns
 
+from benchmarks.soak.small_loan import ROOMY, write_loan
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig
@@ -152,7 +152,8 @@ def test_a_run_borrows_from_an_agent_that_comes_late_is_killed_and_comes_back(
             assert line
         [warmed] = (path.parent for path in cache.glob("**/warm/*/model.safetensors") if path.stat().st_mtime > began)
         engine = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache": "2 MiB"}
-        write_loan(tmp_path, "chat", {"model": str(warmed), **engine})
+        rollout = {"model": str(warmed), **engine}
+        write_loan(tmp_path / "loan.yaml", ROOMY, tmp_path / "chat", rollout, device="device", quiet=0.2)
         assert said("lends nothing yet, and is asked again: no agent answers") == 1
         first = agent(1)
         first.process.kill()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_loan import write_loan
 
+from benchmarks.soak.small_loan import ROOMY, write_loan
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
@@ -145,7 +145,15 @@ def test_a_server_lends_its_device_and_makes_the_same_tokens(tmp_path: Path) -> 
         timeout=120,
     )
     engine = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache": "1 MiB", "borrowed_kv": "4 MiB"}
-    loan = write_loan(tmp_path, "model", {"model": "model", **engine}, record="lending.jsonl")
+    loan = write_loan(
+        tmp_path / "loan.yaml",
+        ROOMY,
+        tmp_path / "model",
+        {"model": "model", **engine},
+        device="device",
+        quiet=0.2,
+        record="lending.jsonl",
+    )
     with serving(tmp_path / "model", tmp_path / "device") as lent:
         agent = subprocess.Popen(
             [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes.scripted import FirstInstance, Told
 from fakes.small_run import CONFIG, FIRST
-from fakes.workers import MadeLauncher
+from fakes.workers import MadeLauncher, MadeWorker
 
 from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.fork_server import ForkError
@@ -20,6 +20,7 @@ from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.launch.lenders import RunWeights
 from libra.backends.transport.engine_messages import (
+    Borrow,
     DeviceLoan,
     Generate,
     Generated,
@@ -79,6 +80,8 @@ class Made:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
+        if lenders is not None:
+            lenders.workers = self.launcher.workers
         self.fleet = ServingFleet(self.policy, first)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = begin_session(
@@ -496,21 +499,49 @@ async def test_nobody_waits_for_a_lent_engine_to_take_new_weights(tmp_path: Path
 
 
 class Agents:
-    """What a launcher whose slots are agents' engines does besides starting them."""
+    """What a launcher whose slots are agents' engines does besides starting them. An agent says that nothing is lent as
+    it is `away`, and what it says `next` right behind it."""
 
-    def __init__(self, away: str = "") -> None:
-        self.away = away
+    workers: Mapping[str, MadeWorker]
+
+    def __init__(self, away: str = "", next: Message | None = None) -> None:
+        self.away, self.next = away, next
         self.begun: RunWeights | None = None
         self.published: list[int] = []
 
     async def join(self, engine: Handle) -> Lent:
-        return Lent("chat", 2.0, self.away)
+        worker, lent = self.workers[engine.name], Lent("chat", 2.0, self.away)
+
+        async def more() -> Message:
+            worker.far.send(lent)
+            assert self.next is not None
+            return self.next
+
+        worker.instead[Borrow] = more if self.next is not None else lent
+        return await engine.ask(Borrow(64, 8, 1024, refresh_kv=False), Lent)
 
     def begin(self, published: RunWeights) -> None:
         self.begun = published
 
     def publish(self, order: LoadWeights) -> None:
         self.published.append(order.version)
+
+
+@pytest.mark.parametrize(("then", "now"), [("no grant for 1 s", ""), ("", "4 requests/s, lent up to 3")])
+async def test_what_an_agent_says_last_counts_also_where_both_come_at_once(tmp_path: Path, then: str, now: str) -> None:
+    agents = Agents(then, Generated([], [], 0.0, 0, 0, 0, LoanState(now, 1.0, 1.0, 1, 0)))
+    made = Made(tmp_path, pool=make_pool(1, 1, 2, lent=1, lent_shape="lent"), first=WITH_LENT, lenders=agents)
+    try:
+        await made.executor.start(WITH_LENT)
+        engine, worker = made.fleet.handle("lent-0"), made.launcher.workers["lent-0"]
+        worker.far.send(Loaded(4, 0.25))
+        await until(lambda: engine.version == 4)
+        assert engine.away == now
+        assert ("lent-0" in {it.id for it in made.fleet.view(1, 4).instances}) is not bool(now)
+        assert made.told.recalls == [("lent-0", said) for said in (then, now) if said or then]
+    finally:
+        await made.executor.stop()
+        made.journal.close()
 
 
 @pytest.mark.parametrize("away", ["", "4 requests/s, lent up to 3"])

@@ -28,8 +28,10 @@ class Engine:
     recall_rate: float = 0.0
     changed: Callable[[], object] = lambda: None
 
-    def watch(self, changed: Callable[[], object]) -> None:
-        self.changed = changed
+    def watch(self, changed: Callable[[], object]) -> bool:
+        if not self.borrowed:
+            self.changed = changed
+        return not self.borrowed
 
     def seen(self) -> InstanceView:
         return InstanceView(self.id, self.bucket, self.capacity_tokens, self.load_tokens, None, self.recall_rate)

@@ -18,7 +18,7 @@ from libra.cost.micro_batches import alike_makespan, makespan
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.afd import AfdCost, AttentionFFN
+from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.iteration_cost import DecodeBatch
@@ -64,7 +64,7 @@ def test_an_iteration_is_the_visited_ring_of_its_stages() -> None:
         requests, tokens = random.randint(1, 16), random.randint(4, 64)
         base, slope, _ = cost.rank(GRAPH).line(DecodeBatch(requests), 100 * requests)
         own = base + slope * 100 * requests
-        ffn, link = cost.stages(tokens)
+        ffn, link = cost.stages(tokens, count)
         ring = ([own] * count, [link] * count, [ffn] * count, [link] * count)
         outside = round(made.outside_seconds(tokens / 4) * TICKS)
         wanted = makespan(ring, (True, serial, True, serial), made.layers) + dense * count * own + outside
@@ -76,6 +76,22 @@ def test_a_micro_batch_has_its_share_of_a_ranks_requests_and_contexts() -> None:
     base, slope, _ = one.rank(GRAPH).line(DecodeBatch(4), 4 * 1000)
     shared, per_token, _ = four.rank(GRAPH).line(DecodeBatch(16), 16 * 1000)
     assert shared + per_token * 16 * 1000 == pytest.approx(base + slope * 4 * 1000, rel=1e-4)
+
+
+def test_a_batch_below_the_threshold_goes_round_whole() -> None:
+    """As if there was one micro-batch; and so does one of which a rank has too little."""
+    parts = AttentionFFN(4, 2, 1e9, 0.0, 2, True, 8, 300)
+    cost, one = AfdCost(stages(), CONFIG, parts), AfdCost(stages(), CONFIG, AttentionFFN(4, 2, 1e9, 0.0, 1))
+    whole, batch = Graph("NONE", whole=True), DecodeBatch(5)
+    assert cost.rank(whole).line(batch, 600) == one.rank(GRAPH).line(batch, 600)
+    assert cost.together(whole, 20, 5, 0.0, 0) == one.together(GRAPH, 20, 5, 0.0, 0)
+    assert cost.together(GRAPH, 20, 5, 0.0, 0) != one.together(GRAPH, 20, 5, 0.0, 0)
+    rule = attention_ranks(EngineSpec("afd", CONFIG, cost.own), cost)[0].group
+    assert rule is not None and rule.micro_batching is not None
+    divides = rule.micro_batching
+    assert [divides.wanted(tokens, uniform=True) for tokens in (7, 8)] == [False, True]
+    assert [divides.wanted(tokens, uniform=False) for tokens in (299, 300)] == [False, True]
+    assert divides.fills(9, 16) and not divides.fills(8, 16)
 
 
 def test_all_that_bounds_an_iteration_is_named() -> None:
@@ -109,9 +125,11 @@ def test_jumping_over_iterations_changes_nothing(scenario, count: int, bandwidth
     made: dict[str, GroupSpec] = {}
     for spec in scenario.specs:
         if spec.group is not None:
-            afd = AttentionFFN(4, 2, bandwidth, 1e-6, count, links)
+            least = None if spec.group.micro_batching is None else 4
+            afd = AttentionFFN(4, 2, bandwidth, 1e-6, count, links, least, least)
             cost = AfdCost(stages(dense=1), replace(spec.config, capture_sizes=()), afd)
-            made.setdefault(spec.group.name, replace(spec.group, cost=cost))
+            group = replace(spec.group, cost=cost, micro_batching=afd.micro_batching)
+            made.setdefault(spec.group.name, group)
     specs = tuple(it if it.group is None else replace(it, group=made[it.group.name]) for it in scenario.specs)
     assert_equal(replace(scenario, specs=specs))
 
@@ -146,11 +164,11 @@ def test_what_bounds_iterations_is_counted_alike_and_adds_up(seed: int) -> None:
 
 def test_more_attention_ranks_than_ffn_ranks_need_the_links_of_ffn() -> None:
     cost = AfdCost(stages(), CONFIG, AttentionFFN(8, 2, 1e9, 0.0, 1), tp=2)
-    assert cost.stages(100)[1] == round(100 * 4096 / (2 * 1e9) * TICKS)
+    assert cost.stages(100, 1)[1] == round(100 * 4096 / (2 * 1e9) * TICKS)
 
 
 def test_closed_form_of_the_lines_is_that_of_micro_batches() -> None:
     cost = AfdCost(stages(), CONFIG, AttentionFFN(4, 2, 1e9, 1e-6, 3))
-    ffn, link = cost.stages(48)
+    ffn, link = cost.stages(48, 3)
     wanted = alike_makespan((777_777, link, ffn, link), (True,) * 4, 3, 8) + round(stages().outside_seconds(12) * TICKS)
     assert iteration(cost, 777_777, 48) == wanted

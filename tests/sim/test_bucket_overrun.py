@@ -6,16 +6,21 @@ is several of those.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from elastic import Places
 
 from libra.cost.transfer import Fabric
+from libra.route.baselines import LeastLoaded
 from libra.route.bucket import AttainedService
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
+from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.handover import KVMoves
+from libra.sim.kv_network import KVNetwork
 from libra.sim.outcome.metrics import Ending, endings
 from libra.sim.outcome.result import result_of
 from libra.sim.workload.replay import Replay
@@ -74,6 +79,31 @@ def test_a_turn_moves_with_the_first_token_beyond_each_bucket(exact: bool) -> No
     assert policy.asked == [("place", 20, 0), *overruns]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_turn_leaves_the_pair_whose_bucket_it_overruns(exact: bool) -> None:
+    """The policy knows the pair by its engine for prompts; the turn is stopped on the other one."""
+    policy = Attained()
+    cluster = SimCluster(
+        [
+            replace(spec_of("a", 0, 1024), role=PREFILL),
+            replace(spec_of("b", 0, 1024), role=DECODE, kv_bytes=1.0),
+            spec_of("c", 1, 1024),
+        ],
+        generating(700, 20),
+        policy,
+        limits=(128, 1024),
+        exact=exact,
+        kv_transfer=KVNetwork(bandwidth=float(TICKS)),
+        decode_route=LeastLoaded(),
+    )
+    cluster.run()
+    assert [(it.engine, it.prompt_tokens, it.generated, it.status) for it in cluster.requests] == [
+        (1, 20, 109, "interrupted"),
+        (2, 129, 591, "finished"),
+    ]
+    assert policy.asked == [("place", 20, 0), ("bucket_overrun", 20, 109)]
+
+
 @pytest.mark.parametrize(
     ("close", "generated"),
     [
@@ -125,12 +155,11 @@ class EveryFive(Places):
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         self.asked.append((request.context_tokens, generated_tokens))
-        if generated_tokens in (10, 20):
-            super().place(request, fleet)
-        return self._asking(self._latest["0"], generated_tokens + 5)
+        moves = generated_tokens in (10, 20) and super().place(request, fleet) is not None
+        return self._asking(self._latest["0"], generated_tokens + 5, moves)
 
-    def _asking(self, instance: str, tokens: int) -> Placement:
-        return Placement(instance, 0, False, "as listed", ask_again=tokens)
+    def _asking(self, instance: str, tokens: int, moves: bool = False) -> Placement:
+        return Placement(instance, 0, moves, "as listed", ask_again=tokens)
 
 
 @pytest.mark.parametrize("exact", [False, True])

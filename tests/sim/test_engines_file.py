@@ -173,7 +173,17 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
             "weight_updates.refresh with prefill and decode apart is not simulated: set it to false",
         ),
         ([PREFILL, DECODE], {"kv_transfer": {"bandwidth": 0}}, "kv_transfer.bandwidth"),
-        ([PREFILL, DECODE], {"kv_transfer": {"bandwidth": 1e9, "route": "nearest"}}, "nearest"),
+        (
+            [PREFILL, DECODE],
+            {"kv_transfer": {"bandwidth": 1e9, "route": "nearest"}},
+            "kv_transfer.route: policy is 'nearest'; choose one of",
+        ),
+        ([PREFILL, DECODE], {"kv_transfer": {"bandwidth": 1e9, "lease": 1e18}}, "kv_transfer.lease: "),
+        (
+            [PREFILL, {**DECODE, "bucket": 1}],
+            {"kv_transfer": {"bandwidth": 1e9}, "limits": [64, 4096]},
+            "engines of bucket 0 have the role prefill, and none has decode: add one",
+        ),
         ([{**PREFILL, "role": "encode"}], {}, "engines.0.role"),
     ],
 )
@@ -206,6 +216,7 @@ def test_a_tier_holds_what_its_memory_does(tmp_path: Path) -> None:
         ({"kv_tiers": [{**HOST, "gib": 0.1}]}, "kv_tiers.0.gib is 0.1: host holds"),
         ({"kv_tiers": [{**HOST, "policy": "fifo"}]}, "kv_tiers.0.policy"),
         ({"kv_tiers": [HOST], "enable_prefix_caching": False}, "set it to true"),
+        ({"kv_tiers": [HOST, HOST]}, "kv_tiers.1.name is host, as is another's: name each once"),
     ],
 )
 def test_tiers_that_are_none_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
@@ -336,6 +347,12 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
         ),
         ({"afd": {"attention": 4, "ffn": 2}}, "engines.0.afd.bandwidth"),
         ({"afd": {**AFD, "micro_batches": 0}}, "engines.0.afd.micro_batches"),
+        ({"afd": {**AFD, "micro_batches": 4096}}, "engines.0.afd.micro_batches is 4096, and an iteration has"),
+        ({"afd": {**AFD, "dbo_decode_token_threshold": 32}}, "engines.0.afd.dbo_decode_token_threshold or"),
+        (
+            {"afd": {**AFD, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 512}},
+            "engines.0.afd.dbo_decode_token_threshold is 1; set it to the micro-batches, 2, or more",
+        ),
     ],
 )
 def test_what_cannot_be_apart_is_refused_with_its_key(tmp_path: Path, keys: dict[str, Any], says: str) -> None:

@@ -137,6 +137,7 @@ def test_measured_frequencies_are_read_beside_the_file(tmp_path: Path) -> None:
         ({"eplb_config": {"window_size": 9}}, "eplb_config is given, and enable_eplb is false: set it to true"),
         ({"expert_load": {"frequencies": "no.json"}}, "expert_load.frequencies: "),
         ({"expert_load": {"frequencies": "no.json", "power_law": 1.0}}, "leave one of them out"),
+        ({"expert_load": {"drift_interval": 9}}, "drift_interval is given, and power_law is 0: raise that"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size with data_parallel_size is not simulated"),
         ({"profile": "tables", "model": "deepseek-ai/DeepSeek-V2-Lite"}, "profile: deepseek-ai/DeepSeek-V2-Lite has"),
         ({"profile": "tables", "quantization": "awq"}, "profile: there are no tables of awq weights, only of fp8,"),

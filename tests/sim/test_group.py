@@ -15,7 +15,7 @@ from libra.route.catalogue import policy_named
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, IterationCost
 from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
@@ -40,7 +40,7 @@ class DrawnGroupCost:
 
     def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         more = 0 if self.every is None else 3 * (iteration // self.every % 2)
-        more += self.per_padding * graph.size + self.per_token * tokens + int(cpu)
+        more += self.per_padding * graph.size + self.per_token * tokens + int(cpu) + 7 * graph.whole
         holds = UNLIMITED if self.every is None else self.every - iteration % self.every
         return Together(tuple((factor, ticks + more) for factor, ticks in self.factors), holds)
 
@@ -71,7 +71,8 @@ def groups(draw: st.DrawFn, lattice: bool, *, closed: bool, drafts: bool = False
         )
         if drafts:
             config = with_drafts(config, draw(st.integers(0, 99)))
-        group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)))
+        parts = draw(st.sampled_from([None, MicroBatching(2, 2, 2), MicroBatching(3, 4, 20)]))
+        group = GroupSpec(f"group {number}", together, draw(st.integers(1, 16)), parts)
         made += [
             EngineSpec(f"rank {number}.{place}", config, cost, first.bucket, group=group)
             for place in range(draw(st.integers(1, 5)))

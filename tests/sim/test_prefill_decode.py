@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.tiered import with_tier
 from libra.cost.host import NO_HOST, HostCost
+from libra.route.baselines import LeastLoaded
 from libra.route.catalogue import policy_named
+from libra.route.loads import loads_of
+from libra.route.policy import Instance
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, FailurePolicy
@@ -132,6 +135,49 @@ def test_two_prompts_are_computed_in_part() -> None:
     assert cluster.engines[1].pool.held == 0
 
 
+@pytest.mark.parametrize("limits", [(64,), (32, 64)])
+def test_a_policy_sees_what_the_next_request_of_a_pair_would_find(limits: tuple[int, ...]) -> None:
+    """One that decodes has 24 tokens to do, and the other in the bucket 16. In a single bucket only prompts count."""
+    slow, longest = AffineCost(1000), len(limits) - 1
+    specs = [
+        EngineSpec("P", CONFIG, TEN, longest, role=PREFILL),
+        *(EngineSpec(name, CONFIG, slow, longest, role=DECODE, kv_bytes=1.0) for name in ("D", "E")),
+        EngineSpec("C", CONFIG, TEN, 0),
+    ]
+    requests = [Request(number, 0, tokens, 40) for number, tokens in enumerate((24, 16))]
+    cluster = SimCluster(
+        specs,
+        Requests(lambda: requests, {}),
+        Only("P"),
+        limits=limits,
+        kv_transfer=BYTE_A_TICK,
+        decode_route=LeastLoaded(sticky=False),
+    )
+    told: list[tuple[int, int, int]] = []
+
+    def look(now: int) -> None:
+        pair = cluster.placer.fleet.instances[0]
+        told.append((loads_of(cluster.placer.fleet, 0).tokens, pair.load_tokens, round(pair.token_seconds * TICKS)))
+
+    for tick in (5, 5000, 100_000):
+        cluster.at(tick, look)
+    cluster.run()
+    several = len(limits) > 1
+    pace = 1000 if several else 10
+    assert told == [(40, 40, pace), (16, 16, pace) if several else (0, 0, pace), (0, 0, pace)]
+
+
+class Only(LeastLoaded):
+    """Sees one of the engines, by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
+        return [it.id for it in instances].index(self.name)
+
+
 def test_the_lease_ends_what_nobody_reads() -> None:
     """The engine that would read it closed at 20: the lease of 100 ticks began at 10."""
     requests = [Request(0, 0, 32, 3), Request(1, 300, 8, 1)]
@@ -154,6 +200,15 @@ def test_the_lease_ends_what_nobody_reads() -> None:
     assert held == [(109, 8), (111, 0)]  # until then the request was computed a second time, and pulled
     assert requests[0].status == "interrupted"
     assert [request.status for request in cluster.requests] == ["interrupted", "finished", "finished"]
+
+
+def test_what_no_engine_goes_on_with_keeps_nothing() -> None:
+    """Its prompt was computed; a decode engine of 16 tokens does not take it."""
+    requests = [Request(0, 0, 32, 3), Request(1, 0, 8, 3)]
+    cluster, _ = pair(requests, decode=replace(CONFIG, max_model_len=16))
+    assert [request.status for request in requests] == ["refused", "finished"]
+    assert requests[0].finish == requests[0].prefill_end
+    assert cluster.now == requests[1].finish  # and not the end of a lease
 
 
 def test_a_short_prompt_stays() -> None:

@@ -15,9 +15,10 @@ from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.objective import Objective
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import Drafter, SizingQuestion
 
 MODEL = load_model("Qwen/Qwen3-8B")
+DRAFTER = "Qwen/Qwen3-0.6B"
 _SMALL = GPU("Small", 22.5e9, 900e9, 100e12, 32e9, "none: of KV it holds some thousand tokens")
 CLUSTER = Cluster(
     (
@@ -34,10 +35,26 @@ def profiles(host: str = "none") -> tuple[EngineProfile, ...]:
     return engine_profiles(CLUSTER, MODEL, recipe, "roofline", host=host)
 
 
+@cache
+def drafter() -> Drafter:
+    small = load_model(DRAFTER)
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=4096)
+    return Drafter(small, engine_profiles(CLUSTER, small, recipe, "roofline"))
+
+
 def question(
     requests: Sequence[RecordedRequest], *objectives: Objective, host: str = "none", **settings: float
 ) -> SizingQuestion:
-    return SizingQuestion(CLUSTER, MODEL, profiles(host), tuple(requests), objectives, **settings)  # type: ignore[arg-type]
+    drafters = {DRAFTER: drafter()}
+    return SizingQuestion(
+        CLUSTER,
+        MODEL,
+        profiles(host),
+        tuple(requests),
+        objectives,
+        drafters=drafters,
+        **settings,  # type: ignore[arg-type]
+    )
 
 
 def requests(generator: np.random.Generator, count: int, *, prefixes: bool = False) -> list[RecordedRequest]:

@@ -32,9 +32,9 @@ def random_objectives(generator: np.random.Generator) -> list[Objective]:
 
 def random_candidate(generator: np.random.Generator) -> ServingCandidate:
     apart = generator.random() < 0.5
-    stages = 1 if apart or generator.random() < 0.7 else 2
 
     def pool(role: str) -> EnginePool:
+        stages = 1 if role == "decode" or generator.random() < 0.7 else 2
         shape = EngineSetup(
             nodes=str(generator.choice([nodes.name for nodes in CLUSTER.nodes])),
             tensor_parallel_size=int(generator.choice([1, 2])),

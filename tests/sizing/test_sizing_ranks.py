@@ -12,8 +12,9 @@ from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.sim.engine.speculative import Speculative
 from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
-from libra.sizing.candidate import DataParallel, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.candidate import DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
@@ -50,6 +51,9 @@ def test_simulation_never_betters_the_bound_of_ranks(seed: int) -> None:
             )
             for _ in range(2)
         )
+        if generator.random() < 0.4:
+            drafts = Drafts(Speculative(str(generator.choice(["eagle3", "mtp"])), 3, (0.8, 0.5, 0.3)))
+            shape, other = replace(shape, drafts=drafts), replace(other, drafts=drafts)
         if generator.random() < 0.5:  # prompts without experts divided, or the other way round
             other = replace(other, parallel=None)
         objectives = [Objective("ttft", "p90", float(10 ** generator.uniform(-1.5, 0.5)))]

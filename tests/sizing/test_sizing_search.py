@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from libra.sim.workload.requests import RecordedRequest
+from libra.plan.problem import InfeasiblePlanError
+from libra.sim.engine.config import RoleName
+from libra.sim.engines_file import load_engines
+from libra.sim.outcome.metrics import metrics_of
+from libra.sim.simulate import simulate
+from libra.sim.workload.requests import RecordedRequest, recorded_requests
 from libra.sizing.answer import Point, SizingAnswer, bottleneck
-from libra.sizing.engines import NoRoomError
+from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.engines import NoRoomError, network
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Objective, parse_objectives
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer, highest_rate
+from libra.sizing.search import answer, highest_rate, search
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import question, requests
 
@@ -153,5 +160,74 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         question([recorded[0], replace(recorded[1], cancel_at=2 * 10**12)], limit)
     with pytest.raises(ValueError, match="tensor_parallel_size 3 of the menu"):
         answer(question(recorded, limit), ServingMenu(MenuFile(tensor_parallel_size=(3,))))
-    with pytest.raises(ValueError, match="raise gpus or budget"):
+    with pytest.raises(ValueError, match="requests are not in the order of their arrival: sort them"):
+        question(recorded[::-1], limit)
+    with pytest.raises(InfeasiblePlanError, match=r"1 x h100 tp2 .* needs 2 GPUs, of 1; raise gpus or budget"):
         answer(question(recorded, limit, gpus=1), ServingMenu(MenuFile(tensor_parallel_size=(2,))))
+    with pytest.raises(ValueError, match="no engine of the menu can be on this cluster: a pipeline is without drafts"):
+        answer(
+            question(recorded, limit),
+            ServingMenu(MenuFile(pipeline_parallel_size=(2,), architectures=("prefill-decode",))),
+        )
+
+
+def test_what_a_menu_says_twice_is_asked_once() -> None:
+    recorded = [RecordedRequest(number * 10**12, 300, 40) for number in range(9)]
+    asked = question(recorded, Objective("ttft", "p99", 1), gpus=2, rate=1.0)
+    once = MenuFile(tensor_parallel_size=(1,), max_num_seqs=(64,), max_num_batched_tokens=(2048,), engines=(1, 2))
+    twice = once.model_copy(update={"tensor_parallel_size": (1, 1), "max_num_seqs": (64, 64), "engines": (1, 2, 2)})
+    assert answer(asked, ServingMenu(twice)).document() == answer(asked, ServingMenu(once)).document()
+
+
+def test_a_search_reads_its_files(tmp_path: Path) -> None:
+    (tmp_path / "menu.yaml").write_text("nodes: [h100]\ntensor_parallel_size: [1]\narchitectures: [colocated]\n")
+    examples = Path(__file__).parents[2] / "examples"
+    found = search(
+        str(examples / "cluster_mixed.yaml"),
+        "Qwen/Qwen3-8B",
+        examples / "serving.jsonl",
+        "ttft_p99=1",
+        rate=2.0,
+        gpus=1,
+        menu=tmp_path / "menu.yaml",
+        profile="roofline",
+    )
+    assert found.points[0].candidate.pools[0].shape.nodes == "h100"
+
+
+@pytest.mark.parametrize("roles", [("colocated",), ("prefill", "decode")])
+def test_a_point_is_what_an_engines_file_of_it_gives(roles: tuple[RoleName, ...], tmp_path: Path) -> None:
+    recorded = requests(np.random.default_rng(3), 40)
+    asked = question(recorded, *parse_objectives("ttft_p99=60,tpot_p99=1"))
+    shape = EngineSetup("h100", 1, 1, 16, 512, async_scheduling=True)
+    candidate = ServingCandidate(tuple(EnginePool(role, shape, 2) for role in roles))
+    tried, link = trial(asked, candidate, 4.0), network(asked, candidate)
+    section = {
+        **{"count": 2, "model": "Qwen/Qwen3-8B", "gpu": "H100", "profile": "roofline", "async_scheduling": True},
+        **{"max_model_len": asked.longest, "max_num_seqs": 16, "max_num_batched_tokens": 512},
+    }
+    file: dict[str, object] = {"engines": [{**section, "name": role, "role": role} for role in roles]}
+    if link is not None:
+        file["kv_transfer"] = {"bandwidth": link.bandwidth, "latency": link.latency}
+        assert (link.bandwidth, link.latency) == (0.9 * 50e9 / 4, 5e-6)  # as docs/search.md says
+    (tmp_path / "engines.yaml").write_text(json.dumps({**file, "route": "least-loaded"}))
+    given = load_engines(tmp_path / "engines.yaml")
+    result = simulate(
+        given.engines,
+        recorded_requests(recorded, rate_scale=4.0 / asked.natural_rate),
+        given.policy(),
+        kv_transfer=given.kv_transfer,
+        decode_route=given.decode_policy(),
+    )
+    metrics = metrics_of(result)
+    assert metrics.ttft is not None and metrics.tpot is not None
+    assert (metrics.ttft.p99, metrics.tpot.p99) == (tried.latency["ttft_p99"], tried.latency["tpot_p99"])
+
+
+def test_a_pipeline_is_as_busy_as_its_stages_are() -> None:
+    """Requests that come at once keep both stages at work nearly all the time."""
+    recorded = [RecordedRequest(number, 300, 40) for number in range(200)]
+    asked = question(recorded, Objective("ttft", "p99", 100.0))
+    menu = MenuFile(pipeline_parallel_size=(2,), async_scheduling=(False,), architectures=("colocated",), engines=(1,))
+    (use,) = trial(asked, next(ServingMenu(menu).candidates(asked)), asked.natural_rate).pools
+    assert 0.8 < use.busy <= 1.0

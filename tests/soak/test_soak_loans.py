@@ -107,6 +107,7 @@ def seen(time: float, kind: str, **row: Any) -> Seen:
         ([struck(Kind.KILL_SERVER, 80.0, "server-0")], [(20.0, 65.0)]),
         ([struck(Kind.STOP_BORROWER, 30.0, "lent-0", 2.0)], [(32.0, 77.0)]),
         ([struck(Kind.STOP_BORROWER, 30.0, "lent-1", 2.0)], [(20.0, 65.0), (65.0, 110.0)]),
+        ([struck(Kind.FULL_DISK, 21.0, "lent-0")], []),
     ],
 )
 def test_when_an_engine_on_a_lent_device_is_to_borrow_it(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.soak import owners
 from benchmarks.soak.owners import Owner
+from benchmarks.soak.processes import still_there
+from libra.backends.lend.device_page import BorrowerTally, DevicePage
+
+ROOT = Path(__file__).parents[2]
 
 ENDLESS = "import sys, time; print('ready', flush=True); time.sleep(600)"
 
@@ -55,3 +61,47 @@ def test_what_has_ended_is_started_again(owner: Owner, started: list[str]) -> No
     assert started == ["server", "agent", "agent", "server"]  # the agent is there while its server is not
     assert len(owner.starts) == 2
     assert owner.process("borrower") is None
+
+
+def test_grants_are_those_of_the_page_whatever_became_of_the_record(owner: Owner, tmp_path: Path) -> None:
+    assert owner.grants == 0  # nobody has served yet
+    page = DevicePage(tmp_path / "device-0", create=True)
+    page.tally = BorrowerTally(grants=7, unrecorded=5)
+    assert owner.grants == 7
+    page.close()
+
+
+OWNING = """
+import signal, sys, time
+from pathlib import Path
+from benchmarks.soak import owners
+from benchmarks.soak.owners import Owner
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a shell said of jobs in its background
+popen = owners.subprocess.Popen
+owners.subprocess.Popen = lambda command, **how: popen([sys.executable, "-c", sys.argv[2]], **how)
+owner = Owner(Path(sys.argv[1]), 0)
+try:
+    while owner.process("agent") is None:
+        owner.tend()
+    print(*(owner.process(who).pid for who in ("server", "agent")), flush=True)
+    time.sleep(600)
+finally:
+    owner.end()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_outlives_the_soak_however_it_ends(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-c", OWNING, str(tmp_path), ENDLESS]
+    soak = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert soak.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in soak.stdout.readline().split()]
+        assert len(family) == 2
+        soak.send_signal(number)
+        soak.wait(30)
+        assert still_there(family) == []
+    finally:
+        soak.kill()
+        soak.wait()

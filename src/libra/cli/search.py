@@ -80,6 +80,7 @@ def search(
     # Imported here: `--help` must not wait for what simulating needs.
     from rich.console import Console
 
+    from libra.plan.problem import InfeasiblePlanError
     from libra.report.live import SimulationProgress
     from libra.report.search_table import counts, headline, search_tables
     from libra.report.words import plural
@@ -130,6 +131,8 @@ def search(
     except KeyboardInterrupt:
         typer.echo("libra: interrupted", err=True)
         raise typer.Exit(130) from None
+    except InfeasiblePlanError as error:
+        no_plan(error)
     except (ValueError, OSError) as error:
         bad_input(error)
     if as_json:
@@ -149,13 +152,12 @@ def search(
 def _mix(
     question: SizingQuestion, menu: ServingMenu, jobs: int, output: Path | None, as_json: bool, notes: list[str]
 ) -> None:
-    from libra.plan.problem import InfeasiblePlanError
     from libra.report.search_table import mix_lines
     from libra.sizing.mix import NoMixError, plan_mix
 
     try:
         found = plan_mix(question, menu, jobs=jobs, note=notes.append)
-    except (InfeasiblePlanError, NoMixError) as error:
+    except NoMixError as error:
         no_plan(error)
     text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
     if output is not None:

@@ -63,6 +63,23 @@ def held_bytes(
     return held if routed else held - quantization.expert_bytes * model.routed_parameters / tp
 
 
+def drafter_memory(
+    model: ModelSpec,
+    tp: int,
+    drafter: ModelSpec | None,
+    *,
+    quantization: Quantization = UNQUANTIZED,
+    dp: int = 1,
+) -> tuple[float, float]:
+    """Bytes of weights on each device of what proposes drafts, and bytes of its KV for each of the model's. It is a
+    model of its own, not quantized; or, without one, a layer like the model's, whose experts `dp` ranks divide."""
+    if drafter is None:
+        elsewhere = (1 - 1 / dp) * quantization.expert_bytes * model.routed_parameters / tp
+        return (quantization.weight_bytes(model, tp) - elsewhere) / model.layers, 1 / model.layers
+    kv = quantization.kv_bytes_per_token(drafter, tp) / quantization.kv_bytes_per_token(model, tp)
+    return UNQUANTIZED.weight_bytes(drafter, tp), kv
+
+
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = UNQUANTIZED) -> float:
     """Bytes that each of `ranks` devices needs that divide the experts and have nothing else, for `tokens` tokens of
     all attention ranks together: what comes, and an MLP's vectors of it, as above."""

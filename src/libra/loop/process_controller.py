@@ -21,7 +21,7 @@ from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
 from libra.backends.launch.lenders import LenderLauncher, RunWeights
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
-from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, LoanState, StartEngine
+from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
 from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
@@ -265,10 +265,7 @@ class SlotProcesses:
         size = self.settings.engines[shape]
         handle = EngineHandle(await self._spawn(name), self.lost, self._recalled, self._took_weights)
         self._handles[name] = handle
-        lent = await self.lenders.join(handle)
-        handle.loan = LoanState(lent.away, 0.0, 0.0, 0, 0)
-        if lent.away:
-            self.observer.recalled(name, lent.away)
+        await self.lenders.join(handle)
         self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:

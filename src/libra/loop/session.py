@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
@@ -11,64 +10,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from libra.backends.launch.launcher import WorkerLauncher
-from libra.backends.launch.lenders import LenderRefusedError
-from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
-from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
-from libra.backends.vllm.kv_handover import KVHandover
-from libra.config.run import LENT, ConfigError, RunConfig
+from libra.backends.machine import LIBRARIES, Choice, versions
+from libra.backends.tiny_model import TokenizerCodec
+from libra.config.run import LENT, RunConfig
 from libra.cost.device import DeviceProfile
-from libra.cost.sources.files import save_profile
 from libra.environments.protocol import Environment, Prompt
 from libra.exec.journal import Journal, RunEnded
-from libra.exec.pool import WorkerPool, make_pool
-from libra.exec.recovery import Recovery
-from libra.loop.borrowing import Borrowing
-from libra.loop.calibration import known_profile, measured_profile, profile_key
-from libra.loop.checkpoint import Interrupted, Recorded, allocation_in_force, missing_trajectories
+from libra.loop.checkpoint import Interrupted, Recorded, missing_trajectories
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.fleet import RunObserver, ServingFleet
 from libra.loop.groups import Groups
 from libra.loop.measure import try_loans
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.observations import Observations
-from libra.loop.process_controller import RunExecutor, SlotProcesses, WorkerSettings, begin_session
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout, evaluate, logprob_gap
+from libra.loop.session_workers import SessionWorkers
 from libra.loop.training_loop import TrainingLoop
-from libra.plan.allocation import Allocation, Bucket
-from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
-from libra.records.files import writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
-from libra.route.catalogue import policy_named, policy_restored
-
-
-class _Observer:
-    """Records changes of the pool, and tells all `planners` of losses and of slots that are back."""
-
-    def __init__(self, recorder: Recorder, progress: RunProgress) -> None:
-        self._recorder, self._progress = recorder, progress
-        self.role, self.moved = recorder.role, recorder.moved
-        self.load, self.weights, self.joined = recorder.load, recorder.weights, recorder.joined
-        self.recalled = recorder.recalled
-        self.planners: list[Callable[[], None]] = []
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self._recorder.lost(worker, why, retired)
-        self._progress.line(f"worker {worker} is lost: {why}")
-        self._plan()
-
-    def node_back(self, worker: str) -> None:
-        self._recorder.event("slot_back", worker, "its slot can be used again")
-        self._progress.line(f"the slot of {worker} can be used again")
-        self._plan()
-
-    def _plan(self) -> None:
-        for workers_changed in self.planners:
-            workers_changed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +42,6 @@ class _Records:
     journal: Journal
     episodes: EpisodeFile
     recorder: Recorder
-
-
-@dataclass(frozen=True, slots=True)
-class _Workers:
-    """Those who start workers, and look after them."""
-
-    executor: RunExecutor
-    recovery: Recovery
-    observer: _Observer
-    allocation: Allocation  # with which they begin
-    key: str  # of their costs
-    profile: DeviceProfile | None  # None: nobody has measured them yet
-    borrowing: Borrowing
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +72,24 @@ class Session:
     async def run(self) -> RunSummary:
         """Returns the summary, which is also written."""
         records = self._open_records()
-        workers = self._make_workers(records)
+        workers = SessionWorkers(
+            config=self.config,
+            launcher=self.launcher,
+            model=self.model,
+            arithmetic=self.arithmetic,
+            before=self.before,
+            recorder=records.recorder,
+            journal=records.journal,
+            progress=self.progress,
+        )
         try:
             return await self._run(records, workers)
         finally:
             await workers.borrowing.close()
 
-    async def _run(self, records: _Records, workers: _Workers) -> RunSummary:
+    async def _run(self, records: _Records, workers: SessionWorkers) -> RunSummary:
         config, training = self.config, self.config.training
-        profile = await self._start_workers(workers)
+        profile = await workers.start()
         executor, recovery, recorder = workers.executor, workers.recovery, records.recorder
         parts = self._make_rollouts(records, workers, profile)
         rollout, heldout, trainers = parts.rollout, parts.heldout, executor.processes.trainers
@@ -178,62 +136,7 @@ class Session:
             recorder.event("warning", None, damage)
         return _Records(history, recorded, journal, episodes, recorder)
 
-    def _make_workers(self, records: _Records) -> _Workers:
-        """The executor and what looks after its workers; none is started yet."""
-        config, cluster, recorder = self.config, self.config.cluster, records.recorder
-        pool = make_pool(
-            cluster.core,
-            cluster.hybrid,
-            cluster.rollout,
-            cluster.losses_per_hour,
-            lent=config.lent_devices,
-            lent_shape=LENT,
-        )
-        recorder.event("arithmetic", None, self.arithmetic.words)
-        recorder.meet(pool.all())
-        allocation = self._first_allocation(pool)
-        observer = _Observer(recorder, self.progress)
-        model = json.loads((self.model / "config.json").read_text())
-        key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
-        profile = known_profile(config.planner.calibration, key, self.progress.line)
-        borrowing = Borrowing.of(
-            config,
-            self.launcher,
-            self.model,
-            served_dtype(self.arithmetic.precision),
-            self.progress.line,
-            lambda text: recorder.event("lender", None, text),
-        )
-        executor = self._executor(pool, allocation, profile, records.journal, observer, borrowing)
-        recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
-        observer.planners.append(recovery.worker_lost)
-        return _Workers(executor, recovery, observer, allocation, key, profile, borrowing)
-
-    async def _start_workers(self, workers: _Workers) -> DeviceProfile:
-        """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
-        config, executor, recovery, profile = self.config, workers.executor, workers.recovery, workers.profile
-        if (servers := workers.borrowing.servers) is not None:
-            self.progress.phase("starting servers")
-            await servers.start()
-        self.progress.phase("starting engines and trainers")
-        try:
-            if (agents := workers.borrowing.agents) is not None:
-                await agents.look()
-                executor.slots_changed()
-            await recovery.start()
-        except LenderRefusedError as error:
-            raise ConfigError(f"lending.agents: {error}") from None
-        ready = executor.allocation() or workers.allocation
-        self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
-        if profile is None:
-            self.progress.phase("measuring engines and trainers, all at once")
-            hardware = self.launcher.hardware
-            profile = await measured_profile(workers.key, config, hardware, executor, recovery, self.progress.line)
-        with writing(config.run_directory / "profile.json"):
-            save_profile(config.run_directory / "profile.json", profile)
-        return profile
-
-    def _make_rollouts(self, records: _Records, workers: _Workers, profile: DeviceProfile) -> _Rollouts:
+    def _make_rollouts(self, records: _Records, workers: SessionWorkers, profile: DeviceProfile) -> _Rollouts:
         """What makes episodes, with the engines' work so far counted."""
         config, environment, executor, recorder = self.config, self.environment, workers.executor, records.recorder
         fleet = executor.processes.fleet
@@ -247,7 +150,7 @@ class Session:
         observations.counters.gained(fleet.instances())
         return _Rollouts(rollout, heldout, observations)
 
-    async def _evaluate_start(self, parts: _Rollouts, workers: _Workers) -> Evaluation:
+    async def _evaluate_start(self, parts: _Rollouts, workers: SessionWorkers) -> Evaluation:
         """Evaluate before the first step; a resumed run has its evaluation already."""
         observations, before = parts.observations, self.before
         if before is not None:
@@ -271,7 +174,9 @@ class Session:
         observations.loans.observe(fleet.instances())
         return started
 
-    def _make_loop(self, records: _Records, workers: _Workers, parts: _Rollouts, started: Evaluation) -> TrainingLoop:
+    def _make_loop(
+        self, records: _Records, workers: SessionWorkers, parts: _Rollouts, started: Evaluation
+    ) -> TrainingLoop:
         """The loop and what decides for it, once there are workers."""
         config, training, observations = self.config, self.config.training, parts.observations
         executor, fleet = workers.executor, workers.executor.processes.fleet
@@ -318,44 +223,6 @@ class Session:
             recorded=records.recorded,
         )
 
-    def _executor(
-        self,
-        pool: WorkerPool,
-        allocation: Allocation,
-        profile: DeviceProfile | None,
-        journal: Journal,
-        observer: RunObserver,
-        borrowing: Borrowing,
-    ) -> RunExecutor:
-        """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
-        config, before, precision = self.config, self.before, self.arithmetic.precision
-        name = config.routing.policy
-        policy = (
-            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
-        )
-        kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
-        # Room for all that the largest engine holds, so that it can give everything away at once.
-        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
-        lent = [worker.id for worker in pool.all() if worker.lent is not None]
-        if profile is not None:
-            handover.price_by(profile)
-        settings = WorkerSettings(
-            config.training,
-            config.all_engines,
-            config.cluster.share,
-            config.cluster.port,
-            config.seed,
-            self.model,
-            precision,
-            kv_bytes,
-            before.history.step if before is not None else 0,
-            before.checkpoint if before is not None else None,
-            borrowing.loans(lent, config.name),
-        )
-        fleet = ServingFleet(policy, allocation, handover)
-        agents = borrowing.agents
-        return begin_session(SlotProcesses(agents or self.launcher, pool, fleet, settings, journal, observer, agents))
-
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
     ) -> RunSummary:
@@ -383,33 +250,6 @@ class Session:
             arithmetic=self.arithmetic.words,
             device_seconds=total(recorder.device_seconds().values()),
         )
-
-    def _first_allocation(self, pool: WorkerPool) -> Allocation:
-        """The allocation of the configuration, or the one that was in force when the run was interrupted."""
-        before = self.before
-        if before is None:
-            return _start_allocation(self.config)
-        moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
-        self.progress.line(
-            f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
-            + (f", and {moves}" if moves else "")
-        )
-        holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}
-        in_force = allocation_in_force(before.journal, pool.all(), holds)
-        if in_force is None:
-            self.progress.line("the workers or engines are others than before: they begin as start says")
-        return in_force or _start_allocation(self.config)
-
-
-def _start_allocation(config: RunConfig) -> Allocation:
-    longest = longest_context(config.engines)
-    used = [bucket for bucket in config.start.buckets if bucket.shape != LENT or config.lent_devices]
-    buckets: list[Bucket] = []
-    for index, bucket in enumerate(used):
-        above = buckets[-1].up_to if buckets else 0
-        up_to = longest if index == len(used) - 1 else bucket.up_to
-        buckets.append(Bucket(bucket.shape, bucket.engines, above, up_to))
-    return Allocation(config.start.replicas, tuple(buckets))
 
 
 def _words(evaluation: Evaluation) -> str:

@@ -57,14 +57,11 @@ def _looked_at(instances: Iterable[Instance], needed: int) -> Loads:
 
 
 class WatchedInstance(Instance, Protocol):
-    """An `Instance` that says when its load has changed."""
+    """An `Instance` that may say when its load has changed."""
 
-    @property
-    def borrowed(self) -> bool:
-        """Whether it may be wanted back: its `recall_rate` need not be 0."""
-
-    def watch(self, changed: Callable[[], object]) -> None:
-        """Call this whenever the load has changed, and nobody else any more."""
+    def watch(self, changed: Callable[[], object]) -> bool:
+        """Call this whenever the load has changed, and nobody else any more. False: it cannot say, or its `recall_rate`
+        need not be 0; it is to be looked at each time."""
 
 
 W = TypeVar("W", bound=WatchedInstance)
@@ -77,15 +74,15 @@ class IndexedFleet(Generic[W]):
     for loads or an instance, nothing is kept.
     """
 
-    __slots__ = ("_borrowed", "_by_id", "_changed", "_groups", "instances", "limits", "turn_tokens")
+    __slots__ = ("_by_id", "_changed", "_groups", "_unwatched", "instances", "limits", "turn_tokens")
 
     def __init__(self, instances: tuple[W, ...], limits: tuple[int, ...], turn_tokens: int) -> None:
         self.instances = instances
         self.limits = limits
         self.turn_tokens = turn_tokens
         self._by_id: dict[str, W] = {}
-        self._groups: dict[tuple[int, int], _Group] = {}  # by bucket and capacity; of those that are not borrowed
-        self._borrowed: list[W] = []  # looked at each time: there are few
+        self._groups: dict[tuple[int, int], _Group] = {}  # by bucket and capacity; of those that are watched
+        self._unwatched: list[W] = []  # looked at each time: there are few
         self._changed: set[str] = set()  # ids of those whose loads have, since somebody asked
 
     def instance(self, id: str) -> W | None:
@@ -101,7 +98,7 @@ class IndexedFleet(Generic[W]):
             instance = self._by_id[id]
             self._groups[instance.bucket, instance.capacity_tokens].changed(instance)
         self._changed.clear()
-        loads = _looked_at(self._borrowed, needed)
+        loads = _looked_at(self._unwatched, needed)
         for (bucket, capacity), group in self._groups.items():
             if capacity >= needed:
                 loads.instances += len(group)
@@ -115,11 +112,10 @@ class IndexedFleet(Generic[W]):
             return
         for instance in self.instances:
             self._by_id[instance.id] = instance
-            if instance.borrowed:
-                self._borrowed.append(instance)
-                continue
-            self._groups.setdefault((instance.bucket, instance.capacity_tokens), _Group()).changed(instance)
-            instance.watch(partial(self._changed.add, instance.id))
+            if instance.watch(partial(self._changed.add, instance.id)):
+                self._groups.setdefault((instance.bucket, instance.capacity_tokens), _Group()).changed(instance)
+            else:
+                self._unwatched.append(instance)
 
 
 class _Group:

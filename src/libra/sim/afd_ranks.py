@@ -28,10 +28,16 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     ):
         if getattr(section, option) != off:
             raise ValueError(f"afd with {option} is not simulated: leave one of them out")
+    if afd.micro_batches > section.max_num_batched_tokens:
+        raise ValueError(
+            f"afd.micro_batches is {afd.micro_batches}, and an iteration has {section.max_num_batched_tokens} tokens"
+            " (max_num_batched_tokens): lower it"
+        )
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
     if refused is not None:
         raise ValueError(refused)
-    tokens = -(-afd.attention * section.max_num_batched_tokens // afd.micro_batches)
+    parts = afd.micro_batches if _ranks(afd).micro_batching is None else 1  # a batch that is not divided comes at once
+    tokens = -(-afd.attention * section.max_num_batched_tokens // parts)
     gpu = _ffn_gpu(afd) or engine.gpu
     held = ffn_rank_bytes(model, afd.ffn, tokens=tokens, quantization=engine.quantization)
     memory = section.gpu_memory_utilization * gpu.memory
@@ -44,9 +50,6 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
 
 def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> AfdCost:
     """What attention ranks and FFN ranks take together. Raises ValueError that opens with the key."""
-    ranks = AttentionFFN(
-        afd.attention, afd.ffn, afd.bandwidth, afd.latency, afd.micro_batches, serial_links=afd.serial_links
-    )
     try:
         stages, host = stage_profile(
             engine.nodes,
@@ -59,9 +62,29 @@ def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> 
             engine.note,
             _ffn_gpu(afd),
         )
-        return AfdCost(stages, config, ranks, host_cost(engine, host), engine.tp)
     except ConfigError as error:
         raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+    ranks, host = _ranks(afd), host_cost(engine, host)
+    try:
+        return AfdCost(stages, config, ranks, host, engine.tp)
+    except ValueError as error:
+        raise ValueError(f"profile: {error}") from None
+
+
+def _ranks(afd: AfdSection) -> AttentionFFN:
+    try:
+        return AttentionFFN(
+            afd.attention,
+            afd.ffn,
+            afd.bandwidth,
+            afd.latency,
+            afd.micro_batches,
+            afd.serial_links,
+            afd.dbo_decode_token_threshold,
+            afd.dbo_prefill_token_threshold,
+        )
+    except ValueError as error:
+        raise ValueError(f"afd.{error}") from None
 
 
 def _ffn_gpu(afd: AfdSection) -> GPU | None:

@@ -85,12 +85,12 @@ class SimCluster:
         self.now = 0
         self.partial = False  # the time limit came before the end
         self.workload = workload
-        self.placer = Placer(route, limits, turn_tokens)
+        decoders = None if kv_transfer is None else Placer(decode_route, limits, turn_tokens)
+        self.placer = Placer(route, limits, turn_tokens, decoders)
         self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
         self._keep = keep
         self.pairs: PrefillDecode | None = None
-        if kv_transfer is not None:
-            decoders = Placer(decode_route, limits, turn_tokens)
+        if kv_transfer is not None and decoders is not None:
             self.pairs = PrefillDecode(
                 self,
                 self.placer,
@@ -315,7 +315,7 @@ class SimCluster:
             if self.frontend.finished(request, now):
                 self.ended(request)
         if engine.asked:
-            self.frontend.placer_of(self.specs[engine.index]).ask_again(engine, now)
+            self.placer.ask_again(engine, now)
         if engine.closing:
             self._empty(engine)
             self._deciding.discard(engine.index)

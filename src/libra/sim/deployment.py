@@ -103,17 +103,19 @@ def check_roles(
             )
         if engine.config.kv_tiers and any(refreshes):
             raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
-    of_role: dict[str, list[EngineSpec]] = {}
-    for engine in engines:
-        of_role.setdefault(engine.role.name, []).append(engine)
-    prefill, decode = of_role.get("prefill", []), of_role.get("decode", [])
+    prefill, decode = ([it for it in engines if it.role.name == role] for role in ("prefill", "decode"))
     if not prefill and not decode:
         if transfers and not may_come:
             raise ValueError("kv_transfer is given, and no engine has the role prefill or decode: give them one")
         return
-    for some, role, other in ((prefill, "prefill", "decode"), (decode, "decode", "prefill")):
-        if not some and not may_come and not (role == "prefill" and "colocated" in of_role):
-            raise ValueError(f"engines have the role {other}, and none has {role}: add one, or make them colocated")
+    for bucket in () if may_come else sorted({engine.bucket for engine in (*prefill, *decode)}):
+        roles = {engine.role.name for engine in engines if engine.bucket == bucket}
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            if role not in roles and other in roles and not (role == "prefill" and "colocated" in roles):
+                where = f" of bucket {bucket}" if any(engine.bucket for engine in engines) else ""
+                raise ValueError(
+                    f"engines{where} have the role {other}, and none has {role}: add one, or make them colocated"
+                )
     if not transfers:
         raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")
     first = prefill[0] if prefill else decode[0]
@@ -150,11 +152,9 @@ def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int]
         config = first.config
         lacking = {"pipeline_parallel_size": 1, "kv_tiers": ()}
         for option, off in lacking.items():
-            value = getattr(config, option)
-            if value != off:
+            if getattr(config, option) != off:
                 raise ValueError(
-                    f"{option} of {first.name} is {value}; with data_parallel_size it is not simulated: leave one of"
-                    " them out"
+                    f"{option} of {first.name} with data_parallel_size is not simulated: leave one of them out"
                 )
         if any(it is not None and 0 < len(it.intersection(ranks)) < len(ranks) for it in updates):
             raise ValueError(f"weight_updates name some ranks of group {name}: it pauses as a whole, name all or none")

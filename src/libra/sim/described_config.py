@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.engine_memory import BLOCK, drafter_memory, kv_tokens
 from libra.cost.graphs import capture_sizes
-from libra.cost.quantization import UNQUANTIZED
 from libra.hardware.model_file import load_model
 from libra.sim.described_engine import DescribedEngine
 from libra.sim.engine.config import EngineConfig
@@ -60,15 +59,9 @@ def _kv_blocks(engine: DescribedEngine) -> int:
     section, model, tp, stored = engine.section, engine.model, engine.tp, engine.quantization
     weights, more = 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
     divided, drafts = section.data_parallel_size > 1, section.speculative
-    if drafts is not None and drafts.model is not None:
-        drafter = load_model(drafts.model)
-        weights = UNQUANTIZED.weight_bytes(drafter, tp)
-        more = stored.kv_bytes_per_token(drafter, tp) / stored.kv_bytes_per_token(model, tp)
-    elif drafts is not None and drafts.method != "ngram":
-        weights, more = stored.weight_bytes(model, tp) / model.layers, 1 / model.layers
-        if divided:  # so are the experts of its layer
-            elsewhere = 1 - 1 / section.data_parallel_size
-            weights -= elsewhere * stored.expert_bytes * model.routed_parameters / tp / model.layers
+    if drafts is not None and drafts.method != "ngram":
+        drafter = None if drafts.model is None else load_model(drafts.model)
+        weights, more = drafter_memory(model, tp, drafter, quantization=stored, dp=section.data_parallel_size)
     if divided:
         weights += expert_bytes(engine)
     tokens = kv_tokens(
@@ -115,6 +108,8 @@ def _tiers(engine: DescribedEngine) -> tuple[KVTier, ...]:
                 f"kv_tiers.{place}.gib is {given.gib:g}: {given.name} holds {tokens:,} tokens, less than one request of"
                 f" max_model_len {engine.longest:,}: raise it, or lower max_model_len"
             )
+        if any(given.name == other.name for other in section.kv_tiers[:place]):
+            raise ValueError(f"kv_tiers.{place}.name is {given.name}, as is another's: name each once")
         bandwidth = given.bandwidth * (1 if given.shared else engine.gpus)
         tiers.append(
             KVTier(

@@ -10,11 +10,19 @@ from dataclasses import replace
 from libra.config.yaml_file import ConfigError
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
-from libra.cost.sources.profiles import engine_profiles
+from libra.cost.sources.profiles import engine_profiles, host_part
 from libra.hardware.cluster import Cluster
 from libra.hardware.model_file import load_model
 from libra.sim.described_engine import DescribedEngine
 from libra.sim.engines_keys import OverheadSection
+
+
+def check_host(engine: DescribedEngine) -> None:
+    """Raises ValueError that opens with the key where the host's times cannot be read."""
+    try:
+        host_part(engine.host, engine.model, lambda _: None)
+    except ConfigError as error:
+        raise ValueError(f"host: {error}") from None
 
 
 def described_grid(engine: DescribedEngine) -> EngineGrid:

@@ -14,17 +14,18 @@ from libra.config.yaml_file import read_section, refusal
 from libra.cost.quantization import KV_FORMATS
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from libra.route.catalogue import policy_named
 from libra.sim.afd_ranks import afd_cost, check_afd
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
 from libra.sim.described_config import described_config
 from libra.sim.described_engine import DescribedEngine, described_engine
-from libra.sim.described_times import described_grid, drafter_grid, host_cost
+from libra.sim.described_times import check_host, described_grid, drafter_grid, host_cost
 from libra.sim.engine.afd import attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engines_keys import EnginesFile
+from libra.sim.engines_keys import EnginesFile, KVTransferSection
 from libra.sim.expert_ranks import check_ranks, ranks_cost
 from libra.sim.kv_network import KVNetwork
 
@@ -41,6 +42,8 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
             engines += _specs(described_engine(section, key, path.parent, note), key)
         _check_models(file)
         updates, transfer = file.weight_updates, file.kv_transfer
+        if transfer is not None:
+            _check_transfer(transfer, sticky=file.sticky)
         return Deployment(
             tuple(engines),
             file.limits,
@@ -83,6 +86,7 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
         return EngineSpec(name, config, cost, section.bucket, devices=engine.gpus, role=role, kv_bytes=engine.kv_bytes)
 
     try:
+        check_host(engine)
         check_ranks(engine)
         if section.afd is not None:
             check_afd(engine, section.afd)
@@ -98,14 +102,22 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
             first = spec(section.name, config, apart.own)
             return [it for name in names for it in attention_ranks(replace(first, name=name), apart)]
         grid = described_grid(engine)
-        drafter = drafter_grid(engine, grid)
+        drafter, host = drafter_grid(engine, grid), host_cost(engine, grid.host)
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
     try:
-        own = GridCost(grid, config, host_cost(engine, grid.host), drafter)
+        own = GridCost(grid, config, host, drafter)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; lower what goes beyond") from None
     return [spec(name, config, own) for name in names]
+
+
+def _check_transfer(transfer: KVTransferSection, *, sticky: bool) -> None:
+    """Raises ValueError that opens with the key."""
+    try:
+        policy_named(transfer.route, sticky=sticky)
+    except ValueError as error:
+        raise ValueError(f"kv_transfer.route: {error}") from None
 
 
 def _check_models(file: EnginesFile) -> None:

@@ -20,8 +20,7 @@ from libra.sim.kv_network import DEFAULT_LEASE
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
-_Seconds = Annotated[float, Field(ge=0)]
-_Overhead = Annotated[float, Field(ge=0, le=3600)]
+_Seconds = Annotated[float, Field(ge=0, le=3600)]
 _Duration = Annotated[float, Field(gt=0)]
 _Flag = Annotated[bool, Field(strict=True)]
 
@@ -31,8 +30,8 @@ BATCHED_TOKENS = 8192  # of an iteration, unless told
 class OverheadSection(Section):
     """What the CPU does for an iteration. Times of kernels do not contain it."""
 
-    iteration: _Overhead = 0.0
-    request: _Overhead = 0.0  # for each request in the iteration
+    iteration: _Seconds = 0.0
+    request: _Seconds = 0.0  # for each request in the iteration
     overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
 
 
@@ -76,6 +75,8 @@ class AfdSection(Section):
     bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
     micro_batches: _Count = 2  # as afd-plugin for vLLM has it
+    dbo_decode_token_threshold: _Count | None = None  # None: a batch is always divided
+    dbo_prefill_token_threshold: _Count | None = None
     serial_links: _Flag = True  # a link carries one micro-batch at a time
     ffn_gpu: str | None = None  # a known name, where FFN ranks are of another type
 
@@ -178,7 +179,7 @@ class KVTransferSection(Section):
 
     bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
-    lease: _Duration = DEFAULT_LEASE
+    lease: Annotated[float, Field(gt=0, le=86_400)] = DEFAULT_LEASE
     local_below: _Index = 0
     route: str = DEFAULT_DECODE_ROUTE
 

@@ -68,6 +68,8 @@ def check_ranks(engine: DescribedEngine) -> None:
     load = section.expert_load
     if load.frequencies is not None and (load.power_law or load.drift_interval):
         raise ValueError("expert_load: frequencies are given, and power_law or drift_interval: leave one of them out")
+    if load.drift_interval is not None and not load.power_law:
+        raise ValueError("expert_load.drift_interval is given, and power_law is 0: raise that, or leave it out")
 
 
 def expert_bytes(engine: DescribedEngine) -> float:
@@ -98,8 +100,11 @@ def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
         load, drafts = _load(section.expert_load, model, engine.beside), section.speculative
         drafter = drafter_grid(engine, grid.own)
         alike = drafts is not None and drafts.method != "ngram" and drafts.model is None
-        return ExpertCost(grid, config, load, balancing, host, drafter, draft_experts=alike)
     except (ConfigError, NoTablesError) as error:
+        raise ValueError(f"profile: {error}") from None
+    try:
+        return ExpertCost(grid, config, load, balancing, host, drafter, draft_experts=alike)
+    except ValueError as error:
         raise ValueError(f"profile: {error}") from None
 
 

@@ -152,7 +152,7 @@ class Frontend:
     def resume(self, engine: SimEngine, request: Request, now: int) -> None:
         """What is left of a request that was stopped on an engine is a request."""
         following = self._rest(request, now)
-        self.placer_of(self.host.specs[engine.index]).goes_on(request, following)
+        self.placer.goes_on(request, following)
         self.host.submit(following)
 
     def arrive_again(self, request: Request) -> None:

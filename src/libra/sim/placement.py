@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from libra.route import policy
 from libra.route.loads import IndexedFleet
-from libra.route.policy import Placement, Policy
+from libra.route.policy import Instance, Placement, Policy
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
@@ -51,12 +51,43 @@ class EngineInstance:
         """Share of the KV blocks that are held."""
         return self.engine.kv_usage(self._now())
 
-    @property
-    def borrowed(self) -> bool:
-        return self.engine.borrowed
-
-    def watch(self, changed: Callable[[], object]) -> None:
+    def watch(self, changed: Callable[[], object]) -> bool:
+        if self.engine.borrowed:
+            return False
         self.engine.load_changed = changed
+        return True
+
+
+class PairInstance(EngineInstance):
+    """An engine that hands over to those of its bucket that decode. Of several buckets a policy has to know what the
+    next request would find there: how fast the least loaded of them generates, and what it has to do besides the
+    prompts here. In a single bucket all hand over to the same, and only prompts count.
+    """
+
+    __slots__ = ("_decoders",)
+
+    def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int], decoders: Placer) -> None:
+        super().__init__(spec, engine, now)
+        self._decoders = decoders
+
+    @property
+    def load_tokens(self) -> int:
+        load, _ = self._least()
+        return self.engine.load_tokens + load
+
+    @property
+    def token_seconds(self) -> float:
+        _, decoder = self._least()
+        told = None if decoder is None else decoder.token_seconds
+        return super().token_seconds if told is None else told
+
+    def watch(self, changed: Callable[[], object]) -> bool:
+        return len(self._decoders.fleet.limits) == 1 and super().watch(changed)
+
+    def _least(self) -> tuple[int, Instance | None]:
+        """The least loaded engine of the bucket that decodes, and its load."""
+        fleet = self._decoders.fleet
+        return (0, None) if len(fleet.limits) == 1 else fleet.loads(0).least.get((self.bucket, False), (0, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +100,13 @@ class SimulatedFleet:
 
 
 class Placer:
-    """Asks the policy, if there is one, for the engine of each request; without one there is one engine."""
+    """Asks the policy, if there is one, for the engine of each request; without one there is one engine. Those that
+    hand over are seen with `decoders`."""
 
     __slots__ = (
         "_by_bucket",
         "_by_name",
+        "_decoders",
         "_destined",
         "_instances",
         "_route",
@@ -85,12 +118,15 @@ class Placer:
         "routed",
     )
 
-    def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
+    def __init__(
+        self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int, decoders: Placer | None = None
+    ) -> None:
         self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
         self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
         self.routed = route is not None  # a policy says where requests go
         self._route = route
+        self._decoders = decoders
         self._by_name: dict[str, SimEngine] = {}
         self._instances: dict[int, EngineInstance] = {}  # by index of the engine
         self._by_bucket: dict[int, SimulatedFleet] = {}  # as far as they were asked for since engines changed
@@ -120,9 +156,14 @@ class Placer:
             if spec.name in self._by_name:
                 raise ValueError(f"there is an engine {spec.name} already: close it first")
             self._by_name[spec.name] = engine
-        added = [EngineInstance(spec, engine, now) for spec, engine in engines]
+        added = [self._instance(spec, engine, now) for spec, engine in engines]
         self._instances |= {it.engine.index: it for it in added}
         self._serve((*self.fleet.instances, *added), self.fleet.limits)
+
+    def _instance(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int]) -> EngineInstance:
+        if self._decoders is None or not spec.role.hands_over:
+            return EngineInstance(spec, engine, now)
+        return PairInstance(spec, engine, now, self._decoders)
 
     def remove(self, name: str) -> SimEngine:
         engine = self._by_name.pop(name)
@@ -183,7 +224,7 @@ class Placer:
             placement = route.bucket_overrun(owner.routing_request(), since + request.generated, self._fleet(owner))
             if placement is None:
                 continue
-            if self.serves(placement.instance, engine):
+            if not placement.migrated:
                 if placement.ask_again is not None:
                     engine.ask(request, placement.ask_again - since, now)
             else:

@@ -91,6 +91,7 @@ class PrefillDecode(Frontend):
         engine = self.decoders.place(request, again=True)
         if engine is None:
             return None
+        request.ask_at = None  # the policy that is asked about requests does not know this one
         missing = request.prompt_tokens - engine.cached_tokens(request, self.host.now)
         return engine if missing < self.settings.local_below else None
 
@@ -158,10 +159,15 @@ class PrefillDecode(Frontend):
         if request.status == "cancelled":
             self._let_go(prefill, now)
             return
+        ask_at = request.ask_at  # it was placed in this bucket by that policy
         engine = self.decoders.place(request, again=True, bucket=self.placer.bucket_of(prefill.engine))
+        request.ask_at = ask_at
         if engine is None:
-            self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
-            del self._prefills[request]
+            if self.patient:  # its prompt is computed anew, and the KV stays until the lease ends
+                self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
+                del self._prefills[request]
+            else:
+                self._let_go(prefill, now)
             self.not_placed(request)
             return
         prefill.decoder, prefill.known_since = engine, now

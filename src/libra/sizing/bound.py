@@ -12,6 +12,7 @@ the mean time of an iteration, weighted by tokens, is no longer than that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -25,8 +26,9 @@ from libra.cost.grid import Array
 from libra.cost.quantization import UNQUANTIZED
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig, RoleName
+from libra.sim.engine.speculative import Draws, Speculative
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NoRoomError, configuration, experts_of, grid_of, group_cost, network
+from libra.sizing.engines import NoRoomError, configuration, drafter_of, experts_of, grid_of, group_cost, network
 from libra.sizing.floor import Floor, Prices, group_prices, prices, prices_of_rank
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.question import SizingQuestion
@@ -81,9 +83,26 @@ class _Work:
         self.own = self.decoded * self.new + self.decoded * (self.decoded + 1) / 2  # tokens of context, all added up
         self.longest = prompt + self.output
         self.contexts = (int(self.new.min()) + 1, int(self.longest.max()))
+        self.iterations = self.decoded  # that generate them, at least
 
     def __len__(self) -> int:
         return len(self.arrival)
+
+    def with_drafts(self, speculative: Speculative) -> _Work:
+        """As many verifications as the draws of the simulator take at least: an iteration that has fewer drafts, or
+        none, has no more tokens than one that verifies all. How they are spread is not known: a context has grown by
+        a token for each iteration before, and lacks at most `tokens_each` for each that is left."""
+        drawn, draws, each = copy(self), Draws(speculative), speculative.tokens_each
+        drawn.iterations, drawn.own = np.zeros(len(self)), np.zeros(len(self))
+        for request, (new, decoded) in enumerate(zip(self.new, self.decoded.astype(int), strict=True)):
+            if decoded:
+                gains = draws.gains(request, 0, int(decoded)).cumsum()
+                count = int(gains.searchsorted(decoded)) + 1
+                left = np.arange(count)  # iterations after each
+                grown = np.maximum(count - 1 - left, decoded - each * (left + 1))
+                drawn.iterations[request] = count
+                drawn.own[request] = (new + 1) * count + grown.sum()
+        return drawn
 
 
 @dataclass(slots=True)
@@ -92,12 +111,13 @@ class Bounds:
 
     question: SizingQuestion
     _work: _Work = field(init=False)
+    _drawn: dict[Speculative | None, _Work] = field(init=False, default_factory=dict)
     _shapes: dict[EngineSetup, _ShapeFloor] = field(init=False, default_factory=dict)
     _pools: dict[EnginePool, tuple[int, str]] = field(init=False, default_factory=dict)
     _deadlines: tuple[_Deadline, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._work = _Work(self.question)
+        self._work = self._drawn[None] = _Work(self.question)
         self._deadlines = tuple(_deadlines(self.question, self._work))
 
     def of(self, candidate: ServingCandidate) -> RateBound:
@@ -133,12 +153,17 @@ class Bounds:
         if shape not in self._shapes:
             config, contexts = configuration(self.question, shape), self._work.contexts
             if shape.parallel is not None:
-                priced = prices_of_rank(experts_of(self.question, shape), config, contexts)
+                experts = experts_of(self.question, shape)
+                priced = prices_of_rank(experts, config, contexts, drafter_of(self.question, shape, experts.own))
             elif shape.apart is not None:
                 priced = group_prices(group_cost(self.question, shape), config, contexts)
             else:
-                priced = prices(grid_of(self.question, shape), config, contexts)
-            self._shapes[shape] = _ShapeFloor(config, priced, self._work)
+                grid = grid_of(self.question, shape)
+                priced = prices(grid, config, contexts, drafter_of(self.question, shape, grid))
+            drafts = config.speculative
+            if drafts is not None and drafts not in self._drawn:
+                self._drawn[drafts] = self._work.with_drafts(drafts)
+            self._shapes[shape] = _ShapeFloor(config, priced, self._drawn[drafts])
         return self._shapes[shape]
 
     def _latency(self, candidate: ServingCandidate, shapes: list[_ShapeFloor]) -> dict[Metric, Array]:
@@ -256,21 +281,26 @@ class _ShapeFloor:
     def token_seconds(self) -> Array:
         """Mean of each request's iterations after the first token."""
         work = self.work
+        # Where a chunk may take the place of a verification, it has a token at least.
+        rows = 1 if self._preempts else self.config.tokens_each
         seconds = np.zeros(len(work))
-        context = np.where(work.decoded > 0, work.own / np.maximum(1, work.decoded), 0.0)
+        context = np.where(work.decoded > 0, work.own / np.maximum(1, work.iterations), 0.0)
         for least, slope, chunk in self.prices.alone:
             if slope and self._preempts:
                 continue
             # Prompts that are completed beside it may take less than nothing in tables, but have tokens.
             prompts = np.arange(1 + (len(least) - 1) // int(work.new.min())) if chunk else np.zeros(1, dtype=int)
-            cheapest = (least[np.maximum(1, prompts * int(work.new.min()))] - chunk * prompts).min()
+            tokens = np.maximum(min(rows, len(least) - 1), prompts * int(work.new.min()))
+            cheapest = (least[tokens] - chunk * prompts).min()
             seconds = np.maximum(seconds, max(0.0, float(cheapest)) + slope * context)
-        return seconds
+        each: Array = seconds * np.divide(work.iterations, np.maximum(1, work.decoded))
+        return each
 
     @cached_property
     def _preempts(self) -> bool:
         """Whether blocks may run out while `max_num_seqs` requests run."""
-        blocks = np.sort(-(-self.work.longest // BLOCK) + 1)[-self.config.max_num_seqs :].sum()
+        ahead = self.config.lookahead + 2 * (self.config.tokens_each - 1)
+        blocks = np.sort(-(-(self.work.longest + ahead) // BLOCK) + 1)[-self.config.max_num_seqs :].sum()
         return bool(blocks > self.config.kv_blocks)
 
     def demands(self, role: RoleName, deadline: _Deadline) -> Iterator[tuple[Array, float, str]]:
@@ -293,7 +323,8 @@ class _ShapeFloor:
 
         A preempted request gets its next token with the chunk that computes its context again: that pays for the token,
         but not for the context. There are no more preemptions than blocks that requests grow by, twice over for a
-        prompt that is under way.
+        prompt that is under way. With drafts they grow by the same block again and again, so every iteration pays only
+        what such a chunk does.
         """
         work = self.work
         price = np.full(len(work), floor.output + self.prices.admission)
@@ -304,11 +335,18 @@ class _ShapeFloor:
         else:
             price = price - floor.chunk
         if role != "prefill":
-            price = price + (floor.output + floor.token) * work.decoded + floor.context * work.own
-            if self._preempts:
-                grown = float((-(-work.output // BLOCK) + 1).sum())
-                credit = 2 * grown * (floor.chunk + floor.context * float(work.longest.max()))
+            price = price + self._step(floor) * work.iterations
+            if not (self._preempts and self.config.speculative):
+                price = price + floor.context * work.own
+                if self._preempts:
+                    grown = float((-(-work.output // BLOCK) + 1).sum())
+                    credit = 2 * grown * (floor.chunk + floor.context * float(work.longest.max()))
         return price, credit
+
+    def _step(self, floor: Floor) -> float:
+        """What a request takes in each iteration after its first token, beyond its context."""
+        replaced = self._preempts and self.config.speculative is not None
+        return floor.output + floor.token + (-floor.chunk if replaced else floor.drafts)
 
     def _iterations(self, floor: Floor, role: RoleName, deadline: _Deadline) -> Iterator[tuple[str, Array]]:
         """How many iterations each request accounts for at least."""
@@ -319,13 +357,19 @@ class _ShapeFloor:
             yield "max_num_batched_tokens", work.new / most
             yield "max_num_seqs", np.full(len(work), 1 / seqs)
             return
-        yield "max_num_seqs", work.output / seqs
+        yield "max_num_seqs", (1 + work.iterations) / seqs
         yield "KV memory", work.own / (config.kv_blocks * config.block_size)
         if role == "colocated":
             yield "max_num_batched_tokens", (work.new + work.decoded) / most
+            rows = config.tokens_each
+            if rows > 1 and not self._preempts:  # a full iteration counts as having room for all drafts
+                yield "max_num_batched_tokens", (work.new + rows * work.iterations) / (most + seqs * (rows - 1))
         # Tokens that follow a preemption have no context to pay; prompts must not make an iteration cheaper.
-        each = floor.output + floor.token + (0.0 if self._preempts else floor.context * work.contexts[0])
+        each = self._step(floor) + (0.0 if self._preempts else floor.context * work.contexts[0])
         if deadline.tpot < inf and each > 0 and floor.token * work.new.min() >= floor.chunk:
-            together = max(1.0, (deadline.tpot - floor.iteration) / each)
+            # Of an iteration of d requests, 1 >= (2 - d / together) * d / together; whatever `together` is, and tight
+            # where it is d. What all d add up to follows from the time that they may take.
+            beyond = (deadline.tpot * work.decoded - floor.iteration * work.iterations) / each
+            together = max(1.0, float(beyond.sum() / work.iterations.sum()))
             if together < seqs:
-                yield "TPOT", work.decoded / together
+                yield "TPOT", np.minimum(work.iterations, (2 * work.iterations - beyond / together) / together)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from libra.cost.collectives import AllToAll
 from libra.sim.engine.config import RoleName
+from libra.sim.engine.speculative import Speculative
 
 Architecture = Literal["colocated", "prefill-decode", "attention-ffn"]
 
@@ -40,6 +41,18 @@ class DataParallel:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What is drafted and accepted; `model` is the draft model's name, where one proposes."""
+
+    speculative: Speculative
+    model: str | None = None
+
+    def __str__(self) -> str:
+        its, proposer = self.speculative, self.model or self.speculative.method
+        return f"{its.num_speculative_tokens} drafts of {proposer} for {its.mean_tokens:.3g} tokens"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSetup:
     """How one engine is set up, in vLLM's terms. `nodes` is the class of nodes that it stands on."""
 
@@ -51,6 +64,7 @@ class EngineSetup:
     async_scheduling: bool
     apart: Apart | None = None
     parallel: DataParallel | None = None
+    drafts: Drafts | None = None
 
     @property
     def ranks(self) -> int:
@@ -75,6 +89,7 @@ class EngineSetup:
         return (
             f"{self.nodes}{apart} tp{self.tensor_parallel_size}{stages}{ranks} seqs {self.max_num_seqs}"
             f" tokens {self.max_num_batched_tokens}{' async' if self.async_scheduling else ''}"
+            f"{'' if self.drafts is None else f' {self.drafts}'}"
         )
 
 

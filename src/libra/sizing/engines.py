@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from libra.cost.afd import StageGrid
 from libra.cost.collectives import AllToAll
-from libra.cost.engine_memory import BLOCK, CONTEXT, ffn_rank_bytes, kv_tokens
+from libra.cost.engine_memory import BLOCK, CONTEXT, drafter_memory, ffn_rank_bytes, kv_tokens
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
@@ -47,10 +47,16 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
-    taken = 0.0
+    taken, beside = 0.0, 0.0
+    speculative = None if shape.drafts is None else shape.drafts.speculative
+    each = 1 if speculative is None else speculative.tokens_each
+    if shape.drafts is not None and shape.drafts.speculative.method != "ngram":
+        drafter = None if shape.drafts.model is None else question.drafters[shape.drafts.model].model
+        divided = 1 if shape.parallel is None else shape.parallel.size
+        taken, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=divided)
     if shape.parallel is not None:
         batched = shape.ranks * shape.max_num_batched_tokens
-        taken = ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
+        taken += ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
     tokens = kv_tokens(
         model,
         nodes.gpu.memory,
@@ -59,6 +65,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         batched_tokens=shape.max_num_batched_tokens,
         pp=shape.pipeline_parallel_size,
         taken=taken,
+        kv_beside=beside,
         routed=shape.apart is None and shape.parallel is None,
     )
     if shape.apart is not None:
@@ -68,9 +75,9 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         raise NoRoomError(
             f"memory leaves KV for {blocks * BLOCK:,} tokens, less than the longest request ({question.longest:,})"
         )
-    host = grid_of(question, shape).host
-    sizes = capture_sizes(shape.max_num_seqs, shape.max_num_batched_tokens) if host.priced else ()
-    return EngineConfig(
+    seqs, most = shape.max_num_seqs, shape.max_num_batched_tokens
+    sizes = capture_sizes(seqs, most, tokens_each=each) if grid_of(question, shape).host.priced else ()
+    config = EngineConfig(
         max_model_len=question.longest,
         kv_blocks=blocks,
         block_size=BLOCK,
@@ -79,7 +86,14 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         capture_sizes=sizes,
         pipeline_parallel_size=shape.pipeline_parallel_size,
         async_scheduling=shape.async_scheduling,
+        speculative=speculative,
     )
+    if blocks < config.blocks(question.longest) + config.draft_blocks:
+        raise NoRoomError(
+            f"memory leaves KV for {blocks * BLOCK:,} tokens, less than the longest request ({question.longest:,}) and"
+            " its drafts"
+        )
+    return config
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
@@ -90,6 +104,21 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
     if shape.async_scheduling and grid.host.priced:
         return replace(grid, host=replace(grid.host, overlapped=True))
     return grid
+
+
+def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -> EngineGrid | None:
+    """The times of what proposes drafts beside an engine with these: a model of its own, or a layer like the engine's.
+    Raises `NoRoomError` where the drafter cannot be divided like the engine."""
+    if shape.drafts is None or shape.drafts.speculative.method == "ngram":
+        return None
+    if shape.drafts.model is None:
+        return grid.slowed(1 / question.model.layers)
+    drafter = question.drafters[shape.drafts.model]
+    nodes = question.cluster.node_class(shape.nodes)
+    try:
+        return drafter.profiles[question.cluster.nodes.index(nodes)].grid(shape.tensor_parallel_size)
+    except ValueError as error:
+        raise NoRoomError(str(error)) from None
 
 
 def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
@@ -174,7 +203,7 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
             engine = EngineSpec(
                 f"{pool.role}-{place}.{number}",
                 config,
-                _cost(grid, config, grid.host) if group is None else group.own,
+                _cost(grid, config, drafter_of(question, shape, grid)) if group is None else group.own,
                 devices=shape.rank_devices,
                 role=ROLES[pool.role],
                 kv_bytes=kv_bytes,
@@ -185,8 +214,9 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
 
 def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
     """The ranks of each group."""
-    shape, tp = pool.shape, pool.shape.tensor_parallel_size
-    cost = _expert_cost(experts_of(question, shape), config, grid_of(question, shape).host, question.model)
+    shape, tp, grid = pool.shape, pool.shape.tensor_parallel_size, experts_of(question, pool.shape)
+    drafter, alike = drafter_of(question, shape, grid.own), shape.drafts is not None and shape.drafts.model is None
+    cost = _expert_cost(grid, config, grid_of(question, shape).host, question.model, drafter, alike)
     alone = EngineSpec(
         name,
         config,
@@ -211,9 +241,9 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
 
 
 @lru_cache(maxsize=128)
-def _cost(grid: EngineGrid, config: EngineConfig, host: HostCost) -> GridCost:
+def _cost(grid: EngineGrid, config: EngineConfig, drafter: EngineGrid | None) -> GridCost:
     """Many candidates have the same engines, in other numbers."""
-    return GridCost(grid, config, host)
+    return GridCost(grid, config, drafter=drafter)
 
 
 @lru_cache(maxsize=128)
@@ -224,9 +254,12 @@ def _expert_grid(
 
 
 @lru_cache(maxsize=128)
-def _expert_cost(grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec) -> ExpertCost:
-    """All experts are asked for alike."""
+def _expert_cost(
+    grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec, drafter: EngineGrid | None, alike: bool
+) -> ExpertCost:
+    """All experts are asked for alike, those of a drafter that is a layer like the model's, too."""
     experts = model.experts
     assert experts is not None
     shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)
-    return ExpertCost(grid, config, ExpertLoad(lambda _: shares, experts.active), None, host)
+    load = ExpertLoad(lambda _: shares, experts.active)
+    return ExpertCost(grid, config, load, None, host, drafter, draft_experts=alike and drafter is not None)

@@ -34,7 +34,8 @@ _LINES = 3
 class Floor:
     """Seconds of an iteration, from below: `iteration`, `output` for each request that gets a token, `token` for each
     token computed, `context` for each token of context of those that decode, `pair` for each pair of a prefilled token
-    and one that it attends to, less `chunk` for each request that completes its prompt."""
+    and one that it attends to, less `chunk` for each request that completes its prompt; `drafts` for all that a request
+    verifies."""
 
     iteration: float
     output: float
@@ -42,6 +43,7 @@ class Floor:
     context: float
     pair: float
     chunk: float
+    drafts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,28 @@ class Prices:
     alone: tuple[tuple[Array, float, float], ...]  # ([tokens + 1] of any iteration, context, chunk)
 
 
-def prices(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
-    """`contexts` are the shortest and the longest that requests have when they decode."""
+def prices(
+    grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
+) -> Prices:
+    """`contexts` are the shortest and the longest that requests have when they decode; `drafter` has the times of what
+    proposes drafts. A request that decodes counts as all the tokens that it may have, `config.tokens_each`."""
     host = grid.host
     beside, each = (0.0, 0.0) if host.overlapped else (host.iteration, host.request)
-    floors, prompt, alone = [], [], []
-    for pair, chunk in _attention(grid, config, contexts[1]):
+    floors, prompt, alone, drafts = [], [], [], config.tokens_each - 1
+    for pair, chunk in _attention(grid, config, contexts[1], drafter):
         for slope in _slopes(grid, config, contexts):
-            decode = _decode(grid, config, contexts, slope)
+            decode = _decode(grid, config, contexts, slope, drafter)
             # What launching takes at least is no more where attention comes to it.
             launched = not pair and not slope
             least = _least(grid, config, decode, launched=launched) - chunk
             if least[1] >= 0:
                 lines = _hull(least)
                 floors += [Floor(start + beside, each, token, slope, pair, chunk) for start, token in lines]
+                if drafts:  # that count as tokens, even those that a full iteration has no room for
+                    lines = _hull(np.pad(least, (0, config.max_num_seqs * drafts), "edge"))
+                    floors += [
+                        Floor(start + beside, each, token, slope, pair, chunk, drafts * token) for start, token in lines
+                    ]
                 alone.append((least + beside + each, slope, chunk))
             if not slope:
                 with_chunk = _least(grid, config, decode, launched=launched, chunked=True) - chunk
@@ -87,10 +97,13 @@ def prices(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) ->
     )
 
 
-def prices_of_rank(grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
+def prices_of_rank(
+    grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
+) -> Prices:
     """Of one of several ranks that divide experts: its own part, and what all do together. That is shared by all their
-    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others."""
-    own = prices(replace(grid.own, host=NO_HOST), config, contexts)
+    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others. What experts
+    take for drafts, and those of a drafter, is left out."""
+    own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
     tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
     seconds: Array = grid.layers * grid.layer_seconds(tokens / grid.gpus) * (1 - _ROUNDING)
@@ -99,9 +112,11 @@ def prices_of_rank(grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, 
     lines = hull_lines(tokens.astype(float), before, _LINES)
     alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
 
-    def with_alone(least: Array) -> Array:
-        found: Array = least + alone[: len(least)]
+    def with_alone(least: Array, *, surely: bool) -> Array:
+        found: Array = least + (alone[: len(least)] if surely else alone[1])
         return found
+
+    drafts = config.speculative is not None  # of which an iteration may have fewer than it counts
 
     return Prices(
         tuple(
@@ -111,8 +126,8 @@ def prices_of_rank(grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, 
         ),
         own.admission,
         own.admitted_token,
-        tuple((with_alone(least), pair) for least, pair in own.prompt),
-        tuple((with_alone(least), context, chunk) for least, context, chunk in own.alone),
+        tuple((with_alone(least, surely=True), pair) for least, pair in own.prompt),
+        tuple((with_alone(least, surely=not drafts), context, chunk) for least, context, chunk in own.alone),
     )
 
 
@@ -158,10 +173,13 @@ def _below(floor: Floor) -> Floor:
         floor.context * part,
         floor.pair * part,
         floor.chunk,
+        floor.drafts * part,
     )
 
 
-def _attention(grid: EngineGrid, config: EngineConfig, longest: int) -> Iterator[tuple[float, float]]:
+def _attention(
+    grid: EngineGrid, config: EngineConfig, longest: int, drafter: EngineGrid | None
+) -> Iterator[tuple[float, float]]:
     """(pair, chunk): the attention of any chunk takes `pair` for each of its pairs of tokens, less `chunk`, or more.
 
     Tables fall here and there, most of all for short chunks after long prefixes: the dearer the pair, the more has to
@@ -169,8 +187,11 @@ def _attention(grid: EngineGrid, config: EngineConfig, longest: int) -> Iterator
     """
     most = config.max_num_batched_tokens
     tokens = np.arange(1, most + 1)
-    knots = np.array(sorted({0, *(it for it in grid.prefixes if it < longest), longest}), dtype=float)
+    prefixes = grid.prefixes if drafter is None else {*grid.prefixes, *drafter.prefixes}
+    knots = np.array(sorted({0, *(it for it in prefixes if it < longest), longest}), dtype=float)
     attention = grid.prefill_seconds_at(tokens, knots) - linear_layers(grid, most)[1:, None]
+    if drafter is not None:
+        attention = attention + drafter.prefill_seconds_at(tokens, knots)
     pairs = tokens[:, None] * knots + (tokens * (tokens + 1) / 2)[:, None]
     dearest = max(0.0, float((attention / pairs)[-1].min()))
     for share in (0.0, 0.5, 1.0):
@@ -185,45 +206,64 @@ def _slopes(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -
     return (0.0, lines[0].per_context_token)
 
 
-def _decode(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], slope: float) -> Array:
+def _decode(
+    grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], slope: float, drafter: EngineGrid | None
+) -> Array:
     """[requests + 1] seconds of the device in an iteration in which so many requests decode, beyond `slope` for each
-    token of context; infinite for none.
+    token of context and without the linear layers of drafts; infinite for none.
 
     A batch that is padded has a shorter mean context than its requests, but half of theirs at least; contexts that
     differ count as if they were up to twice as long as they can be.
     """
     terms = grid.terms
-    sizes = np.array([padded(requests, config.capture_sizes) for requests in range(1, config.max_num_seqs + 1)])
+    sizes = _sizes(config)
     low, high = max(0.0, contexts[0] / 2 - 1), 2.0 * contexts[1]
     if terms.shared:
         low = 0.0
-    inside = [float(it) for it in grid.contexts if low < it < high]
+    points = grid.contexts if drafter is None else sorted({*grid.contexts, *drafter.contexts})
+    inside = [float(it) for it in points if low < it < high]
     lengths = np.array([low, *inside, high])
     seconds = grid.decode_seconds_at(sizes, lengths) - slope * sizes[:, None] * lengths
+    if drafter is not None:
+        seconds = seconds + (config.tokens_each - 1) * drafter.decode_seconds_at(sizes, lengths)
     least: Array = seconds.min(axis=1)
     if terms.decode != 1:
         least = least + (terms.decode - 1) * grid.decode_seconds_at(sizes, [0])[:, 0]
     return np.concatenate([[np.inf], least])
 
 
+def _sizes(config: EngineConfig) -> Array:
+    """[requests] of the CUDA graphs that run 1 request, 2, .. that decode."""
+    each = config.tokens_each
+    sizes: Array = np.array(
+        [-(-padded(requests * each, config.capture_sizes) // each) for requests in range(1, config.max_num_seqs + 1)]
+    )
+    return sizes
+
+
 def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: bool, chunked: bool = False) -> Array:
     """[tokens + 1] seconds of the device in any iteration that computes so many tokens or more, whoever they belong to;
     with `chunked`, of those among them that have a chunk of a prompt; with `launched`, as long as launching takes."""
     terms, host = grid.terms, grid.host
-    seqs, most = config.max_num_seqs, config.max_num_batched_tokens
+    seqs, most, each = config.max_num_seqs, config.max_num_batched_tokens, config.tokens_each
     run = np.array([padded(tokens, config.capture_sizes) for tokens in range(most + 1)])
-    linear = linear_layers(grid, int(run[-1]))[run]
+    unpadded = linear_layers(grid, int(run[-1]))
+    linear = unpadded[run]
     linear[0] = 0.0
+    tokens = np.minimum(np.arange(seqs + 1) * each, most)  # of so many requests that decode
+    drafts = linear[tokens] - unpadded[np.concatenate([[0], np.minimum(_sizes(config), most)])]
+    decode = decode + drafts
     if terms.linear is None:
-        saved = linear[: seqs + 1].copy()
+        saved = linear[tokens]
         together = linear
     else:
-        sizes = run[1 : seqs + 1]
-        saved = np.concatenate([[0.0], terms.decode * grid.decode_seconds_at(sizes, [0])[:, 0]])
+        saved = np.concatenate([[0.0], terms.decode * grid.decode_seconds_at(_sizes(config), [0])[:, 0]]) + drafts
         together = terms.linear * linear
     # Beside decoding requests a chunk pays only what it adds to their linear layers.
     cheaper = np.minimum.accumulate(np.concatenate([[0.0], np.minimum(0.0, decode[1:] - saved[1:])]))
-    beside = cheaper[np.minimum(np.arange(most + 1) - 1, seqs).clip(0)]
+    beside = cheaper[np.minimum((np.arange(most + 1) - 1) // each, seqs).clip(0)]
+    if each > 1:
+        beside[most] = cheaper[seqs]  # drafts that there is no room for are left out
     mixed = together + beside
     if launched and (host.piecewise or host.eager):
         largest = config.capture_sizes[-1] if config.capture_sizes else 0
@@ -231,7 +271,7 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
         mixed = np.maximum(mixed, launching)
     least = mixed.copy()
     if not chunked:
-        least[1 : seqs + 1] = np.minimum(least[1 : seqs + 1], decode[1:])
+        np.minimum.at(least, tokens[1:], decode[1:])
     return np.minimum.accumulate(np.maximum(0.0, least)[::-1])[::-1]
 
 

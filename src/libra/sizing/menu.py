@@ -18,7 +18,8 @@ from libra.config.yaml_file import Section, read_section
 from libra.cost.afd import afd_refusal
 from libra.cost.collectives import AllToAll
 from libra.hardware.model import ModelSpec
-from libra.sizing.candidate import Apart, Architecture, DataParallel, EnginePool, EngineSetup, ServingCandidate
+from libra.sim.engines_keys import SpeculativeSection
+from libra.sizing.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -40,7 +41,7 @@ class MenuFile(Section):
     """Names are vLLM's. What is left out has these values, or all that there are."""
 
     architectures: Annotated[tuple[Architecture, ...], Field(min_length=1)] = ("colocated", "prefill-decode")
-    nodes: tuple[str, ...] | None = None  # classes of nodes
+    nodes: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # classes of nodes
     tensor_parallel_size: _Counts | None = None
     pipeline_parallel_size: _Counts = (1,)
     max_num_seqs: _Counts = (64, 256)
@@ -48,9 +49,25 @@ class MenuFile(Section):
     async_scheduling: Annotated[tuple[Annotated[bool, Field(strict=True)], ...], Field(min_length=1)] = (True,)
     data_parallel_size: _Counts = (1,)  # with more than one, experts are divided over the ranks
     all2all_backend: Annotated[tuple[AllToAll, ...], Field(min_length=1)] = ("allgather_reducescatter",)
+    speculative: Annotated[tuple[SpeculativeSection | None, ...], Field(min_length=1)] = (None,)  # null: no drafts
     engines: _Counts | None = None  # of a pool
     afd: AfdMenu = AfdMenu()
     cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Models that propose drafts."""
+        return tuple(dict.fromkeys(it.model for it in self.speculative if it is not None and it.model is not None))
+
+    def drafts(self) -> list[Drafts | None]:
+        """Raises ValueError that names the entry."""
+        made: list[Drafts | None] = []
+        for place, given in enumerate(self.speculative):
+            try:
+                made.append(None if given is None else Drafts(given.drafts(), given.model))
+            except ValueError as error:
+                raise ValueError(f"speculative.{place} of the menu: {error}") from None
+        return made
 
 
 DEFAULT = MenuFile()
@@ -72,26 +89,28 @@ class ServingMenu:
         are GPUs for, since what a GPU serves hardly depends on it. Raises ValueError where the file names what the
         cluster or the profiles do not have."""
         file = self.file
-        shapes = list(self.shapes(question))
+        shapes = list(dict.fromkeys(self.shapes(question)))
         if "colocated" in file.architectures:
             for shape in shapes:
                 yield from self._colocated(question, shape)
         if "prefill-decode" in file.architectures:
             prefill, decode = self._roles(shapes)
             for one, other in product(prefill, decode):
-                yield from self._apart(question, one, other)
+                if one.drafts == other.drafts:  # the drafter's KV is of the prompt, too
+                    yield from self._apart(question, one, other)
         if "attention-ffn" in file.architectures:
-            prefill, groups = self._roles([it for it in shapes if it.parallel is None])
+            prefill, groups = self._roles([it for it in shapes if it.parallel is None and it.drafts is None])
             for one, other, apart in product(prefill, groups, self._groups(question.model)):
                 yield from self._apart(question, one, replace(other, apart=apart))
 
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
         """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
-        tokens."""
-        apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+        tokens, and no pipeline: vLLM pulls KV into none."""
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
-        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in apart)
-        decode = dict.fromkeys(replace(it, max_num_batched_tokens=tokens) for it in apart)
+        prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in shapes)
+        decode = dict.fromkeys(
+            replace(it, max_num_batched_tokens=tokens) for it in shapes if it.pipeline_parallel_size == 1
+        )
         return list(prefill), list(decode)
 
     def _groups(self, model: ModelSpec) -> list[Apart]:
@@ -101,7 +120,7 @@ class ServingMenu:
         found = [Apart(*it) for it, refused in zip(pairs, refusals, strict=True) if refused is None]
         if not found:
             raise ValueError(f"attention-ffn of the menu: {refusals[0]}")
-        return found
+        return list(dict.fromkeys(found))
 
     def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster
@@ -113,6 +132,7 @@ class ServingMenu:
                     f"tensor_parallel_size {tp} of the menu: {question.model.name} has engine times for"
                     f" {', '.join(map(str, sorted(there_are)))} on this cluster; leave it out"
                 )
+        drafts = file.drafts()
         several = [dp for dp in file.data_parallel_size if dp > 1]
         if several and question.model.experts is None:
             raise ValueError(
@@ -123,26 +143,32 @@ class ServingMenu:
             nodes = cluster.node_class(name)
             known = tuple(grid.tp for grid in question.profiles[cluster.nodes.index(nodes)].engines)
             degrees = known if file.tensor_parallel_size is None else file.tensor_parallel_size
-            for tp, pp, seqs, tokens, ahead in product(
+            for tp, pp, seqs, tokens, ahead, draft in product(
                 degrees,
                 file.pipeline_parallel_size,
                 file.max_num_seqs,
                 file.max_num_batched_tokens,
                 file.async_scheduling,
+                drafts,
             ):
-                if 1 in file.data_parallel_size and tp in known and tokens >= seqs and not (ahead and pp > 1):
-                    yield EngineSetup(name, tp, pp, seqs, tokens, ahead)
-            for tp, seqs, tokens, ahead, dp, way in product(
+                if 1 not in file.data_parallel_size or tp not in known or tokens < seqs or (draft and pp > 1):
+                    continue
+                waits = pp > 1 or (draft is not None and draft.speculative.method == "ngram")
+                yield EngineSetup(name, tp, pp, seqs, tokens, ahead and not waits, drafts=draft)
+            for tp, seqs, tokens, ahead, dp, way, draft in product(
                 degrees,
                 file.max_num_seqs,
                 file.max_num_batched_tokens,
                 file.async_scheduling,
                 several,
                 file.all2all_backend,
+                drafts,
             ):
                 experts = question.model.experts
                 if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
-                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead, parallel=DataParallel(dp, way))
+                    waits = draft is not None and draft.speculative.method == "ngram"
+                    ranks = DataParallel(dp, way)
+                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead and not waits, parallel=ranks, drafts=draft)
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))

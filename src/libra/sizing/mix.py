@@ -130,6 +130,11 @@ def single_engines(
     slowest network of the menu."""
     if "attention-ffn" in menu.file.architectures:
         raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
+    if "prefill-decode" in menu.file.architectures and len(menu.file.speculative) > 1:
+        raise ValueError(
+            "speculative has several entries, and a plan may mix any prefill and decode engines, which need the same"
+            " drafts: give one, leave prefill-decode out, or --plan"
+        )
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))
@@ -143,9 +148,10 @@ def single_engines(
             for it in apart
         }
         fastest = min(apart, key=lambda it: paces[it])
-        for it in apart:
+        for it in shapes:
             one, many = EnginePool("prefill", it, 1), EnginePool("decode", fastest, _AMPLE)
             asked[ServingCandidate((one, many))] = ("prefill", it)
+        for it in apart:
             one, many = EnginePool("decode", it, 1), EnginePool("prefill", fastest, _AMPLE)
             asked[ServingCandidate((many, one))] = ("decode", it)
     possible = {it: bounds.of(it).rate for it in asked}

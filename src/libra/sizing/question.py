@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, isfinite
 
 from libra.cost.grid import EngineProfile
@@ -19,13 +20,22 @@ from libra.sizing.objective import Objective, check_objectives
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """A model that proposes drafts, with its times on the cluster's classes."""
+
+    model: ModelSpec
+    profiles: tuple[EngineProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SizingQuestion:
     """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
 
     Without `rate` (requests/s) each is asked how fast requests may come, in the order and with the gaps of the record,
     all scaled alike; with it, whether it serves that many. `gpus` and `budget` are the most that one may take; the
     latter is in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared
-    by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order.
+    by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order; `drafters` are known by the
+    names that a menu has for them.
     """
 
     cluster: Cluster
@@ -37,6 +47,7 @@ class SizingQuestion:
     gpus: int | None = None
     budget: float | None = None
     prices: Mapping[str, float] = field(default_factory=dict)
+    drafters: Mapping[str, Drafter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_objectives(self.objectives)
@@ -57,6 +68,12 @@ class SizingQuestion:
         if any(not (isfinite(price) and price > 0) for price in self.prices.values()):
             raise ValueError(f"prices are {dict(self.prices)}; give finite numbers above 0")
         _check_requests(self.requests, self.model)
+        for name, drafter in self.drafters.items():
+            if drafter.model.max_context < self.longest:
+                raise ValueError(
+                    f"{name}, a draft model, is made for {drafter.model.max_context:,} tokens; a request has"
+                    f" {self.longest:,}: leave one of them out"
+                )
 
     @property
     def natural_rate(self) -> float:
@@ -93,6 +110,8 @@ class SizingQuestion:
 def _check_requests(requests: Sequence[RecordedRequest], model: ModelSpec) -> None:
     if len(requests) < 2 or requests[-1].arrival == requests[0].arrival:
         raise ValueError("requests all come at one instant: a rate needs two that come at different times")
+    if any(later.arrival < sooner.arrival for sooner, later in pairwise(requests)):
+        raise ValueError("requests are not in the order of their arrival: sort them")
     for number, it in enumerate(requests):
         if it.cancel_at is not None:
             raise ValueError(f"request {number} has cancel_at: whether it was served in time is unknown; leave it out")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -23,14 +24,15 @@ from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from libra.plan.problem import InfeasiblePlanError
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, bottleneck, could_matter, pareto
 from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_of
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu
+from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import Drafter, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 _WAVE = 16  # candidates that are simulated between two looks at what is left
@@ -55,7 +57,7 @@ def search(
     rate: float | None = None,
     gpus: int | None = None,
     budget: float | None = None,
-    menu: MenuFile = DEFAULT,
+    menu: MenuFile | Path | str = DEFAULT,
     profile: str = "auto",
     host: str = "default",
     jobs: int = 1,
@@ -65,10 +67,11 @@ def search(
     """The Pareto set of deployments that serve the requests within the objectives: goodput per GPU (or per cost, where
     the menu has prices) against TTFT and TPOT.
 
-    Cluster, model and requests are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other arguments
-    are those of `SizingQuestion`, `engine_profiles` and `ServingMenu`; `jobs` is the number of processes. Raises
-    ValueError where the question has no answer to look for.
+    Cluster, model, requests and menu are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other
+    arguments are those of `SizingQuestion` and `engine_profiles`; `jobs` is the number of processes. Raises ValueError
+    where the question has no answer to look for.
     """
+    file = menu if isinstance(menu, MenuFile) else load_menu(Path(menu))
     return answer(
         question_of(
             cluster,
@@ -78,12 +81,12 @@ def search(
             rate=rate,
             gpus=gpus,
             budget=budget,
-            menu=menu,
+            menu=file,
             profile=profile,
             host=host,
             note=note,
         ),
-        ServingMenu(menu),
+        ServingMenu(file),
         jobs=jobs,
         progress=progress,
     )
@@ -110,19 +113,23 @@ def question_of(
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
     profiles = engine_profiles(there, shape, recipe, profile, note, host)
     objectives = parse_objectives(slo) if isinstance(slo, str) else tuple(slo)
+    drafters = {}
+    for name in menu.drafters:
+        small = load_model(name)
+        its = Recipe(batch=1, samples_per_prompt=1, max_length=small.max_context)
+        drafters[name] = Drafter(small, engine_profiles(there, small, its, profile, lambda _: None, "none"))
     prices = dict(menu.cost_per_hour)
-    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices)
+    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices, drafters)
 
 
 def answer(
     question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
 ) -> SizingAnswer:
-    """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do."""
+    """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do: of these
+    `InfeasiblePlanError` where more GPUs or money would give it something."""
     candidates = list(menu.candidates(question))
     if not candidates:
-        raise ValueError(
-            "the menu has no deployment that there are GPUs for: raise gpus or budget, or add smaller ones"
-        )
+        _refuse_empty(question, menu)
     bounds = Bounds(question)
     bounded = {it: bounds.of(it) for it in candidates}
     _refuse_impossible(question, bounds, candidates)
@@ -131,6 +138,20 @@ def answer(
         for wave in found.waves():
             found.take(simulate(wave))
         return found.answer(candidates)
+
+
+def _refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
+    more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
+    if not more:
+        raise ValueError(
+            "no engine of the menu can be on this cluster: a pipeline is without drafts and does not decode for others,"
+            " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
+            " experts, and the cluster has the GPUs of all `engines`"
+        )
+    least = min(more, key=question.cost)
+    raise InfeasiblePlanError(
+        f"the menu has nothing so small: {least} {question.refusal(least)}; raise gpus or budget, or add smaller ones"
+    )
 
 
 class _Found:

@@ -166,8 +166,7 @@ def _uses(cluster: SimCluster, candidate: ServingCandidate) -> Iterator[PoolUse]
     for pool in candidate.pools:
         members = cluster.engines[place : place + pool.ranks]
         place += pool.ranks
-        stages = pool.shape.pipeline_parallel_size
-        busy = sum(it.busy_ticks for it in members) / (ticks * len(members) * stages)
+        busy = sum(it.busy_ticks for it in members) / (ticks * len(members))
         held = sum(it.held_ticks / (2 * it.config.kv_blocks) for it in members) / (ticks * len(members))
         yield PoolUse(busy, held, sum(it.preemptions for it in members))
 

@@ -31,7 +31,7 @@ class Device:
 
     def execute_model(self, output: Any, non_block: bool) -> Any:
         assert non_block
-        requests = self._engine._scheduler.requests
+        requests = self._engine.scheduler.requests
         samples = {name: not requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         self._launched.append(samples)
         if output.total_num_scheduled_tokens:
@@ -50,7 +50,7 @@ class Device:
         samples = self._launched.popleft()
         self.computing -= bool(samples)
         # No token comes of a prompt before its last chunk, or of a request that has gone.
-        there = self._engine._scheduler.requests
+        there = self._engine.scheduler.requests
         sampled = [[7] if made and name in there else [] for name, made in samples.items()]
         return ModelRunnerOutput(list(samples), {name: at for at, name in enumerate(samples)}, sampled)
 
@@ -61,8 +61,8 @@ def core_of(engine: Any) -> tuple[Any, Device]:
 
     class Core(EngineCore):
         def __init__(self) -> None:
-            self.scheduler, self.model_executor = engine._scheduler, device
-            self.vllm_config = engine._scheduler.vllm_config
+            self.scheduler, self.model_executor = engine.scheduler, device
+            self.vllm_config = engine.scheduler.vllm_config
             self.batch_queue_size = engine._most_under_way
             self.batch_queue = deque(maxlen=2) if self.batch_queue_size > 1 else None
             self.step_fn = self.step if self.batch_queue is None else self.step_with_batch_queue
@@ -89,7 +89,7 @@ def test_the_token_is_held_until_the_last_output_has_come(
     core, alone = core_of(engine)
     for request in REQUESTS:
         engine.add(request)
-    while engine._scheduler.has_requests() or core.batch_queue:
+    while engine.scheduler.has_requests() or core.batch_queue:
         core.step_fn()
 
     monkeypatch.setenv(DEVICE, str(tmp_path / "device"))
@@ -102,7 +102,7 @@ def test_the_token_is_held_until_the_last_output_has_come(
     for request in REQUESTS:
         engine.add(request)
     taken = refused = steps = 0
-    while engine._scheduler.has_requests() or core.batch_queue:
+    while engine.scheduler.has_requests() or core.batch_queue:
         steps += 1
         borrower.wish(0.001 if steps % 5 == 0 else 0.0)
         core.step_fn()

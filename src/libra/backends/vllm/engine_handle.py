@@ -21,6 +21,7 @@ from libra.backends.transport.engine_messages import (
     Generate,
     Generated,
     Interrupt,
+    Lent,
     Loaded,
     LoadWeights,
     LoanState,
@@ -180,6 +181,11 @@ class EngineHandle(Handle):
                 self._settle(message)
             case Generated():
                 self._take(message)
+            case Lent():  # here: what is said of the loan right behind it may be read before whoever asked goes on
+                self.loan = LoanState(message.away, 0.0, 0.0, 0, 0)
+                if self.away and self._on_recall is not None:
+                    self._on_recall(self)
+                super()._receive(message)
             case Loaded() if self._on_load is not None:
                 self.version = message.version
                 self._on_load(self, message.seconds)

@@ -27,7 +27,7 @@ def expert_tables(
 ) -> tuple[float, ...]:
     """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
     experts are asked for alike. Raises `NoTablesError`."""
-    operator = _experts(model, 1, ranks, quantization, "balanced")
+    operator = _experts(gpu, model, 1, ranks, quantization, "balanced")
     return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
 
 
@@ -55,7 +55,9 @@ def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantizati
     """
     experts = model.experts
     assert experts is not None
-    skewed, even = (_experts(model, tp, 1, quantization, routing) for routing in (f"power_law_{_EXPONENT}", "balanced"))
+    skewed, even = (
+        _experts(gpu, model, tp, 1, quantization, routing) for routing in (f"power_law_{_EXPONENT}", "balanced")
+    )
     all_touched = math.ceil(experts.count / experts.active)  # tokens
     few = range(1, all_touched + 1)
     reading = [_operator(gpu, model, even, tokens) for tokens in few]
@@ -69,7 +71,7 @@ def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantizati
     return np.array(seconds)
 
 
-def _experts(model: ModelSpec, tp: int, ep: int, quantization: Quantization, routing: str) -> Any:
+def _experts(gpu: GPU, model: ModelSpec, tp: int, ep: int, quantization: Quantization, routing: str) -> Any:
     """The operator of one layer's experts on each of `tp` or `ep` GPUs."""
     from aiconfigurator_core.sdk.common import MoEQuantMode
     from aiconfigurator_core.sdk.operations.moe import MoE
@@ -77,7 +79,7 @@ def _experts(model: ModelSpec, tp: int, ep: int, quantization: Quantization, rou
     experts = model.experts
     assert experts is not None
     shape = (model.hidden, experts.intermediate, experts.active, experts.count, tp, ep)
-    mode = MoEQuantMode[table_modes(quantization, model).get("moe_quant_mode", "bfloat16")]
+    mode = MoEQuantMode[table_modes(gpu, quantization, model).get("moe_quant_mode", "bfloat16")]
     return MoE("experts", 1.0, *shape, mode, routing, 1)
 
 

@@ -183,7 +183,12 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
         ) from None
     system = table_system(gpu)
     experts = {} if model.experts is None else {"moe_tp_size": tp}
-    modes = table_modes(quantization, model)
+    modes = table_modes(gpu, quantization, model)
+    if modes.get("moe_quant_mode") == "fp8_block" and model.experts and model.experts.intermediate % (tp * _BLOCK):
+        raise NoTablesError(
+            f"the tables for {gpu.name} have experts of fp8 in blocks of {_BLOCK}, and {model.name} has"
+            f" {model.experts.intermediate} / {tp}: leave tp {tp} out, or use a roofline"
+        )
     with tempfile.TemporaryDirectory() as folder, quietly():
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(model)), encoding="utf-8")
         try:
@@ -201,9 +206,13 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
 
 # What the tables call quantised weights; KV is in 16 bits or in fp8 there.
 _WEIGHTS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
+# Their fp8 experts are those of ModelOpt, whose activations have fixed scales: on Hopper FlashInfer's kernels, twice as
+# slow as bf16. vLLM's `fp8` scales as it goes, and runs Triton's there, as with fp8 in blocks, which the tables have.
+_HOPPER = ("H100", "H800", "H200")
+_BLOCK = 128
 
 
-def table_modes(quantization: Quantization, model: ModelSpec) -> dict[str, str]:
+def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[str, str]:
     """What is asked of the tables. Raises `NoTablesError` where no GPU has tables of it."""
     weights, modes = quantization.quantization, {}
     if weights is not None:
@@ -213,7 +222,8 @@ def table_modes(quantization: Quantization, model: ModelSpec) -> dict[str, str]:
             )
         modes["gemm_quant_mode"] = _WEIGHTS[weights]
         if model.experts is not None:
-            modes["moe_quant_mode"] = _WEIGHTS[weights]
+            in_blocks = weights == "fp8" and gpu.name in _HOPPER
+            modes["moe_quant_mode"] = "fp8_block" if in_blocks else _WEIGHTS[weights]
     if quantization.kv_number != UNQUANTIZED.kv_number:
         if quantization.kv_number.bytes != 1:
             raise NoTablesError(f"there are no tables of KV in {quantization.kv_cache_dtype}; use a roofline")
@@ -225,7 +235,12 @@ def _sampled(engine: Any) -> tuple[Array, Array]:
     """Seconds of decode [batch, context] and of prefill [chunk, prefix]; the tables count the prefix as input."""
     decode = [[engine.predict_decode_latency(batch, context, 2) for context in CONTEXTS] for batch in BATCHES]
     prefill = [[engine.predict_prefill_latency(1, prefix + chunk, prefix) for prefix in PREFIXES] for chunk in CHUNKS]
-    return np.array(decode) / 1e3, np.array(prefill) / 1e3
+    seconds = np.array(decode) / 1e3
+    # Beyond the last point times go on as before it, and measured ones fall here and there: not what has no context.
+    first, second = CONTEXTS[:2]
+    alone = seconds[:, 0] - (seconds[:, 1] - seconds[:, 0]) * first / (second - first)
+    seconds[-1] += max(0.0, alone[-2] - alone[-1])
+    return seconds, np.array(prefill) / 1e3
 
 
 def _difference(gpu: GPU, link: float, measured: GPU, model: ModelSpec, tp: int, tokens: tuple[int, ...]) -> Array:

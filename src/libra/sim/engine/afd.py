@@ -21,7 +21,7 @@ from libra.cost.host import NO_HOST, HostCost
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.group_cost import Graph, GroupSpec, Together
+from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.value import Value
 
@@ -38,12 +38,27 @@ class AttentionFFN(Value):
     latency: float = 0.0  # seconds of a transfer beside its bytes
     micro_batches: int = 2  # those of afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
     serial_links: bool = True
+    dbo_decode_token_threshold: int | None = None  # with fewer tokens a rank's batch is not divided; None: it always is
+    dbo_prefill_token_threshold: int | None = None
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth is {self.bandwidth}; give bytes/s of each GPU's network, above 0")
         if self.latency < 0:
             raise ValueError(f"latency is {self.latency}; it is 0 or more")
+        decode, prefill = self.dbo_decode_token_threshold, self.dbo_prefill_token_threshold
+        if (decode is None) != (prefill is None):
+            raise ValueError(
+                "dbo_decode_token_threshold or dbo_prefill_token_threshold is given alone: give both (vLLM's are 32 and"
+                " 512), or none"
+            )
+        _ = self.micro_batching
+
+    @property
+    def micro_batching(self) -> MicroBatching | None:
+        """When batches are divided; None: always."""
+        decode, prefill = self.dbo_decode_token_threshold, self.dbo_prefill_token_threshold
+        return None if decode is None or prefill is None else MicroBatching(self.micro_batches, decode, prefill)
 
 
 class AfdCost:
@@ -57,18 +72,23 @@ class AfdCost:
             raise ValueError("speculative with attention and FFN apart is not simulated: leave one of them out")
         self._stages, self._config, self._afd, self.host = stages, config, afd, host
         self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
+        self._whole = self.grid if afd.micro_batching is None else _of_micro_batch(stages, 1)
         self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
-        self._ranks: dict[int, GridCost] = {}
+        self._ranks: dict[tuple[int, bool], GridCost] = {}
         self.own = self.rank(Graph("NONE"))
         self._together = lru_cache(1 << 14)(self._lines)
 
     def rank(self, graph: Graph) -> IterationCost:
-        cost = self._ranks.get(graph.size)
+        cost = self._ranks.get((graph.size, graph.whole))
         if cost is None:
-            sizes = (graph.size,) if graph.size else ()
-            cost = GridCost(self.grid, replace(self._config, capture_sizes=sizes), NO_HOST)
-            self._ranks[graph.size] = cost
+            sizes, grid = (graph.size,) if graph.size else (), self._whole if graph.whole else self.grid
+            cost = GridCost(grid, replace(self._config, capture_sizes=sizes), NO_HOST)
+            self._ranks[graph.size, graph.whole] = cost
         return cost
+
+    @property
+    def micro_batching(self) -> MicroBatching | None:
+        return self._afd.micro_batching
 
     @property
     def attention(self) -> int:
@@ -84,15 +104,16 @@ class AfdCost:
     def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
         return self._together(graph, tokens, cpu)
 
-    def stages(self, tokens: int) -> tuple[int, int]:
-        """Ticks of FFN, and of a link, for one micro-batch of so many tokens of all attention ranks."""
-        afd, each = self._afd, tokens / self._afd.micro_batches
+    def stages(self, tokens: int, count: int) -> tuple[int, int]:
+        """Ticks of FFN, and of a link, for one of `count` micro-batches of so many tokens of all attention ranks."""
+        afd, each = self._afd, tokens / count
         link = each * self._stages.token_bytes / self._rate + afd.latency
         return ticks(self._stages.experts_seconds(each)), ticks(link)
 
     def _lines(self, graph: Graph, tokens: int, cpu: float) -> Together:
-        stages, count, host = self._stages, self._afd.micro_batches, self.host
-        ffn, link = self.stages(tokens)
+        stages, host = self._stages, self.host
+        count = 1 if graph.whole else self._afd.micro_batches
+        ffn, link = self.stages(tokens, count)
         others, slower = ffn + 2 * link, self._afd.serial_links and link > ffn
         longest = link if slower else ffn
         of_rank = tokens / self._afd.attention
@@ -114,7 +135,7 @@ class AfdCost:
 
 def attention_ranks(first: EngineSpec, cost: AfdCost) -> list[EngineSpec]:
     """The attention ranks of a group: engines like `first`, which has the group's name."""
-    group = GroupSpec(first.name, cost)
+    group = GroupSpec(first.name, cost, micro_batching=cost.micro_batching)
     return [replace(first, name=f"{first.name}-{rank}", cost=cost.own, group=group) for rank in range(cost.attention)]
 
 

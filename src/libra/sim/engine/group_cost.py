@@ -16,10 +16,11 @@ from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 class Graph(NamedTuple):
     """How all ranks run an iteration: the lowest of their kinds, and with a graph the size of the largest, in tokens.
-    Without one each runs its own tokens, and `size` is 0."""
+    Without one each runs its own tokens, and `size` is 0. `whole`: what could be divided into micro-batches is not."""
 
     kind: GraphKind
     size: int = 0
+    whole: bool = False
 
 
 class Together(NamedTuple):
@@ -50,12 +51,37 @@ class GroupCost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatching:
+    """When ranks divide what they compute: as vLLM's dual batch overlap, only if each has so many tokens, and as many
+    that none of its micro-batches is empty."""
+
+    count: int
+    dbo_decode_token_threshold: int  # of a rank that only decodes
+    dbo_prefill_token_threshold: int  # of another
+
+    def __post_init__(self) -> None:
+        for key in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+            if getattr(self, key) < self.count:
+                raise ValueError(f"{key} is {getattr(self, key)}; set it to the micro-batches, {self.count}, or more")
+
+    def wanted(self, tokens: int, *, uniform: bool) -> bool:
+        """By a rank."""
+        return tokens >= (self.dbo_decode_token_threshold if uniform else self.dbo_prefill_token_threshold)
+
+    def fills(self, fewest: int, largest: int) -> bool:
+        """Whether the rank with fewest tokens has some in its last micro-batch: all are as long as those of the rank
+        with most, padding included."""
+        return largest // self.count * (self.count - 1) < fewest
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSpec:
     """Ranks that begin each iteration together: those engines whose `EngineSpec` has it."""
 
     name: str
     cost: GroupCost
     sync_interval: int = 16  # vLLM's `dp_sync_interval`: iterations between two looks whether anybody has work
+    micro_batching: MicroBatching | None = None  # None: always, where the cost has micro-batches
 
     def __post_init__(self) -> None:
         if self.sync_interval < 1:

@@ -88,11 +88,13 @@ class RankBatches:
         self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
         self._requests = np.ones(count, np.int64)
         self._cpu = np.full(count, spec.cost.host.seconds(1))
+        self._tokens = np.ones(count, np.int64)  # without padding
+        self._divides = np.zeros(count, np.bool_)  # whether it would, by `micro_batching`
         self._versions = np.zeros(count, np.int64)
         self._mixed: set[int] = set()  # places of those with prefill in the next iteration
         self._drafts = config.speculative is not None
         self._done = np.zeros(count, np.int64)  # iterations of each rank's work
-        self._lines: dict[GraphKind, _Lines] = {}
+        self._lines: dict[tuple[GraphKind, bool], _Lines] = {}
         self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
 
     def put(self, place: int, work: RankWork) -> None:
@@ -115,6 +117,10 @@ class RankBatches:
             tokens_each=config.tokens_each,
         )
         self._kinds[place], self._sizes[place] = _KINDS.index(kind), size
+        rule = self._spec.micro_batching
+        if rule is not None:
+            self._tokens[place] = work.tokens
+            self._divides[place] = rule.wanted(work.tokens, uniform=work.uniform)
 
     def goes_on(self, place: int, work: RankWork) -> bool:
         """Whether that is what a rank computes anyway, in the iteration after the next one."""
@@ -131,14 +137,17 @@ class RankBatches:
     def price(self, iteration: int, start: int, most: int) -> Stretch:
         """The iterations from this one on, or as many of them as are alike."""
         kind, largest = _KINDS[self._kinds.min()], int(self._sizes.max())
-        padded, cost = kind != "NONE", self._spec.cost
-        tokens = largest * self._count if padded else int(self._sizes.sum())
-        self._graph = graph = Graph(kind, largest if padded else 0)
+        padded, cost, rule = kind != "NONE", self._spec.cost, self._spec.micro_batching
+        divided = rule is None or bool(self._divides.all() and rule.fills(int(self._tokens.min()), largest))
+        # Micro-batches are padded without a graph, too: all ranks have as many.
+        alike = padded or (divided and rule is not None)
+        tokens = largest * self._count if alike else int(self._sizes.sum())
+        self._graph = graph = Graph(kind, largest if padded else 0, not divided)
         most_requests, cpu = int(self._requests.max()), float(self._cpu.max())
         self._together = together = cost.together(graph, tokens, most_requests, cpu, iteration)
-        lines = self._lines.get(kind)
+        lines = self._lines.get((kind, divided))
         if lines is None or lines.graph != graph:
-            lines = self._lines[kind] = _Lines(graph, cost.rank(graph), self._count)
+            lines = self._lines[kind, divided] = _Lines(graph, cost.rank(graph), self._count)
         if self._drafts:
             return self._price_each(lines, start, min(most, together.holds))
         steps, at, done = min(most, together.holds), start, 0

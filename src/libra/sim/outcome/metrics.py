@@ -132,7 +132,7 @@ def metrics_of(result: SimulationResult) -> Metrics:
         trajectories=len(requests.trajectories),
         trajectories_completed=len(took["trajectory_latency"]),
         trajectory_latency=spread(took["trajectory_latency"]),
-        busy_share=_share(sum(it.busy_ticks for it in engines), makespan * len(engines)),
+        busy_share=_share(sum(min(it.busy_ticks, makespan) for it in engines), makespan * len(engines)),
         paused_share=_share(sum(it.paused_ticks for it in engines), makespan * len(engines)),
         kv_share=_share(sum(it.held_ticks for it in engines), 2 * blocks * makespan),
         kv_peak_share=max((_peak(result, index) for index in range(len(result.series))), default=None),
@@ -170,7 +170,8 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
             requests=count + handed,
             finished=done,
             generated_tokens=tokens,
-            busy_share=_share(engine.busy_ticks, makespan),
+            # An iteration in vain, of an engine that schedules ahead, may end after the last request.
+            busy_share=_share(min(engine.busy_ticks, makespan), makespan),
             paused_share=_share(engine.paused_ticks, makespan),
             kv_share=_share(engine.held_ticks, 2 * engine.config.kv_blocks * makespan),
             kv_peak_share=_peak(result, index) if result.series else None,

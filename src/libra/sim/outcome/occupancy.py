@@ -172,7 +172,8 @@ class _Seen:
         row[1] += self.running * span
         row[2] += self.waiting * span
         row[3] += held_ticks
-        row[4] = max(row[4], self.held, held_ticks // span - self.held)
+        # Blocks that came faster at first than at last would be taken to be more than there are.
+        row[4] = max(row[4], self.held, min(held_ticks // span - self.held, engine.config.kv_blocks))
         self.filled += 1
 
     def since(self, end: int) -> list[int]:

@@ -1,0 +1,185 @@
+"""The workers of one session of a run, from the pool that they are of to the first allocation, in service.
+
+Invariant: they begin in the allocation in which an interrupted run left them, where they still can.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.launch.lenders import LenderRefusedError
+from libra.backends.machine import Choice, served_dtype
+from libra.backends.tiny_model import kv_bytes_per_token
+from libra.backends.vllm.kv_handover import KVHandover
+from libra.config.run import LENT, ConfigError, RunConfig
+from libra.cost.device import DeviceProfile
+from libra.cost.sources.files import save_profile
+from libra.exec.journal import Journal
+from libra.exec.pool import WorkerPool, make_pool
+from libra.exec.recovery import Recovery
+from libra.loop.borrowing import Borrowing
+from libra.loop.calibration import known_profile, measured_profile, profile_key
+from libra.loop.checkpoint import Interrupted, allocation_in_force
+from libra.loop.fleet import ServingFleet
+from libra.loop.process_controller import RunExecutor, SlotProcesses, WorkerSettings, begin_session
+from libra.loop.progress import RunProgress
+from libra.loop.recorder import Recorder
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.options.slots import longest_context
+from libra.records.files import writing
+from libra.route.catalogue import policy_named, policy_restored
+
+
+class SessionObserver:
+    """Records changes of the pool, and tells all `planners` of losses and of slots that are back."""
+
+    def __init__(self, recorder: Recorder, progress: RunProgress) -> None:
+        self._recorder, self._progress = recorder, progress
+        self.role, self.moved = recorder.role, recorder.moved
+        self.load, self.weights, self.joined = recorder.load, recorder.weights, recorder.joined
+        self.recalled = recorder.recalled
+        self.planners: list[Callable[[], None]] = []
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        self._recorder.lost(worker, why, retired)
+        self._progress.line(f"worker {worker} is lost: {why}")
+        self._plan()
+
+    def node_back(self, worker: str) -> None:
+        self._recorder.event("slot_back", worker, "its slot can be used again")
+        self._progress.line(f"the slot of {worker} can be used again")
+        self._plan()
+
+    def _plan(self) -> None:
+        for workers_changed in self.planners:
+            workers_changed()
+
+
+@dataclass(eq=False)
+class SessionWorkers:
+    """The executor of a session, and what looks after its workers; none is started before `start`."""
+
+    config: RunConfig
+    launcher: WorkerLauncher
+    model: Path
+    arithmetic: Choice
+    before: Interrupted | None  # what an interrupted run left
+    recorder: Recorder
+    journal: Journal
+    progress: RunProgress
+
+    def __post_init__(self) -> None:
+        config, cluster, recorder = self.config, self.config.cluster, self.recorder
+        pool = make_pool(
+            cluster.core,
+            cluster.hybrid,
+            cluster.rollout,
+            cluster.losses_per_hour,
+            lent=config.lent_devices,
+            lent_shape=LENT,
+        )
+        recorder.event("arithmetic", None, self.arithmetic.words)
+        recorder.meet(pool.all())
+        self.allocation = self._first_allocation(pool)
+        self.observer = SessionObserver(recorder, self.progress)
+        model = json.loads((self.model / "config.json").read_text())
+        self._key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
+        self._profile = known_profile(config.planner.calibration, self._key, self.progress.line)
+        self.borrowing = Borrowing.of(
+            config,
+            self.launcher,
+            self.model,
+            served_dtype(self.arithmetic.precision),
+            self.progress.line,
+            lambda text: recorder.event("lender", None, text),
+        )
+        self.executor = self._make_executor(pool)
+        self.recovery = Recovery(self.executor, self.allocation, lambda text: recorder.event("warning", None, text))
+        self.observer.planners.append(self.recovery.worker_lost)
+
+    async def start(self) -> DeviceProfile:
+        """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
+        config, executor, recovery, profile = self.config, self.executor, self.recovery, self._profile
+        if (servers := self.borrowing.servers) is not None:
+            self.progress.phase("starting servers")
+            await servers.start()
+        self.progress.phase("starting engines and trainers")
+        try:
+            if (agents := self.borrowing.agents) is not None:
+                await agents.look()
+                executor.slots_changed()
+            await recovery.start()
+        except LenderRefusedError as error:
+            raise ConfigError(f"lending.agents: {error}") from None
+        ready = executor.allocation() or self.allocation
+        self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
+        if profile is None:
+            self.progress.phase("measuring engines and trainers, all at once")
+            hardware = self.launcher.hardware
+            profile = await measured_profile(self._key, config, hardware, executor, recovery, self.progress.line)
+        with writing(config.run_directory / "profile.json"):
+            save_profile(config.run_directory / "profile.json", profile)
+        return profile
+
+    def _make_executor(self, pool: WorkerPool) -> RunExecutor:
+        """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
+        config, before, precision = self.config, self.before, self.arithmetic.precision
+        name = config.routing.policy
+        policy = (
+            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
+        )
+        kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
+        # Room for all that the largest engine holds, so that it can give everything away at once.
+        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
+        lent = [worker.id for worker in pool.all() if worker.lent is not None]
+        if self._profile is not None:
+            handover.price_by(self._profile)
+        settings = WorkerSettings(
+            config.training,
+            config.all_engines,
+            config.cluster.share,
+            config.cluster.port,
+            config.seed,
+            self.model,
+            precision,
+            kv_bytes,
+            before.history.step if before is not None else 0,
+            before.checkpoint if before is not None else None,
+            self.borrowing.loans(lent, config.name),
+        )
+        fleet = ServingFleet(policy, self.allocation, handover)
+        agents = self.borrowing.agents
+        return begin_session(
+            SlotProcesses(agents or self.launcher, pool, fleet, settings, self.journal, self.observer, agents)
+        )
+
+    def _first_allocation(self, pool: WorkerPool) -> Allocation:
+        """The allocation of the configuration, or the one that was in force when the run was interrupted."""
+        before = self.before
+        if before is None:
+            return _start_allocation(self.config)
+        moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
+        self.progress.line(
+            f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
+            + (f", and {moves}" if moves else "")
+        )
+        holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}
+        in_force = allocation_in_force(before.journal, pool.all(), holds)
+        if in_force is None:
+            self.progress.line("the workers or engines are others than before: they begin as start says")
+        return in_force or _start_allocation(self.config)
+
+
+def _start_allocation(config: RunConfig) -> Allocation:
+    longest = longest_context(config.engines)
+    used = [bucket for bucket in config.start.buckets if bucket.shape != LENT or config.lent_devices]
+    buckets: list[Bucket] = []
+    for index, bucket in enumerate(used):
+        above = buckets[-1].up_to if buckets else 0
+        up_to = longest if index == len(used) - 1 else bucket.up_to
+        buckets.append(Bucket(bucket.shape, bucket.engines, above, up_to))
+    return Allocation(config.start.replicas, tuple(buckets))
