@@ -159,8 +159,17 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="the tiny model and few cases: a first look, not a verdict"
     )
-    parser.add_argument("--schedule", choices=SCHEDULES, help="compare schedules of this kind only")
-    parser.add_argument("--schedule-cases", type=int, metavar="N", help=f"random schedules ({FULL.schedule_cases})")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--schedule", choices=SCHEDULES, help="compare schedules of this kind only")
+    parts.add_argument("--graphs", action="store_true", help="compare which CUDA graph runs a batch")
+    parts.add_argument("--pair", action="store_true", help="predict times of a prefill and a decode engine")
+    parts.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
+    parser.add_argument(
+        "--schedule-cases",
+        type=int,
+        metavar="N",
+        help=f"random schedules ({FULL.schedule_cases}; {KIND_CASES} with --schedule)",
+    )
     parser.add_argument("--models", help=f"of {', '.join(get_args(ModelName))}, with commas ({FULL.models})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of each workload, 2 or more ({FULL.repeats})")
     files = parser.add_mutually_exclusive_group()
@@ -168,9 +177,6 @@ def _parse(given: list[str]) -> argparse.Namespace:
         "--save", type=Path, metavar="FOLDER", help="keep what is measured, or fitted, a file for each model"
     )
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
-    parser.add_argument("--graphs", action="store_true", help="compare which CUDA graph runs a batch")
-    parser.add_argument("--pair", action="store_true", help="predict times of a prefill and a decode engine")
-    parser.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)
@@ -190,12 +196,17 @@ def _parse(given: list[str]) -> argparse.Namespace:
         parser.error(f"--repeats is {options.repeats}; an engine is compared with itself over 2 or more")
     if options.markdown is not None and not options.markdown.is_file():
         parser.error(f"--markdown: {options.markdown} is no file; it must exist and hold the markers")
+    if options.measured is not None:
+        kept = [options.measured / _file_name(model, options.pair) for model in options.models]
+        missing = [str(path) for path in kept if not path.is_file()]
+        if missing:
+            parser.error(f"--measured: there is no {', '.join(missing)}; measure with --save {options.measured}")
     return options
 
 
 def _measured(model: str, options: argparse.Namespace, environment: dict[str, str]) -> Measured:
     """From the folder of an earlier run, or by a process that is set up for one thread."""
-    name = f"{'pair-' if options.pair else ''}{model}.json.gz"
+    name = _file_name(model, options.pair)
     if options.measured is not None:
         return read_measured(options.measured / name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -207,6 +218,10 @@ def _measured(model: str, options: argparse.Namespace, environment: dict[str, st
         environment = {**environment, **WORKER_ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
         return read_measured(folder / name)
+
+
+def _file_name(model: str, pair: bool) -> str:
+    return f"{'pair-' if pair else ''}{model}.json.gz"
 
 
 def command_line(given: Sequence[str]) -> str:

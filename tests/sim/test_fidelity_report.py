@@ -249,6 +249,9 @@ def test_a_page_without_its_markers_is_refused(page: str) -> None:
         ("--schedule-cases 0", "1 or more"),
         ("--markdown nowhere.md", "nowhere.md is no file"),
         ("--save here --measured there", "not allowed with"),
+        ("--graphs --pair", "not allowed with"),
+        ("--measured nowhere", "nowhere/small.json.gz, nowhere/tiny.json.gz; measure with --save nowhere"),
+        ("--pair --models tiny --measured nowhere", "there is no nowhere/pair-tiny.json.gz"),
     ],
 )
 def test_options_are_checked_before_anything_is_run(
