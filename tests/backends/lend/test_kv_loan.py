@@ -132,7 +132,7 @@ def test_blocks_that_are_taken_are_nobodys(vllm: Any) -> None:
         random, numbers = Random(seed), count()
         config = EngineConfig(256, 64, 4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=seed % 4 > 0)
         engine, prompts = vllm.VllmEngine(config), [Chain("one"), Chain("another")]
-        scheduler, memory = engine._scheduler, engine._scheduler.kv_cache_manager
+        scheduler, memory = engine.scheduler, engine.scheduler.kv_cache_manager
         quota, pool = BlockQuota(scheduler), memory.block_pool
         assert (quota.size, quota.own, quota.held, quota.block_bytes) == (64, 64, 0, PAGE)
         for _ in range(12):

@@ -81,7 +81,7 @@ def test_without_the_lenders_word_steps_say_nothing_and_then_no_more_than_is_tru
     pace, page = 10.0, tmp_path / "device"
     config = EngineConfig(512, 64, 16, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=asynchronous)
     engine = lending_engine(vllm, config, page, monkeypatch)
-    lender, borrower, scheduler = LenderToken(page), BorrowerToken(page, pace), engine._scheduler
+    lender, borrower, scheduler = LenderToken(page), BorrowerToken(page, pace), engine.scheduler
 
     def step() -> None:
         while engine.schedule():
