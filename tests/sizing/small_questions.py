@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import isfinite
 
 import numpy as np
 
@@ -14,8 +15,11 @@ from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.bound import HIGHEST, LOWEST, Bounds, RateBound, rate_of
+from libra.sizing.candidate import ServingCandidate
 from libra.sizing.objective import Objective
 from libra.sizing.question import Drafter, SizingQuestion
+from libra.sizing.trial import trial
 
 MODEL = load_model("Qwen/Qwen3-8B")
 DRAFTER = "Qwen/Qwen3-0.6B"
@@ -71,3 +75,21 @@ def requests(generator: np.random.Generator, count: int, *, prefixes: bool = Fal
         )
         for number, (arrival, prompt, output) in enumerate(zip(arrivals, prompts, outputs, strict=True))
     ]
+
+
+def simulations_within(
+    bounds: Bounds, bound: RateBound, candidate: ServingCandidate, generator: np.random.Generator
+) -> int:
+    """Simulate a candidate at random rates and at the first that its bound refuses; none may better the bound. Returns
+    how many there were."""
+    asked = bounds.question
+    rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
+    if isfinite(bound.rate) and bound.rate > 0:
+        rungs.append(next(rung for rung in range(LOWEST, HIGHEST + 2) if rate_of(rung) > bound.rate))
+    for rung in rungs:
+        simulated = trial(asked, candidate, rate_of(rung), to_the_end=True)
+        for objective in asked.objectives:
+            least = bounds.least(candidate, objective)
+            assert simulated.latency[objective.name] >= least * (1 - 1e-9), (candidate, objective)
+        assert not (simulated.passed and rate_of(rung) > bound.rate), (candidate, asked.objectives, bound)
+    return len(rungs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from math import isfinite
 
 import numpy as np
 import pytest
@@ -14,14 +13,13 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
+from libra.sizing.bound import Bounds
 from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import engines
 from libra.sizing.menu import AfdMenu, MenuFile, ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.search import answer
-from libra.sizing.trial import trial
 from tests.sizing import small_questions
 from tests.sizing.test_sizing_bound import random_objectives
 
@@ -65,16 +63,7 @@ def test_simulation_never_betters_the_bound(seed: int) -> None:
         bound = bounds.of(candidate)
         if "below max_num_seqs" in bound.reason:
             continue
-        rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
-        if isfinite(bound.rate) and bound.rate > 0:
-            rungs.append(next(rung for rung in range(LOWEST, HIGHEST + 2) if rate_of(rung) > bound.rate))
-        for rung in rungs:
-            simulated = trial(asked, candidate, rate_of(rung), to_the_end=True)
-            looked += 1
-            for objective in asked.objectives:
-                least = bounds.least(candidate, objective)
-                assert simulated.latency[objective.name] >= least * (1 - 1e-9), (candidate, objective)
-            assert not (simulated.passed and rate_of(rung) > bound.rate), (candidate, asked.objectives, bound)
+        looked += small_questions.simulations_within(bounds, bound, candidate, generator)
     assert looked > 12
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 import numpy as np
 import pytest
 
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
+from libra.sizing.bound import Bounds, rate_of
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.objective import Objective
 from libra.sizing.trial import trial
-from tests.sizing.small_questions import CLUSTER, question, requests
+from tests.sizing.small_questions import CLUSTER, question, requests, simulations_within
 
 CASES = 30  # for each seed
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -61,16 +59,7 @@ def test_simulation_never_betters_the_bound(seed: int) -> None:
         bound = bounds.of(candidate)
         if "memory leaves" in bound.reason or "max_num_batched_tokens 128" in bound.reason:
             continue
-        rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
-        if isfinite(bound.rate) and bound.rate > 0:  # the first rate that it refuses
-            rungs.append(next(rung for rung in range(LOWEST, HIGHEST + 2) if rate_of(rung) > bound.rate))
-        for rung in rungs:
-            simulated = trial(asked, candidate, rate_of(rung), to_the_end=True)
-            looked += 1
-            for objective in asked.objectives:
-                least = bounds.least(candidate, objective)
-                assert simulated.latency[objective.name] >= least * (1 - 1e-9), (candidate, objective)
-            assert not (simulated.passed and rate_of(rung) > bound.rate), (candidate, asked.objectives, bound)
+        looked += simulations_within(bounds, bound, candidate, generator)
     assert looked > CASES
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from math import isfinite
 
 import numpy as np
 import pytest
 
 from libra.sim.engine.speculative import SEQUENTIAL, Speculative
-from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
+from libra.sizing.bound import Bounds
 from libra.sizing.candidate import Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.mix import plan_mix
 from libra.sizing.objective import Objective, parse_objectives
 from libra.sizing.search import answer
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import CLUSTER, DRAFTER, question, requests
+from tests.sizing.small_questions import CLUSTER, DRAFTER, question, requests, simulations_within
 from tests.sizing.test_sizing_bound import random_objectives
 from tests.sizing.test_sizing_search import simulate_everything
 
@@ -66,16 +64,7 @@ def test_simulation_never_betters_the_bound_of_drafts(seed: int) -> None:
         bound = bounds.of(candidate)
         if "memory leaves" in bound.reason or "max_num_batched_tokens 128" in bound.reason:
             continue
-        rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
-        if isfinite(bound.rate) and bound.rate > 0:  # the first rate that it refuses
-            rungs.append(next(rung for rung in range(LOWEST, HIGHEST + 2) if rate_of(rung) > bound.rate))
-        for rung in rungs:
-            simulated = trial(asked, candidate, rate_of(rung), to_the_end=True)
-            looked += 1
-            for objective in asked.objectives:
-                least = bounds.least(candidate, objective)
-                assert simulated.latency[objective.name] >= least * (1 - 1e-9), (candidate, objective)
-            assert not (simulated.passed and rate_of(rung) > bound.rate), (candidate, asked.objectives, bound)
+        looked += simulations_within(bounds, bound, candidate, generator)
     assert looked > CASES
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isfinite
 
 import numpy as np
 import pytest
@@ -13,14 +12,13 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sim.engine.speculative import Speculative
-from libra.sizing.bound import HIGHEST, LOWEST, Bounds, rate_of
+from libra.sizing.bound import Bounds
 from libra.sizing.candidate import DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.search import answer
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import question, requests
+from tests.sizing.small_questions import question, requests, simulations_within
 
 CLUSTER = Cluster((NodeClass("h200", 2, 8, GPUS["H200"], GPUS["H200"].link, 4e11),))
 MODEL = load_model("Qwen/Qwen3-30B-A3B")
@@ -68,14 +66,7 @@ def test_simulation_never_betters_the_bound_of_ranks(seed: int) -> None:
         bounds = Bounds(asked)
         bound = bounds.of(candidate)
         assert "memory" not in bound.reason or "KV memory" in bound.reason
-        rungs = generator.integers(LOWEST, HIGHEST, 2).tolist()
-        if isfinite(bound.rate) and bound.rate > 0:
-            rungs.append(next(rung for rung in range(LOWEST, HIGHEST + 2) if rate_of(rung) > bound.rate))
-        for rung in rungs:
-            simulated = trial(asked, candidate, rate_of(rung), to_the_end=True)
-            for objective in asked.objectives:
-                assert simulated.latency[objective.name] >= bounds.least(candidate, objective) * (1 - 1e-9)
-            assert not (simulated.passed and rate_of(rung) > bound.rate), (candidate, asked.objectives, bound)
+        simulations_within(bounds, bound, candidate, generator)
 
 
 def test_the_menu_has_the_ranks_that_divide_the_experts() -> None:

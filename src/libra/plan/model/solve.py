@@ -55,10 +55,11 @@ def solve(
     allocation, bound = search.shortest_step()
     if tie_break:
         longest = max(SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
-        stays = what_runs(problem, longest)
-        if stays is None or not search.is_answer(stays):
-            stays = search.simplest(longest, otherwise=allocation)
-        allocation = stays
+        runs = what_runs(problem, longest)
+        if runs is not None and search.is_answer(runs):
+            allocation = runs
+        else:
+            allocation = search.simplest(longest, otherwise=allocation)
     return solution(problem, allocation, bound, "optimal" if search.complete else "feasible")
 
 
