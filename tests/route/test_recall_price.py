@@ -67,12 +67,22 @@ def view(*instances: InstanceView) -> View:
 
 def test_the_price_of_a_recall_is_its_probability_times_that_of_the_move() -> None:
     migration, remaining = MigrationCost(2.0, 1e-3), remaining_of([0] * 20 + [1])
-    own, lent = (offers_of(view(instance("a", 1, 900, recalls)), 0, None)[0][0] for recalls in (0.0, 0.05))
+    own, lent = (offers_of(view(instance("a", 1, 900, recalls)), 0, None, 1.0)[0][0] for recalls in (0.0, 0.05))
     seconds = 0.02 * (1 + 900 / 900) / 2
     probability, passed = remaining.interrupted(0.05 * seconds)
     more = service_cost(remaining, 700, lent, migration) - service_cost(remaining, 700, own, migration)
     assert more == pytest.approx(probability * (2.0 + 1e-3 * (700 + passed)) * (1 + 900 / (700 + passed)))
     assert 0.2 < probability < 0.9 and passed < remaining.mean
+
+
+def test_what_a_turn_waits_for_its_prompt_is_shared_by_its_tokens() -> None:
+    fast = replace(instance("a", 1, 900), wait_seconds=3.0)
+    for turn_tokens, more in ((150.0, 0.02), (30.0, 0.1), (0.0, 0.0)):
+        offer = offers_of(view(fast), 0, None, turn_tokens)[0][0]
+        assert offer.token_seconds == pytest.approx(0.02 + more)
+        assert offer.told_seconds == 0.02
+    with pytest.raises(ValueError, match="instance 'a': wait_seconds is"):
+        replace(fast, wait_seconds=-1.0)
 
 
 def test_instances_that_are_lent_make_offers_of_their_own() -> None:
@@ -83,7 +93,7 @@ def test_instances_that_are_lent_make_offers_of_their_own() -> None:
         instance("c", 1, 70),
         instance("lent c", 1, 5, 0.1),
     )
-    offers, home = offers_of(now, 0, "lent a")
+    offers, home = offers_of(now, 0, "lent a", 1.0)
     assert [it.instance.id for it in offers] == ["c", "lent c", "a", "lent b"]
     assert home is not None and home.instance.id == "lent a"
     assert [it.onward is None for it in offers] == [True, True, False, False]
@@ -117,7 +127,7 @@ def test_a_likelier_recall_never_makes_an_instance_cheaper(
     costs = []
     for recalls in (0.0, 1e-6, 1e-3, 0.1, 10.0):
         lent = [replace(instance(str(number), 1, load), recall_rate=recalls) for number, load in enumerate(loads)]
-        offer = offers_of(view(*lent), 0, None)[0][0]
+        offer = offers_of(view(*lent), 0, None, 1.0)[0][0]
         costs.append(service_cost(remaining, context, offer, migration, share))
     assert all(less <= more * (1 + 1e-6) + 1e-9 for less, more in pairwise(costs))
 

@@ -137,7 +137,8 @@ def test_two_prompts_are_computed_in_part() -> None:
 
 @pytest.mark.parametrize("limits", [(64,), (32, 64)])
 def test_a_policy_sees_what_the_next_request_of_a_pair_would_find(limits: tuple[int, ...]) -> None:
-    """One that decodes has 24 tokens to do, and the other in the bucket 16. In a single bucket only prompts count."""
+    """One that decodes has 24 tokens to do, and the other in the bucket 16. In a single bucket only prompts count. A
+    prompt waits for those that are there as if nothing of them were cached."""
     slow, longest = AffineCost(1000), len(limits) - 1
     specs = [
         EngineSpec("P", CONFIG, TEN, longest, role=PREFILL),
@@ -154,10 +155,12 @@ def test_a_policy_sees_what_the_next_request_of_a_pair_would_find(limits: tuple[
         decode_route=LeastLoaded(sticky=False),
     )
     told: list[tuple[int, int, int]] = []
+    waits: list[float] = []
 
     def look(now: int) -> None:
         pair = cluster.placer.fleet.instances[0]
         told.append((loads_of(cluster.placer.fleet, 0).tokens, pair.load_tokens, round(pair.token_seconds * TICKS)))
+        waits.append(pair.wait_seconds * TICKS)
 
     for tick in (5, 5000, 100_000):
         cluster.at(tick, look)
@@ -165,6 +168,7 @@ def test_a_policy_sees_what_the_next_request_of_a_pair_would_find(limits: tuple[
     several = len(limits) > 1
     pace = 1000 if several else 10
     assert told == [(40, 40, pace), (16, 16, pace) if several else (0, 0, pace), (0, 0, pace)]
+    assert waits == pytest.approx([10 * 40 / CONFIG.max_num_batched_tokens if several else 0, 0, 0])
 
 
 class Only(LeastLoaded):

@@ -124,14 +124,15 @@ class CMLFQ(LivePolicy[_Live]):
         """Place a turn that has generated so many tokens, and remember where."""
         context = request.context_tokens + generated
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1)
-        offers, home = offers_of(fleet, needed, live.instance if live.prefix_there else None)
+        turn_tokens = self._hierarchy.turn_tokens
+        offers, home = offers_of(fleet, needed, live.instance if live.prefix_there else None, turn_tokens)
         if not offers:
             return None
         remaining = self._hierarchy.predict_recent(request, live.recent, live.returns)
         if remaining is not None and generated:
             remaining = remaining.after(generated)
         if remaining is not None:
-            chosen = cheapest(remaining, context, offers, home, self._migration, self._hierarchy.turn_tokens)
+            chosen = cheapest(remaining, context, offers, home, self._migration, turn_tokens)
             if home is None:
                 reason = PLACED
             elif chosen is home:

@@ -43,6 +43,11 @@ class Instance(Protocol):
     def recall_rate(self) -> float:
         """How often a second its lender is expected to want it back, for its turns to go on elsewhere; 0: not lent."""
 
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds in which a turn's prompt comes to be computed elsewhere, before anything is generated here; 0 where
+        the engine that generates computes prompts, which its load says."""
+
 
 class Fleet(Protocol):
     """The instances a request may go to. A sick or stopping instance is left out, not marked.
@@ -74,6 +79,7 @@ class InstanceView:
     load_tokens: int
     token_seconds: float | None = None
     recall_rate: float = 0.0
+    wait_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bucket < 0:
@@ -84,8 +90,9 @@ class InstanceView:
             raise ValueError(f"instance {self.id!r}: load_tokens is {self.load_tokens}, must be >= 0")
         if self.token_seconds is not None and not 0 <= self.token_seconds < math.inf:
             raise ValueError(f"instance {self.id!r}: token_seconds is {self.token_seconds}, must be finite and >= 0")
-        if not 0 <= self.recall_rate < math.inf:
-            raise ValueError(f"instance {self.id!r}: recall_rate is {self.recall_rate}, must be finite and >= 0")
+        for name, number in (("recall_rate", self.recall_rate), ("wait_seconds", self.wait_seconds)):
+            if not 0 <= number < math.inf:
+                raise ValueError(f"instance {self.id!r}: {name} is {number}, must be finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True)

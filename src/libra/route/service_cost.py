@@ -52,12 +52,12 @@ class Offer:
     instance: Instance
     load_tokens: int
     told_seconds: float  # to a generated token, as the instance tells, `TOKEN_SECONDS` if it does not
-    token_seconds: float  # the same, congestion included
+    token_seconds: float  # the same, congestion included, and its share of the wait for the prompt of its turn
     reach: float  # largest context that it is meant for; infinite where there is no longer bucket
     onward: Offer | None  # the fastest of a longer bucket, which would take over beyond `reach`
 
 
-def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Offer], Offer | None]:
+def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: float) -> tuple[list[Offer], Offer | None]:
     """Of each bucket the least loaded instance that holds `needed` tokens, ties by id, longest bucket first; of those
     that are lent another one; and the instance `prefix_at`, if it is there and holds them. O(instances), unless the
     fleet is indexed (`loads_of`).
@@ -65,7 +65,8 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
     `token_seconds` speaks of sequences that generate, `load_tokens` also of those that wait, for memory or a place. So
     an instance is taken to need the seconds it tells at the mean load of all that hold `needed` tokens, half of them
     when idle, and half more for each mean load more. Only ratios of loads are used: what load makes an instance slow
-    is not known here.
+    is not known here. What a turn waits for its prompt is divided among its tokens, `turn_tokens` on average (0: not
+    known, and such waits are not counted).
     """
     limits = fleet.limits
     loads = loads_of(fleet, needed)
@@ -84,23 +85,28 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
             load, least = loads.least.get((bucket, lent), (0, None))
             if least is None:
                 continue
-            offer = _offer(least, load, per_load, limits, beyond)
+            offer = _offer(least, load, per_load, limits, beyond, turn_tokens)
             offers.append(offer)
             if home is least:
                 held = offer
             if onward is None or offer.token_seconds < onward.token_seconds:
                 onward = offer
         if home is not None and home.bucket == bucket and held is None:
-            held = _offer(home, home.load_tokens, per_load, limits, beyond)
+            held = _offer(home, home.load_tokens, per_load, limits, beyond, turn_tokens)
     return offers, held
 
 
-def _offer(instance: Instance, load: int, per_load: float, limits: Sequence[int], onward: Offer | None) -> Offer:
+def _offer(
+    instance: Instance, load: int, per_load: float, limits: Sequence[int], onward: Offer | None, turn_tokens: float
+) -> Offer:
     told = instance.token_seconds
     if told is None:
         told = TOKEN_SECONDS
     reach = math.inf if onward is None else min(limits[instance.bucket], instance.capacity_tokens)
-    return Offer(instance, load, told, told * (1 + load * per_load) / 2, reach, onward)
+    each = told * (1 + load * per_load) / 2
+    if turn_tokens > 0:
+        each += instance.wait_seconds / turn_tokens
+    return Offer(instance, load, told, each, reach, onward)
 
 
 def service_cost(

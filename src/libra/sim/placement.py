@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from libra.route import policy
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Instance, Placement, Policy
+from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller
 
@@ -42,6 +44,10 @@ class EngineInstance:
         return self.engine.recall_rate(self._now())
 
     @property
+    def wait_seconds(self) -> float:
+        return 0.0
+
+    @property
     def requests(self) -> tuple[int, int]:
         """(waiting, running)"""
         return len(self.engine.waiting) + len(self.engine.arriving), len(self.engine.running)
@@ -60,14 +66,16 @@ class EngineInstance:
 
 class PairInstance(EngineInstance):
     """An engine that hands over to those of its bucket that decode. Of several buckets a policy has to know what the
-    next request would find there: how fast the least loaded of them generates, and what it has to do besides the
-    prompts here. In a single bucket all hand over to the same, and only prompts count.
+    next request would find there: how fast the least loaded of them generates, what it has to do besides the
+    prompts here, and how long its own prompt waits for these. In a single bucket all hand over to the same, and only
+    prompts count.
     """
 
-    __slots__ = ("_decoders",)
+    __slots__ = ("_config", "_cost", "_decoders")
 
     def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int], decoders: Placer) -> None:
         super().__init__(spec, engine, now)
+        self._config, self._cost = spec.config, spec.cost
         self._decoders = decoders
 
     @property
@@ -80,6 +88,18 @@ class PairInstance(EngineInstance):
         _, decoder = self._least()
         told = None if decoder is None else decoder.token_seconds
         return super().token_seconds if told is None else told
+
+    @property
+    def wait_seconds(self) -> float:
+        """In which the prompts that are here are computed as if nothing of them were cached. A turn that ends leaves
+        room in the cache to all others, and they come in turn: once they are more than the cache holds, each finds that
+        the others have put its context out."""
+        load = self.engine.load_tokens
+        if not load or len(self._decoders.fleet.limits) == 1:
+            return 0.0
+        most = self._config.max_num_batched_tokens
+        chunk = self._cost.mixed(DecodeBatch(0), 0, [(most, load // max(1, len(self.engine.unfinished)) // 2)])
+        return chunk / TICKS * load / most
 
     def watch(self, changed: Callable[[], object]) -> bool:
         return len(self._decoders.fleet.limits) == 1 and super().watch(changed)
