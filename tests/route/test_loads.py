@@ -26,7 +26,7 @@ class Engine:
     load_tokens: int = 0
     token_seconds: float | None = None
     recall_rate: float = 0.0
-    wait_seconds: float = 0.0
+    prompt_wait_seconds: float = 0.0
     changed: Callable[[], object] = lambda: None
 
     def watch(self, changed: Callable[[], object]) -> bool:

@@ -76,13 +76,13 @@ def test_the_price_of_a_recall_is_its_probability_times_that_of_the_move() -> No
 
 
 def test_what_a_turn_waits_for_its_prompt_is_shared_by_its_tokens() -> None:
-    fast = replace(instance("a", 1, 900), wait_seconds=3.0)
+    fast = replace(instance("a", 1, 900), prompt_wait_seconds=3.0)
     for turn_tokens, more in ((150.0, 0.02), (30.0, 0.1), (0.0, 0.0)):
         offer = offers_of(view(fast), 0, None, turn_tokens)[0][0]
         assert offer.token_seconds == pytest.approx(0.02 + more)
         assert offer.told_seconds == 0.02
-    with pytest.raises(ValueError, match="instance 'a': wait_seconds is"):
-        replace(fast, wait_seconds=-1.0)
+    with pytest.raises(ValueError, match="instance 'a': prompt_wait_seconds is"):
+        replace(fast, prompt_wait_seconds=-1.0)
 
 
 def test_instances_that_are_lent_make_offers_of_their_own() -> None:

@@ -160,7 +160,7 @@ def test_a_policy_sees_what_the_next_request_of_a_pair_would_find(limits: tuple[
     def look(now: int) -> None:
         pair = cluster.placer.fleet.instances[0]
         told.append((loads_of(cluster.placer.fleet, 0).tokens, pair.load_tokens, round(pair.token_seconds * TICKS)))
-        waits.append(pair.wait_seconds * TICKS)
+        waits.append(pair.prompt_wait_seconds * TICKS)
 
     for tick in (5, 5000, 100_000):
         cluster.at(tick, look)

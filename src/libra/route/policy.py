@@ -44,7 +44,7 @@ class Instance(Protocol):
         """How often a second its lender is expected to want it back, for its turns to go on elsewhere; 0: not lent."""
 
     @property
-    def wait_seconds(self) -> float:
+    def prompt_wait_seconds(self) -> float:
         """Seconds in which a turn's prompt comes to be computed elsewhere, before anything is generated here; 0 where
         the engine that generates computes prompts, which its load says."""
 
@@ -79,7 +79,7 @@ class InstanceView:
     load_tokens: int
     token_seconds: float | None = None
     recall_rate: float = 0.0
-    wait_seconds: float = 0.0
+    prompt_wait_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bucket < 0:
@@ -90,7 +90,7 @@ class InstanceView:
             raise ValueError(f"instance {self.id!r}: load_tokens is {self.load_tokens}, must be >= 0")
         if self.token_seconds is not None and not 0 <= self.token_seconds < math.inf:
             raise ValueError(f"instance {self.id!r}: token_seconds is {self.token_seconds}, must be finite and >= 0")
-        for name, number in (("recall_rate", self.recall_rate), ("wait_seconds", self.wait_seconds)):
+        for name, number in (("recall_rate", self.recall_rate), ("prompt_wait_seconds", self.prompt_wait_seconds)):
             if not 0 <= number < math.inf:
                 raise ValueError(f"instance {self.id!r}: {name} is {number}, must be finite and >= 0")
 

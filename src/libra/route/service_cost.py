@@ -105,7 +105,7 @@ def _offer(
     reach = math.inf if onward is None else min(limits[instance.bucket], instance.capacity_tokens)
     each = told * (1 + load * per_load) / 2
     if turn_tokens > 0:
-        each += instance.wait_seconds / turn_tokens
+        each += instance.prompt_wait_seconds / turn_tokens
     return Offer(instance, load, told, each, reach, onward)
 
 

@@ -44,7 +44,7 @@ class EngineInstance:
         return self.engine.recall_rate(self._now())
 
     @property
-    def wait_seconds(self) -> float:
+    def prompt_wait_seconds(self) -> float:
         return 0.0
 
     @property
@@ -90,7 +90,7 @@ class PairInstance(EngineInstance):
         return super().token_seconds if told is None else told
 
     @property
-    def wait_seconds(self) -> float:
+    def prompt_wait_seconds(self) -> float:
         """In which the prompts that are here are computed as if nothing of them were cached. A turn that ends leaves
         room in the cache to all others, and they come in turn: once they are more than the cache holds, each finds that
         the others have put its context out."""

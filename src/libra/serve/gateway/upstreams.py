@@ -38,7 +38,7 @@ class Upstream:
 
     token_seconds: float | None = None  # the server does not say
     recall_rate = 0.0  # nor does it lend
-    wait_seconds = 0.0  # it computes its prompts itself
+    prompt_wait_seconds = 0.0  # it computes its prompts itself
 
     def __init__(self, section: UpstreamSection) -> None:
         self.section = section
