@@ -15,11 +15,13 @@ from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import check_roles
+from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import DECODE, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.state import Iteration
+from libra.sim.engine.tiers import Tiers
 from libra.sim.workload.requests import Requests
 
 HOST = KVTier("host", chunks=64, block_bytes=1.0, store_bandwidth=TICKS / 2, load_bandwidth=TICKS)
@@ -130,6 +132,29 @@ def test_what_left_the_host_comes_over_it() -> None:
     host, disk = cluster.engines[0].tiers.transfers.shelves
     assert (host.loads, host.loaded, disk.loads, disk.loaded) == (1, 9.0, 1, 9.0)
     assert again.scheduled == 20_000 + 9 * 4 + 9  # from disk to host, then to the GPU
+
+
+def test_who_loaded_copies_of_blocks_waits_for_no_store_of_the_others() -> None:
+    """One request has computed two blocks, and has ended: they are stored still. Another one has loaded the same tokens
+    meanwhile, into blocks of its own."""
+    pool, chain = BlockPool(16, 16, caching=True), Chain("a")
+    tiers = Tiers((HOST,), pool)
+    computed, loaded, later = (Request(number, 0, 32, 1, chain=chain) for number in range(3))
+    for request in (computed, loaded, later):
+        request.path = pool.path(request)
+        tiers.look(request, 32, 0)
+    pool.take(4)
+    pool.write(computed, 2)
+    pool.write_arrived(loaded, 2)
+    tiers.end(computed, 32)
+    pool.release(computed, 2)
+    assert tiers.conclude((), (), 0) == 0
+    tiers.send(0)
+    tiers.touch(loaded, 2)
+    assert tiers.conclude((), (), 0) == 0
+    pool.hold(later.path, 2)
+    tiers.touch(later, 2)
+    assert tiers.conclude((), (), 0) == 4
 
 
 @pytest.mark.parametrize("exact", [False, True])

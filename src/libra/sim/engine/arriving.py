@@ -150,7 +150,7 @@ def admit_arrived(
         budget -= new + padding + config.input_slots
         state.compute(request, new)
         if state.tiers is not None:
-            state.tiers.touch(request.path, held)
+            state.tiers.touch(request, held)
     return budget, contexts, None
 
 

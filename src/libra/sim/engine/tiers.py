@@ -149,12 +149,15 @@ class Tiers:
         self.transfers.coming.update(keys)
         self._loads.append((request, keys, tokens // self._pool.block_size))
         self.transfers.loading[request] = -1
-        self.touch(request.path, found // self._pool.block_size)
+        self.touch(request, found // self._pool.block_size)
 
-    def touch(self, path: Path, blocks: int) -> None:
-        """The first blocks of a context are given to a request, also if others had them before."""
+    def touch(self, request: Request, blocks: int) -> None:
+        """The first blocks of its context are given to a request, also those that others had before."""
+        pool, path = self._pool, request.path
         for block, stores in self._reads.reading.items():
-            if isinstance(block, tuple) and block[1] < blocks and owner_of(path, block[1]) is block[0]:
+            if not isinstance(block, tuple) or block[1] >= blocks or owner_of(path, block[1]) is not block[0]:
+                continue
+            if pool.block_of(request, *block) == block:  # not a further copy
                 self._reads.given[block] = stores
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
