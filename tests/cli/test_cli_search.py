@@ -109,6 +109,7 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
         2,
         "libra: --rate is missing: a plan is for a rate of requests; give it\n",
     )
-    impossible = libra(*asked, "--rate", 1000, "--gpus", 1)
-    assert impossible.exit_code == 3
-    assert "1000 requests/s need more than there is" in impossible.stderr
+    for rate, shown in ((1000, "1000"), (1e300, "1e+300")):
+        impossible = libra(*asked, "--rate", rate, "--gpus", 1)
+        assert impossible.exit_code == 3
+        assert f"{shown} requests/s need more than there is" in impossible.stderr

@@ -63,7 +63,7 @@ def start_load(state: EngineState, request: Request) -> Answer:
     tokens, size = request.prompt_tokens + request.generated, config.block_size
     if state.writers:
         state.write_all(request.path)
-    found, unheld = pool.find(request.path, (tokens - 1) // size)
+    found, unheld = find(state, request.path, (tokens - 1) // size)
     more = tiers.look(request, tokens, found * size)
     tiers.watched.append((request, found))
     if not more:
@@ -219,7 +219,7 @@ def _reserved(state: EngineState) -> int:
         if request in state.running:
             held = config.blocks(state.slots(request))
         else:
-            held = 0 if state.arriving[request] == "to compute" else config.blocks(tokens)
+            held = 0 if state.arriving[request] == "to compute" else config.blocks(request.target)
         reserved += max(config.blocks(tokens + drafts) - held, 0)
     return reserved
 
