@@ -29,8 +29,11 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
+# It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.
 compiled: setup  ## the simulator's core compiled in build/compiled, and whether it gives the same bytes
-	LIBRA_COMPILED=1 $(VENV)/bin/python setup.py -q build --build-base build/mypyc --build-lib build/compiled
+	LIBRA_COMPILED=1 $(VENV)/bin/python setup.py -q build --build-base build/mypyc --build-lib build/mypyc/lib
+	rm -rf build/mypyc/new && cp -r build/mypyc/lib build/mypyc/new
+	rm -rf build/compiled && mv build/mypyc/new build/compiled
 	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q tests/sim/test_compiled.py tests/sim/test_*_equality.py
 
 test-compiled: compiled  ## the tests of the simulator and of routing on the compiled core, 10 minutes

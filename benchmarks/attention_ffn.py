@@ -6,10 +6,11 @@ Invariant: rows say what was asked of which GPUs; a published number is a row of
 
 "frontier" is Frontier's comparison of colocated engines, prefill and decode apart, and attention and FFN apart (arXiv
 2605.21312), by the search's best deployment of each kind on 64 GPUs: model, requests, GPUs and links are our own.
-"afd-plugin" is that of afd-plugin for vLLM 0.26 on Ascend: tokens/s of a die with EP 64 and with 48 or 64 attention and
-16 FFN ranks, DeepSeek-V3.2. Here DeepSeek-V3 (its attention is not sparse) decodes as many contexts as KV memory holds,
-in two micro-batches: on H200 in bf16, and on a die of CloudMatrix384 by its data sheet with 8 bits a weight. Batches,
-links and quantisation of the original are not known.
+"afd-plugin" is its recipe for DeepSeek-V3.2 on Ascend (recipe/npu/CAMP2pAFDConnector/deepseek_v3_2 of
+github.com/vllm-project/afd-plugin): tokens/s of a die with EP 64 and with 48 or 64 attention and 16 FFN ranks, at the
+recipe's batches, in two micro-batches, with weights of 8 bits, on a die of CloudMatrix384 by its data sheet. The recipe
+forces tokens to four experts of each FFN rank, as in a deployment of four times as many dies; the same without that is
+asked, too. DeepSeek-V3 stands for V3.2: once all of a context is read, and once as much as sparse attention reads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from benchmarks.rows import Row, report
 from benchmarks.search import requests
 from libra.config.recipe import Recipe
 from libra.cost.collectives import AllToAll
-from libra.cost.engine_memory import kv_tokens
 from libra.cost.experts import power_law
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import Quantization
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.sources.roofline import stage_roofline
@@ -46,79 +46,96 @@ from libra.sizing.search import answer
 
 MODEL = "Qwen/Qwen3-235B-A22B"
 NODES = 8  # of eight H200 with eight links of 50 GB/s
-LINKS = (50e9, 196e9)  # bytes/s of a GPU: 400 Gb/s networks; a die of CloudMatrix384 (arXiv 2506.12708)
-DIE = GPU("Ascend 910C die", memory=64e9, bandwidth=1.6e12, flops=376e12, link=LINKS[1], source="arXiv 2506.12708")
+DIE = GPU("Ascend 910C die", memory=64e9, bandwidth=1.6e12, flops=376e12, link=196e9, source="arXiv 2506.12708")
 FRONTIER: dict[float, dict[Architecture, float | None]] = {  # K tokens/s, by TTFT
     3.0: {"colocated": 27.7, "prefill-decode": 137.4, "attention-ffn": 116.2},
     0.5: {"colocated": None, "prefill-decode": 100.7, "attention-ffn": 116.2},
 }
-PLUGIN = {  # tokens/s of a die, by context: EP 64, 48A16F, 64A16F
-    16384: (232.6, 220.3, 258.9),
-    32768: (168.2, 151.4, 183.3),
+FFN, FORCED = 16, 4  # ranks; as many times more would have as few experts each as tokens are forced to
+PLUGIN = {  # by context and attention ranks (0: EP 64): requests of a rank, tokens/s of a die
+    16384: {0: (16, 232.6), 48: (28, 220.3), 64: (28, 258.9)},
+    32768: {0: (8, 168.2), 48: (14, 151.4), 64: (14, 183.3)},
+}
+MEAN_OUTPUT = 1024
+SPARSE_TOKENS, INDEX_SHARE = 2048, 128 / 576  # that attention reads; an index key over a latent one (DeepSeek-V3.2)
+
+
+# Shapes of each kind; eight engines fill the GPUs, and so do four of eight ranks with one of 32.
+MENUS: dict[Architecture, MenuFile] = {
+    "colocated": MenuFile(tensor_parallel_size=(1, 8), data_parallel_size=(1, 8), engines=(8,)),
+    "prefill-decode": MenuFile(tensor_parallel_size=(1,), data_parallel_size=(8, 32), engines=(1, 4, 8)),
+    "attention-ffn": MenuFile(tensor_parallel_size=(1, 8), engines=(1, 2, 4)),
 }
 
 
 def frontier_rows(quick: bool) -> Iterator[Row]:
-    gpu, model = GPUS["H200"], load_model(MODEL)
-    there = Cluster((NodeClass("h200", NODES, 8, gpu, gpu.link, 8 * 50e9),))
-    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=model.max_context)
-    profiles = engine_profiles(there, model, recipe, "roofline")
-    recorded = requests(100 if quick else 1000)
-    output = sum(it.output_tokens for it in recorded) / len(recorded)
     for ttft, published in FRONTIER.items():
-        objectives = parse_objectives(f"ttft_p99={ttft:g},tpot_p99=0.02")
-        asked = SizingQuestion(there, model, profiles, recorded, objectives)
         for architecture, told in published.items():
-            menu = MenuFile(
-                architectures=(architecture,),
-                tensor_parallel_size=(1, 8),
-                max_num_seqs=(256,),
-                max_num_batched_tokens=(8192,),
-                engines=(1, 2, 3, 4, 6, 8),
-                afd=AfdMenu(attention=(16, 32), ffn=(8, 16), micro_batches=(2,)),
-            )
-            found = answer(asked, ServingMenu(menu)).points
             case = f"TTFT {ttft:g} s, 50 tokens/s a user, {architecture}"
-            best = max(found, key=lambda it: it.trial.rate, default=None)
-            rate = 0.0 if best is None else output * best.trial.rate
-            yield Row(
-                case if best is None else f"{case}: {best.candidate}", f"{NODES * 8} H200", rate / 1e3, "K tokens/s"
-            )
+            deployment, rate = frontier_best(architecture, ttft, quick)
+            yield Row(f"{case}: {deployment}", f"{NODES * 8} H200", rate / 1e3, "K tokens/s")
             if told is not None:
                 yield Row(case, "published", told, "K tokens/s")
 
 
-def plugin_rows(gpu: GPU, link: float, stored: Quantization) -> Iterator[Row]:
-    model = load_model("deepseek-ai/DeepSeek-V3")
-    assert model.experts is not None
-    nodes = NodeClass("node", 8, 8, gpu, gpu.link, 8 * link)
-    config = EngineConfig(max_model_len=40_000, kv_blocks=200_000, max_num_seqs=512)
-    shares = power_law(model.experts.count, model.experts.active, 0.0, model.sparse_layers, seed=0)
-    way: AllToAll = "deepep_low_latency"
-    grid = expert_grid(gpu, model, 1, 64, way, fabric(nodes), source="roofline", quantization=stored)
-    together = ExpertCost(grid, config, ExpertLoad(lambda _: shares, model.experts.active))
-    kinds: dict[str, tuple[GroupCost, int, int]] = {"EP 64": (together, 64, 64)}
-    for attention in (48, 64):
-        stages = stage_roofline(gpu, model, 1, 16, quantization=stored)
-        apart = AfdCost(stages, config, AttentionFFN(attention, 16, link, 5e-6))
-        kinds[f"{attention}A16F"] = apart, attention, attention + 16
-    for context, published in PLUGIN.items():
-        for (name, (cost, ranks, gpus)), told in zip(kinds.items(), published, strict=True):
-            experts = stored.expert_bytes * model.routed_parameters / gpus if gpus == ranks else 0.0
-            held = kv_tokens(
-                *(model, gpu.memory, 0.9, 1),
-                batched_tokens=512,
-                quantization=stored,
-                taken=experts,
-                routed=False,
-            )
-            batch = held // context
-            seconds = iteration_seconds(cost, batch, context, ranks)
-            case = f"{context // 1024}K contexts, links of {link / 1e9:g} GB/s, {name}"
-            yield Row(case, gpu.name, ranks * batch / gpus / seconds, "tokens/s/GPU")
-            yield Row(case, "requests of a rank", batch, "")
-            yield Row(case, "iteration", seconds, "s")
+def frontier_best(architecture: Architecture, ttft: float, quick: bool = False) -> tuple[str, float]:
+    """The best deployment of its menu, and its output tokens/s."""
+    gpu, model = GPUS["H200"], load_model(MODEL)
+    there = Cluster((NodeClass("h200", NODES, 8, gpu, gpu.link, 8 * 50e9),))
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=model.max_context)
+    profiles = engine_profiles(there, model, recipe, "roofline")
+    recorded = requests(100 if quick else 4000)  # as many as keep 64 GPUs busy
+    output = sum(it.output_tokens for it in recorded) / len(recorded)
+    objectives = parse_objectives(f"ttft_p99={ttft:g},tpot_p99=0.02")
+    menu = MENUS[architecture].model_copy(
+        update={
+            "architectures": (architecture,),
+            "max_num_seqs": (256,),
+            "max_num_batched_tokens": (8192,),
+            "all2all_backend": ("deepep_low_latency",),
+            "afd": AfdMenu(attention=(16, 32), ffn=(16,), micro_batches=(2,)),
+        }
+    )
+    found = answer(SizingQuestion(there, model, profiles, recorded, objectives), ServingMenu(menu)).points
+    best = max(found, key=lambda it: it.trial.rate, default=None)
+    return ("none", 0.0) if best is None else (str(best.candidate), output * best.trial.rate)
+
+
+def plugin_rows() -> Iterator[Row]:
+    for context, shapes in PLUGIN.items():
+        mean = context + MEAN_OUTPUT // 2
+        reads = {"all of it read": mean, "sparse": round(SPARSE_TOKENS + INDEX_SHARE * mean)}
+        for attention, (batch, told) in shapes.items():
+            name = f"{attention}A{FFN}F" if attention else "EP 64"
+            case = f"{context // 1024}K contexts, {name}"
             yield Row(case, "published, Ascend", told, "tokens/s/die")
+            yield Row(case, "requests of a rank", batch, "")
+            share = attention / (attention + FFN) if attention else 1.0  # of dies that have requests
+            yield Row(case, "iteration, published", 1e3 * share * batch / told, "ms")
+            for read, tokens in reads.items():
+                for more in (FORCED, 1) if attention else (1,):
+                    cost = plugin_cost(attention * more, FFN * more)
+                    seconds = iteration_seconds(cost, batch, tokens, attention * more or 64)
+                    which = f"{DIE.name}, {read}"
+                    if attention and more == 1:
+                        which += ", tokens to all experts"
+                    yield Row(case, which, share * batch / seconds, "tokens/s/die")
+                    yield Row(case, f"iteration, {which}", 1e3 * seconds, "ms")
+
+
+def plugin_cost(attention: int, ffn: int) -> GroupCost:
+    """Of so many ranks; without attention ranks of 64 that do both."""
+    model, stored = load_model("deepseek-ai/DeepSeek-V3"), Quantization("fp8")
+    assert model.experts is not None
+    config = EngineConfig(max_model_len=40_000, kv_blocks=200_000, max_num_seqs=512)
+    if attention:
+        stages = stage_roofline(DIE, model, 1, ffn, quantization=stored)
+        return AfdCost(stages, config, AttentionFFN(attention, ffn, DIE.link, 5e-6))
+    shares = power_law(model.experts.count, model.experts.active, 0.0, model.sparse_layers, seed=0)
+    nodes = NodeClass("node", 8, 8, DIE, DIE.link, 8 * DIE.link)
+    way: AllToAll = "deepep_low_latency"
+    grid = expert_grid(DIE, model, 1, 64, way, fabric(nodes), source="roofline", quantization=stored)
+    return ExpertCost(grid, config, ExpertLoad(lambda _: shares, model.experts.active))
 
 
 def iteration_seconds(cost: GroupCost, batch: int, context: int, ranks: int) -> float:
@@ -133,13 +150,12 @@ def iteration_seconds(cost: GroupCost, batch: int, context: int, ranks: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_ffn")
     parser.add_argument("--only", choices=("frontier", "afd-plugin"))
-    parser.add_argument("--quick", action="store_true", help="100 requests instead of 1,000")
+    parser.add_argument("--quick", action="store_true", help="100 requests instead of 4,000")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args()
     rows: list[Row] = []
     if options.only != "frontier":
-        rows += [row for link in LINKS for row in plugin_rows(GPUS["H200"], link, UNQUANTIZED)]
-        rows += plugin_rows(DIE, DIE.link, Quantization("fp8"))
+        rows += plugin_rows()
     if options.only != "afd-plugin":
         rows += frontier_rows(options.quick)
     report(rows, options.json)

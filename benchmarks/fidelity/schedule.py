@@ -34,7 +34,7 @@ _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow
 
 Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
 Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
-Tiers = Literal["tiers", "tiers-async"]
+Tiers = Literal["tiers", "tiers-async", "tiers-drafts"]
 Pulls = Literal["pull", "pull-async", "both"]
 Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", Groups, Tiers]
 
@@ -109,16 +109,17 @@ def _schedules(
         pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier)
         its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier))
         return pair.decode, requests, simulated_pair(pair, requests), its
-    if kind in ("tiers", "tiers-async"):
-        ahead = kind == "tiers-async"
-        case, requests = random_tier(seed, ahead=ahead)
+    if kind in ("tiers", "tiers-async", "tiers-drafts"):
+        drafts = kind == "tiers-drafts"
+        ahead = seed % 2 == 1 if drafts else kind == "tiers-async"
+        case, requests = random_tier(seed, ahead=ahead, drafts=drafts)
         try:
             ours = simulated_tier(case, requests)
         except ValueError as error:
             if "at the same time" not in str(error):
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
-        return case.config, requests, [ours], [vllm_tier(*random_tier(seed, ahead=ahead))]
+        return case.config, requests, [ours], [vllm_tier(*random_tier(seed, ahead=ahead, drafts=drafts))]
     if kind in get_args(Groups):
         ahead, drafts = kind.endswith("-async"), "drafts" in kind
         ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)

@@ -411,7 +411,14 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
         kv_cache_config=KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["attention"], _attention(config.block_size))],
+            kv_cache_groups=[
+                KVCacheGroupSpec(
+                    ["attention"],
+                    _attention(config.block_size),
+                    # As vLLM finds out from the layers of a model with MTP.
+                    is_eagle_group=config.speculative is not None and config.speculative.method == "mtp",
+                )
+            ],
         ),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=config.block_size,

@@ -63,13 +63,35 @@ def test_nothing_that_serves_is_status_3(menu: str) -> None:
         (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
         (("--slo", "ttft_p99=1", "--budget", 10), "there is no price of h100"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
-        (("--slo", "ttft_p99=1", "--gpus", 0), "gpus is 0; the cluster has 224"),
+        (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; there are 96 to take"),
         (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
+        (
+            ("--slo", "ttft_p99=1", "--rate", "1e-9"),
+            "--rate is 1e-09: the last of 300 requests would come after 106 days",
+        ),
         (("--slo", "ttft_p99=1", "--profile", "none.json"), "none.json"),
     ],
 )
 def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str, menu: str) -> None:
     result = libra(*QUESTION, *(options if "--menu" in options else (*options, "--menu", menu)))
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("cost_per_hour: {h100: 2, l40s: 1, a800: 1}", "cost_per_hour of the menu has a800, which its nodes leave out"),
+        ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
+        ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
+        ("afd: 3", "afd: expected a mapping of keys (got 3)"),
+    ],
+)
+def test_a_menu_that_cannot_be_is_status_2(keys: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "menu.yaml"
+    path.write_text(SMALL + keys + "\n")
+    result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", path)
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
@@ -85,8 +107,9 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
     refused = libra(*asked)
     assert (refused.exit_code, refused.stderr) == (
         2,
-        "libra: rate is missing: a plan is for a rate of requests; give it\n",
+        "libra: --rate is missing: a plan is for a rate of requests; give it\n",
     )
-    impossible = libra(*asked, "--rate", 1000, "--gpus", 1)
-    assert impossible.exit_code == 3
-    assert "1000 requests/s need more than there is" in impossible.stderr
+    for rate, shown in ((1000, "1000"), (1e300, "1e+300")):
+        impossible = libra(*asked, "--rate", rate, "--gpus", 1)
+        assert impossible.exit_code == 3
+        assert f"{shown} requests/s need more than there is" in impossible.stderr

@@ -268,7 +268,12 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         ("engines.0.model: ", "did you mean Qwen/Qwen3-14B? Known are "),
     ),
     ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
-    ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
+    (
+        "updates beyond what is counted",
+        {**BASE, "weight_updates": {"every": 1e9, "times": 1, "pause": 1}},
+        ("weight_updates.every: 1e+09 seconds is more than 106 days away",),
+    ),
+    ("an unknown policy", {**BASE, "route": "random"}, ("route: policy is 'random'; choose one of round-robin",)),
     ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
     (
         "an unknown quantisation",

@@ -88,7 +88,7 @@ BAD = [
     ("missing", change("training.steps", _REMOVE), "training.steps: this key is required; add it"),
     ("missing section", change("start", _REMOVE), "start: this key is required; add it"),
     ("missing name", change("name", _REMOVE), "name: this key is required; add it"),
-    ("empty section", change("training", None), "training: Input should be a valid dictionary"),
+    ("empty section", change("training", None), "training: expected a mapping of keys"),
     ("wrong type", change("training.steps", "many"), "training.steps: Input should be a valid integer"),
     ("fraction", change("training.steps", 2.5), "training.steps: Input should be a valid integer"),
     ("none", change("training.steps", 0), "training.steps: Input should be greater than 0 (got 0)"),

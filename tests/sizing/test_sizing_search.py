@@ -150,7 +150,7 @@ def test_an_objective_below_the_fastest_iteration_is_refused() -> None:
 def test_questions_that_do_not_fit_are_refused() -> None:
     recorded = [RecordedRequest(0, 10, 10), RecordedRequest(10**12, 10, 10)]
     limit = Objective("ttft", "p99", 1)
-    with pytest.raises(ValueError, match="gpus is 100; the cluster has 48"):
+    with pytest.raises(ValueError, match="gpus is 100; there are 48 to take"):
         question(recorded, limit, gpus=100)
     with pytest.raises(ValueError, match="there is no price of h100"):
         question(recorded, limit, budget=10.0)

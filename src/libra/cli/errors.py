@@ -5,7 +5,7 @@ Invariant: one line on standard error, and an exit status that says whose turn i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn
@@ -21,6 +21,15 @@ def bad_input(error: Exception) -> NoReturn:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     typer.echo(f"libra: {printable(' '.join(text.split()))}", err=True)
     raise typer.Exit(2) from None
+
+
+def of_option(error: Exception, options: Iterable[str]) -> Exception:
+    """The error, naming the option where it names the parameter that the option stands for."""
+    for option in options:
+        parameter = "start_seconds" if option == "--start" else option.removeprefix("--").replace("-", "_")
+        if str(error).startswith(f"{parameter} is "):
+            return ValueError(f"{option}{str(error).removeprefix(parameter)}")
+    return error
 
 
 def no_plan(error: Exception) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, no_plan, require_pages
+from libra.cli.errors import bad_input, no_plan, of_option, require_pages
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def search(
     except InfeasiblePlanError as error:
         no_plan(error)
     except (ValueError, OSError) as error:
-        bad_input(error)
+        bad_input(of_option(error, ("--rate", "--gpus", "--budget")))
     if as_json:
         typer.echo(text, nl=False)
     else:

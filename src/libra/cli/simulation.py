@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from libra.cli.errors import bad_input, require_pages
+from libra.cli.errors import bad_input, of_option, require_pages
 from libra.cli.output import check_writable, write_text, writing
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def simulate(
         typer.echo("libra: interrupted", err=True)
         raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
-        bad_input(_of_option(error, given))
+        bad_input(of_option(error, given))
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -310,15 +310,6 @@ def _compared(result: SimulationResult, forecast: PlannedRollout | None) -> list
         f" weight loads {duration(forecast.work)}, longest trajectory {duration(forecast.longest)}); simulated"
         f" {duration(simulated)}, {signed_percent(forecast.error(simulated), 1)}."
     ]
-
-
-def _of_option(error: Exception, given: dict[str, Any]) -> Exception:
-    """The error, naming the option where it names the parameter that the option stands for."""
-    for option in given:
-        parameter = "start_seconds" if option == "--start" else option.removeprefix("--").replace("-", "_")
-        if str(error).startswith(f"{parameter} is "):
-            return ValueError(f"{option}{str(error).removeprefix(parameter)}")
-    return error
 
 
 def _check_numbers(seed: int, time_limit: float | None, given: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from yaml.nodes import MappingNode, ScalarNode
 
 
@@ -26,6 +26,25 @@ class Section(BaseModel):
     """A mapping of known keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _is_no_flag(cls, given: object, validated: ValidatorFunctionWrapHandler) -> Any:
+        made = validated(given)
+        if _flag_for_number(given, made):
+            raise ValueError(f"expected a number, not true or false (got {shown(given)})")
+        return made
+
+
+def _flag_for_number(given: object, made: object) -> bool:
+    """Whether pydantic took a flag for 1 or 0."""
+    if isinstance(given, bool):
+        return isinstance(made, int | float) and not isinstance(made, bool)
+    if isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        return any(map(_flag_for_number, given, made))
+    if isinstance(given, dict) and isinstance(made, dict):
+        return any(map(_flag_for_number, given.values(), made.values()))
+    return False
 
 
 S = TypeVar("S", bound=BaseModel)
@@ -146,6 +165,8 @@ def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str)
     if problem["type"] == "too_short":
         return f"{key}: give {problem['ctx']['min_length']} or more (got {problem['ctx']['actual_length']})"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "dict_type"):
+        message = "expected a mapping of keys"  # pydantic names the class
     if not key:
         return message
     if problem["type"] == "value_error" or schema.model_config.get("hide_input_in_errors"):

@@ -95,6 +95,8 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     options, wanted = problem.options, ceil(problem.rate * _PARTS)
     # Variables
     most = [problem.there_are[it.nodes] // it.gpus for it in options]
+    if problem.rate > sum(it.rate * count for it, count in zip(options, most, strict=True)):
+        raise InfeasiblePlanError(_conflict(problem))  # also a rate that no integer of the solver holds
     n = [model.new_int_var(0, most[o], f"n_{it.name}") for o, it in enumerate(options)]
     d = model.new_int_var(0, wanted, "d")
     of = {role: [o for o, it in enumerate(options) if it.role == role] for role in ("colocated", "prefill", "decode")}

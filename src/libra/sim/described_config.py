@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import BLOCK, drafter_memory, kv_tokens
 from libra.cost.graphs import capture_sizes
 from libra.hardware.model_file import load_model
@@ -60,7 +61,10 @@ def _kv_blocks(engine: DescribedEngine) -> int:
     weights, more = 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
     divided, drafts = section.data_parallel_size > 1, section.speculative
     if drafts is not None and drafts.method != "ngram":
-        drafter = None if drafts.model is None else load_model(drafts.model)
+        try:
+            drafter = None if drafts.model is None else load_model(drafts.model)
+        except ConfigError as error:
+            raise ValueError(f"speculative.model: {error}") from None
         weights, more = drafter_memory(model, tp, drafter, quantization=stored, dp=section.data_parallel_size)
     if divided:
         weights += expert_bytes(engine)

@@ -25,9 +25,10 @@ from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engines_keys import EnginesFile, KVTransferSection
+from libra.sim.engines_keys import EnginesFile, UpdatesSection
 from libra.sim.expert_ranks import check_ranks, ranks_cost
 from libra.sim.kv_network import KVNetwork
+from libra.sim.rank_balancer import RankBalancer
 
 
 def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None) -> Deployment:
@@ -41,18 +42,18 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
             key = f"engines.{index}"
             engines += _specs(described_engine(section, key, path.parent, note), key)
         _check_models(file)
-        updates, transfer = file.weight_updates, file.kv_transfer
+        transfer = file.kv_transfer
+        if file.route != RankBalancer.NAME:
+            _check_route(file.route, "route", sticky=file.sticky)
         if transfer is not None:
-            _check_transfer(transfer, sticky=file.sticky)
+            _check_route(transfer.route, "kv_transfer.route", sticky=file.sticky)
         return Deployment(
             tuple(engines),
             file.limits,
             file.turn_tokens,
             file.route,
             file.sticky,
-            ()
-            if updates is None
-            else WeightUpdate.every(updates.every, updates.times, updates.pause, refresh=updates.refresh),
+            _updates(file.weight_updates),
             file.time_limit,
             None
             if transfer is None
@@ -112,12 +113,22 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
     return [spec(name, config, own) for name in names]
 
 
-def _check_transfer(transfer: KVTransferSection, *, sticky: bool) -> None:
+def _check_route(route: str, key: str, *, sticky: bool) -> None:
     """Raises ValueError that opens with the key."""
     try:
-        policy_named(transfer.route, sticky=sticky)
+        policy_named(route, sticky=sticky)
     except ValueError as error:
-        raise ValueError(f"kv_transfer.route: {error}") from None
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
+    """Raises ValueError that opens with the key."""
+    if given is None:
+        return ()
+    try:
+        return WeightUpdate.every(given.every, given.times, given.pause, refresh=given.refresh)
+    except ValueError as error:
+        raise ValueError(f"weight_updates.every: {error}") from None
 
 
 def _check_models(file: EnginesFile) -> None:

@@ -17,6 +17,7 @@ from pydantic import Field
 from libra.config.yaml_file import Section, read_section
 from libra.cost.afd import afd_refusal
 from libra.cost.collectives import AllToAll
+from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.sim.engines_keys import SpeculativeSection
 from libra.sizing.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
@@ -53,6 +54,27 @@ class MenuFile(Section):
     engines: _Counts | None = None  # of a pool
     afd: AfdMenu = AfdMenu()
     cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
+
+    def cluster(self, given: Cluster) -> Cluster:
+        """The classes of it that may be taken. Raises ValueError where it lacks one, or one is priced that is left
+        out."""
+        try:
+            taken = (
+                given
+                if self.nodes is None
+                else replace(given, nodes=tuple(map(given.node_class, dict.fromkeys(self.nodes))))
+            )
+        except ValueError as error:
+            raise ValueError(f"nodes of the menu: {error}") from None
+        names = [nodes.name for nodes in taken.nodes]
+        for name in self.cost_per_hour:
+            given.node_class(name)
+            if name not in names:
+                raise ValueError(
+                    f"cost_per_hour of the menu has {name}, which its nodes leave out: leave the price out, or add"
+                    f" {name} to nodes"
+                )
+        return taken
 
     @property
     def drafters(self) -> tuple[str, ...]:

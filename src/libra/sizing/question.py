@@ -55,7 +55,7 @@ class SizingQuestion:
             if value is not None and not (isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; give a finite number above 0")
         if self.gpus is not None and not 1 <= self.gpus <= self.cluster.devices:
-            raise ValueError(f"gpus is {self.gpus}; the cluster has {self.cluster.devices:,}: give 1 to that many")
+            raise ValueError(f"gpus is {self.gpus}; there are {self.cluster.devices:,} to take: give 1 to that many")
         if len(self.profiles) != len(self.cluster.nodes):
             raise ValueError(
                 f"{len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes: give each one"

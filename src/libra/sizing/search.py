@@ -106,8 +106,8 @@ def question_of(
     host: str = "default",
     note: Callable[[str], None] = lambda _: None,
 ) -> SizingQuestion:
-    """What `search` asks, read from files where they are given."""
-    there = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    """What `search` asks, read from files where they are given; of the cluster, the classes that the menu names."""
+    there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
     shape = model if isinstance(model, ModelSpec) else load_model(model)
     recorded = read_requests(requests) if isinstance(requests, Path | str) else tuple(requests)
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)

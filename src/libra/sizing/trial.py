@@ -15,7 +15,7 @@ import numpy as np
 from libra.cost.grid import Array
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
-from libra.sim.clock import TICKS, seconds
+from libra.sim.clock import LONGEST, TICKS, seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
 from libra.sim.engine.request import Request
@@ -71,12 +71,15 @@ def trial(
     routes: tuple[Policy, Policy] | None = None,
     to_the_end: bool = False,
 ) -> Trial:
-    """Raises `NoRoomError` where an engine cannot run. `requests` take the place of the question's, and come at the
-    same rate; `routes`, of requests and of prompts that were computed, that of the least load; `to_the_end`: also where
-    an objective is missed before that."""
+    """Raises `NoRoomError` where an engine cannot run, ValueError where the rate is too low to be simulated. `requests`
+    take the place of the question's, and come at the same rate; `routes`, of requests and of prompts that were
+    computed, that of the least load; `to_the_end`: also where an objective is missed before that."""
     specs, net = engines(question, candidate), network(question, candidate)
     records = question.requests if requests is None else requests
-    workload = recorded_requests(records, rate_scale=rate / question.natural_rate)
+    scale = rate / question.natural_rate
+    if seconds(records[-1].arrival) >= scale * LONGEST:
+        raise ValueError(f"rate is {rate:g}: the last of {len(records):,} requests would come after 106 days; raise it")
+    workload = recorded_requests(records, rate_scale=scale)
     watched = _Watched(workload, question.objectives, records, to_the_end)
     first, then = (policy_named(ROUTE, seed=0), policy_named(ROUTE, seed=0)) if routes is None else routes
     prompts = sum(spec.role.takes == "prompt" for spec in specs)

@@ -83,7 +83,7 @@ def admit(
             request.cached_tokens = tokens
         state.start_running(request, tokens)
         if tiers is not None:
-            tiers.touch(request.path, found)
+            tiers.touch(request, found)
         request.written = found
         request.padding = padding
         contexts += request.target

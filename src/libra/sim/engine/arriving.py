@@ -63,7 +63,7 @@ def start_load(state: EngineState, request: Request) -> Answer:
     tokens, size = request.prompt_tokens + request.generated, config.block_size
     if state.writers:
         state.write_all(request.path)
-    found, unheld = pool.find(request.path, (tokens - 1) // size)
+    found, unheld = find(state, request.path, (tokens - 1) // size)
     more = tiers.look(request, tokens, found * size)
     tiers.watched.append((request, found))
     if not more:
@@ -150,7 +150,7 @@ def admit_arrived(
         budget -= new + padding + config.input_slots
         state.compute(request, new)
         if state.tiers is not None:
-            state.tiers.touch(request.path, held)
+            state.tiers.touch(request, held)
     return budget, contexts, None
 
 
@@ -219,7 +219,7 @@ def _reserved(state: EngineState) -> int:
         if request in state.running:
             held = config.blocks(state.slots(request))
         else:
-            held = 0 if state.arriving[request] == "to compute" else config.blocks(tokens)
+            held = 0 if state.arriving[request] == "to compute" else config.blocks(request.target)
         reserved += max(config.blocks(tokens + drafts) - held, 0)
     return reserved
 

@@ -93,8 +93,6 @@ class EngineConfig(Value):
     def _check_tiers(self) -> None:
         if not self.enable_prefix_caching:
             raise ValueError("kv_tiers without enable_prefix_caching: a tier knows KV by its tokens; set it to true")
-        if self.speculative is not None:
-            raise ValueError("kv_tiers with speculative are not simulated: leave one of them out")
         if self.pipeline_parallel_size > 1:
             raise ValueError("kv_tiers with pipeline_parallel_size above 1 are not simulated: leave one of them out")
         first = self.kv_tiers[0]

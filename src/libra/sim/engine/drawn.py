@@ -90,10 +90,6 @@ class Drawn(Generation):
         course = _course(request)
         return _known(course, min(self.iteration + more - course.start, len(course.tokens)))
 
-    def steps_to_know(self, request: Request, tokens: int) -> int:
-        course = _course(request)
-        return course.start - self.iteration + int(course.tokens.searchsorted(tokens)) + 1
-
     def generated(self, request: Request, more: int = 0) -> int:
         course = _course(request)
         at = self.iteration + more - course.start

@@ -49,10 +49,6 @@ class Generation(ABC):
         """Tokens of a request that have KV after `more` iterations, as far as others may know."""
 
     @abstractmethod
-    def steps_to_know(self, request: Request, tokens: int) -> int:
-        """The least `more` for which `computed` says so many, or more; it may be 0 or below."""
-
-    @abstractmethod
     def generated(self, request: Request, more: int = 0) -> int:
         """Tokens that a request has generated after `more` iterations."""
 
@@ -74,7 +70,7 @@ class Generation(ABC):
         """The iteration with which a request has generated so many tokens, unless it is put off."""
 
     def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until a request has generated so many tokens."""
+        """Iterations until a request has generated so many tokens; 0 or fewer if it has."""
         return self.reaches(request, tokens) + 1 - self.iteration
 
     def ask(self, request: Request) -> None:
@@ -225,9 +221,6 @@ class Even(Generation):
 
     def computed(self, request: Request, more: int = 0) -> int:
         return request.offset + self.iteration + more
-
-    def steps_to_know(self, request: Request, tokens: int) -> int:
-        return tokens - request.offset - self.iteration
 
     def generated(self, request: Request, more: int = 0) -> int:
         return request.output_tokens - (request.last + 1 - self.iteration) + (request in self.stalled) + more

@@ -142,7 +142,7 @@ def ended_by(state: EngineState, now: int) -> int:
 def _store_filled(state: EngineState, tiers: Tiers, following: int) -> None:
     """Let what the planned iterations fill be stored, as if each had been visited. The last of them takes `following`
     ticks, if it only begins with the end."""
-    generation, pieces, ahead = state.flight.generation, state.pieces, int(state.under_way is not None)
+    pieces, ahead = state.pieces, int(state.under_way is not None)
     due = [(_full_in(state, tiers, request), place, request) for place, request in enumerate(_generating(state))]
     heapify(due)
     while due and due[0][0] <= state.steps:
@@ -150,7 +150,7 @@ def _store_filled(state: EngineState, tiers: Tiers, following: int) -> None:
         tiers.transfers.pass_time(end_of(pieces, step - 1) if step > 1 else pieces[0][1])
         while due and due[0][0] == step:
             _, place, request = due[0]
-            tiers.store(request, generation.computed(request, step) - (state.lag(request) if step == 1 else ahead))
+            tiers.store(request, state.known(request, step))
             again = step + 1 if request in tiers.failed else _full_in(state, tiers, request, step)
             heapreplace(due, (again, place, request))
         last = step == state.steps
@@ -165,11 +165,13 @@ def _generating(state: EngineState) -> list[Request]:
 
 def _full_in(state: EngineState, tiers: Tiers, request: Request, after: int = 0) -> int:
     """The first iteration, of those after so many, with which a chunk of a request is full and known to be."""
-    step = state.flight.generation.steps_to_know(request, tiers.full_at(request))
-    ahead = state.under_way is not None
-    if step <= 1 and after == 0 and not state.lag(request):
+    tokens = tiers.full_at(request) - request.prompt_tokens
+    if tokens <= 0:  # a chunk of the prompt that found no room
+        return after + 1
+    steps = state.flight.generation.steps_to(request, tokens)
+    if steps <= 0 and after == 0 and not state.lag(request):
         return 1
-    return max(after + 1, step + ahead)
+    return max(after + 1, steps + 1 + (state.under_way is not None))
 
 
 def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], int]:

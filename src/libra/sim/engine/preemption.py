@@ -80,9 +80,9 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
 def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = False) -> int:
     """Stop running a request that is not finished; it may end with that. Returns how many tokens of it are under way,
     with asynchronous scheduling."""
-    more, under_way = 0, state.under_way
+    more, under_way, partial = 0, state.under_way, request in state.partials
     request.reserves, in_iteration = False, state.is_under_way(request)
-    if request in state.partials:
+    if partial:
         del state.partials[request]
         tokens, known = state.slots(request, row), request.computed
     elif under_way is not None:
@@ -111,7 +111,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
     if state.pool.caching:
         state.write(request, known)
     if state.tiers is not None and ends:
-        state.tiers.end(request, request.prompt_tokens + request.generated if more else known)
+        state.tiers.end(request, known if partial else request.prompt_tokens + request.generated - (not more))
     state.release(request, tokens, known, row=in_iteration)
     return more
 

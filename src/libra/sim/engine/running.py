@@ -120,7 +120,7 @@ def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> li
         if request is state.chunk or request in flight.finishing:
             rows.append((request, request.computed))
         elif request.flight >= 0 and request not in skipped and (request in tiers.failed or not tiers.prompt_only):
-            rows.append((request, flight.generation.computed(request, 1) - state.lag(request)))
+            rows.append((request, state.known(request)))
     return rows
 
 
@@ -239,7 +239,7 @@ def finish(state: EngineState, request: Request, tokens: int, known: int, now: i
     if state.pool.caching and (request.chain is not None or request.written or state.tiers is not None):
         state.write(request, known)
     if state.tiers is not None:
-        state.tiers.end(request, known)
+        state.tiers.end(request, request.prompt_tokens + request.output_tokens - 1)
     if request.keeps:
         state.keep(request, tokens, known)
         return

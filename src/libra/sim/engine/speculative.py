@@ -83,6 +83,12 @@ class Speculative(Value):
         return 0 if self.method == "ngram" else self.num_speculative_tokens
 
     @property
+    def volatile_chunk(self) -> bool:
+        """Whether the KV of the last chunk may change still while its request generates: vLLM knows so of drafters that
+        are layers of the model itself."""
+        return self.method == "mtp"
+
+    @property
     def recomputes_block(self) -> bool:
         """Whether the last block that the prefix cache has is computed again, for the drafter."""
         return self.method in _STATE_READERS

@@ -156,7 +156,8 @@ class EngineState:
         config, stages = self.config, self.config.pipeline_parallel_size
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
         if config.kv_tiers:
-            self.tiers = Tiers(config.kv_tiers, self.pool)
+            drafts = config.speculative
+            self.tiers = Tiers(config.kv_tiers, self.pool, volatile=drafts is not None and drafts.volatile_chunk)
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
         self.flights = Flights([self._generation() for _ in range(stages)])
         self.flight = self.flights.all[0]
@@ -210,6 +211,12 @@ class EngineState:
         """Iterations under way, 0 or 1, of a request that generates or has its last one under way."""
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
+
+    def known(self, request: Request, step: int = 1) -> int:
+        """Tokens of a generating request that are known when the iteration that is `step` ones ahead is decided."""
+        generation = self.flights.all[request.flight].generation
+        before = self.lag(request) if step == 1 else int(self.under_way is not None)
+        return request.prompt_tokens + generation.generated(request, step - 1 - before)
 
     def is_under_way(self, request: Request) -> bool:
         """Whether a running request is in the iteration under way."""

@@ -38,7 +38,8 @@ class Use:
 class Tiers:
     """Those of one engine, the nearest first."""
 
-    def __init__(self, tiers: Sequence[KVTier], pool: BlockPool) -> None:
+    def __init__(self, tiers: Sequence[KVTier], pool: BlockPool, *, volatile: bool = False) -> None:
+        """With `volatile` the last chunk that is known may change while its request generates."""
         self.transfers = TierTransfers(tiers)
         self.fetches = TierFetches(self.transfers)
         self.first = self.transfers.first
@@ -49,6 +50,7 @@ class Tiers:
         self.watched: list[tuple[Request, int]] = []  # that wait, and how many blocks were found for them
         self.patient = False  # nobody who waits has to be asked again before something changes
         self._pool = pool
+        self._volatile = volatile
         self._reads = pool.reads
         self._uses: dict[Request, Use] = {}
         self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; what they could not store
@@ -134,6 +136,8 @@ class Tiers:
             return 0
         if later:
             return None
+        if self._volatile:
+            hits.pop()
         tokens = (start + len(hits)) * size - found
         if tokens < size:
             return 0
@@ -149,12 +153,15 @@ class Tiers:
         self.transfers.coming.update(keys)
         self._loads.append((request, keys, tokens // self._pool.block_size))
         self.transfers.loading[request] = -1
-        self.touch(request.path, found // self._pool.block_size)
+        self.touch(request, found // self._pool.block_size)
 
-    def touch(self, path: Path, blocks: int) -> None:
-        """The first blocks of a context are given to a request, also if others had them before."""
+    def touch(self, request: Request, blocks: int) -> None:
+        """The first blocks of its context are given to a request, also those that others had before."""
+        pool, path = self._pool, request.path
         for block, stores in self._reads.reading.items():
-            if isinstance(block, tuple) and block[1] < blocks and owner_of(path, block[1]) is block[0]:
+            if not isinstance(block, tuple) or block[1] >= blocks or owner_of(path, block[1]) is not block[0]:
+                continue
+            if pool.block_of(request, *block) == block:  # not a further copy
                 self._reads.given[block] = stores
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
@@ -212,12 +219,14 @@ class Tiers:
 
     def full_at(self, request: Request) -> int:
         """Known tokens with which a running request has a chunk to be stored."""
-        return (self._uses[request].stored + 1) * self.blocks_per_chunk * self._pool.block_size
+        return (self._uses[request].stored + 1 + self._volatile) * self.blocks_per_chunk * self._pool.block_size
 
     def store(self, request: Request, known: int) -> None:
         """Store the chunks of a running request that are full now."""
         use = self._uses[request]
         chunks = self._chunks(request, known)
+        if self._volatile and known > request.prompt_tokens and not self.prompt_only:
+            chunks -= 1
         self.failed.pop(request, None)
         if chunks <= use.stored:
             return
