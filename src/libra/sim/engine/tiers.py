@@ -50,7 +50,7 @@ class Tiers:
         self.watched: list[tuple[Request, int]] = []  # that wait, and how many blocks were found for them
         self.patient = False  # nobody who waits has to be asked again before something changes
         self._pool = pool
-        self._volatile = volatile
+        self._last_changes = volatile
         self._reads = pool.reads
         self._uses: dict[Request, Use] = {}
         self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; what they could not store
@@ -136,7 +136,7 @@ class Tiers:
             return 0
         if later:
             return None
-        if self._volatile:
+        if self._last_changes:
             hits.pop()
         tokens = (start + len(hits)) * size - found
         if tokens < size:
@@ -219,13 +219,13 @@ class Tiers:
 
     def full_at(self, request: Request) -> int:
         """Known tokens with which a running request has a chunk to be stored."""
-        return (self._uses[request].stored + 1 + self._volatile) * self.blocks_per_chunk * self._pool.block_size
+        return (self._uses[request].stored + 1 + self._last_changes) * self.blocks_per_chunk * self._pool.block_size
 
     def store(self, request: Request, known: int) -> None:
         """Store the chunks of a running request that are full now."""
         use = self._uses[request]
         chunks = self._chunks(request, known)
-        if self._volatile and known > request.prompt_tokens and not self.prompt_only:
+        if self._last_changes and known > request.prompt_tokens and not self.prompt_only:
             chunks -= 1
         self.failed.pop(request, None)
         if chunks <= use.stored:
