@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from libra.sim.workload.replay import Replay as Replay
     from libra.sim.workload.request_file import read_requests as read_requests
     from libra.sim.workload.requests import recorded_requests as recorded_requests
+    from libra.sizing.point_file import write_engines as write_engines
     from libra.sizing.search import search as search
     from libra.trajectory import Trajectory as Trajectory
     from libra.trajectory import read_trajectories as read_trajectories
@@ -70,6 +71,7 @@ _HOME = {
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
     "simulate_posttraining": "libra.sim.training_run.loop",
+    "write_engines": "libra.sizing.point_file",
 }
 __all__ = sorted(_HOME)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,34 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     assert "Pareto set" in html
     assert html.count("<circle") + html.count("<path") > 0
     assert "Why others were rejected" in html
+
+
+def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> None:
+    written, page, folder = tmp_path / "answer.json", tmp_path / "answer.html", tmp_path / "engines"
+    asked = (*QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--rate", 2, "--engines-out", folder)
+    result = libra(*asked, "-o", written, "--report", page)
+    assert result.exit_code == 0, result.output
+    points = json.loads(written.read_text())["pareto"]
+    assert sorted(it.name for it in folder.iterdir()) == ["point-1.yaml", "point-2.yaml"] and len(points) == 2
+    again = f"The points' engines are in {folder}/point-1.yaml to point-2.yaml; simulate the best by: libra simulate "
+    assert again in result.stdout
+    assert f"{folder}/point-2.yaml" in page.read_text()
+    for number, point in enumerate(points, start=1):
+        command = (folder / f"point-{number}.yaml").read_text().splitlines()[3]
+        said = shlex.split(command.removeprefix("#   libra "))
+        simulated = libra(*said, "--json")
+        assert simulated.exit_code == 0, simulated.output
+        metrics = json.loads(simulated.stdout)["metrics"]
+        assert (metrics["ttft"]["p99"], metrics["tpot"]["p99"]) == (point["ttft"], point["tpot"])
+    for options, said in (
+        ((), "engines/point-1.yaml: is there already; give another directory, or remove it"),
+        (("--engines-out", menu), "menu.yaml: is no directory"),
+        (("--engines-out", f"{menu}/engines"), "menu.yaml cannot be written to; give another directory"),
+        (("--plan", "--engines-out", tmp_path / "new"), "--engines-out is for a search"),
+    ):
+        refused = libra(*asked, *options)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert said in refused.stderr
 
 
 def test_the_same_question_gives_the_same_bytes(menu: str) -> None:

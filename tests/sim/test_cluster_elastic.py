@@ -165,6 +165,35 @@ def test_with_a_time_limit_who_waits_is_unfinished(keep: bool) -> None:
         assert [it.status for it in cluster.requests] == ["unfinished"] * 2
 
 
+class Ends(Requests):
+    """An open loop that remembers who it was told had ended, and when."""
+
+    def __init__(self, *requests: Request) -> None:
+        super().__init__(lambda: requests, {})
+        self.told: list[tuple[int, int]] = []
+
+    def finished(self, request: Request, now: int) -> None:
+        self.told.append((request.number, now))
+
+
+def test_who_waits_for_an_engine_may_be_given_up() -> None:
+    """At once, though an engine that would do comes later; also what was on one that closed."""
+    never, before = Request(0, 0, 40, 3, cancel_at=20), Request(1, 0, 8, 9, cancel_at=60)
+    workload = Ends(never, before)
+    cluster = SimCluster([spec_of("a", longest=32)], workload, LeastLoaded(), patient=True)
+    cluster.at(35, lambda _: cluster.close("a"))
+    cluster.at(100, lambda _: cluster.add(spec_of("b")))
+    cluster.run()
+    *_, rest = cluster.requests
+    assert workload.told == [(0, 20), (rest.number, 60)]
+    assert [(it.status, it.finish) for it in (never, before, rest)] == [
+        ("cancelled", 20),
+        ("interrupted", 40),
+        ("cancelled", 60),
+    ]
+    assert cluster.engines[1].iterations == 0
+
+
 class Looking(LeastLoaded):
     """Least loaded, and a record of the fleets that it saw."""
 

@@ -302,6 +302,75 @@ def test_what_the_cpu_adds_comes_to_an_iteration_of_the_group(tmp_path: Path) ->
     assert ticks_of(afd={**AFD, "ffn_gpu": "L40S", "bandwidth": 1e15}) > ticks_of(afd={**AFD, "bandwidth": 1e15})
 
 
+OWN = {
+    "name": "mine",
+    "memory": "80 GB",
+    "bandwidth": "2 TB/s",
+    "flops": "300 TFLOP/s",
+    "link": "200 GB/s",
+    "source": "me",
+}
+NODE = {"gpus": 4, "inter_bandwidth": "100 Gb/s"}
+
+
+def test_a_gpu_and_its_node_may_be_described_as_in_a_cluster_file(tmp_path: Path) -> None:
+    def decode_seconds(**keys: object) -> int:
+        cost = load(tmp_path, {"tensor_parallel_size": 2, **keys}).engines[0].cost
+        base, _, _ = cost.line(DecodeBatch(8), 8000)
+        return base
+
+    (engine,) = load(tmp_path, {"gpu": OWN}).engines
+    tokens = kv_tokens(load_model(SMALL["model"]), 80e9, 0.9, 1, batched_tokens=8192)
+    assert engine.config.kv_blocks == tokens // 16 - 1
+    assert decode_seconds(node={**NODE, "intra_bandwidth": "450 GB/s"}) == decode_seconds(node=NODE) == decode_seconds()
+    assert decode_seconds(node={**NODE, "intra_bandwidth": "25 GB/s"}) > decode_seconds()
+
+
+def test_ranks_beyond_a_node_talk_over_its_network(tmp_path: Path) -> None:
+    ranks = {"model": MOE, "data_parallel_size": 8, "enable_expert_parallel": True, "max_model_len": 8192}
+
+    def together(**keys: object) -> int:
+        group = load(tmp_path, {**ranks, **keys}).engines[0].group
+        assert group is not None
+        return max(more for _, more in group.cost.together(Graph("NONE"), 4096, 8, 0.0, 0).lines)
+
+    near, far = {**NODE, "gpus": 8}, {**NODE, "gpus": 2}
+    assert together(node=near) == together(node={**near, "inter_bandwidth": "1 GB/s"}) == together()
+    assert together(node=far) > together(node={**far, "inter_bandwidth": "400 GB/s"}) > together()
+    assert together(node={**NODE, "gpus": 4, "inter_bandwidth": "200 GB/s"}) > together()
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"gpu": 5}, "engines.0.gpu: expected a name, such as A800, or a mapping (got 5)"),
+        ({"gpu": {**OWN, "name": "h100"}}, "engines.0.gpu.name: H100 is known, with its own numbers"),
+        ({"gpu": {**OWN, "memory": 80e9}}, "engines.0.gpu.memory is 80000000000.0 without a unit; add one of GB"),
+        ({"gpu": {**OWN, "memory": "80 MiB"}}, "engines.0.gpu.memory is 8.38861e+07; a GPU has"),
+        ({"gpu": {"name": "mine"}}, "engines.0.gpu.memory: this key is required; add it"),
+        ({"gpu": {**OWN, "link": "1 GB/s"}}, "engines.0.gpu: intra_bandwidth is 1 GB/s (8 Gb/s); the link of a GPU"),
+        ({"node": {"gpus": 4}}, "engines.0.node.inter_bandwidth: this key is required"),
+        ({"node": {**NODE, "gpus": 0}}, "engines.0.node.gpus: Input should be greater than or equal to 1"),
+        ({"node": {**NODE, "gpus": 2000}}, "engines.0.node.gpus is 2,000; no class of nodes has more than 1,024"),
+        ({"node": {**NODE, "inter_bandwidth": 5e10}}, "engines.0.node.inter_bandwidth is 50000000000.0 without a unit"),
+        ({"node": {**NODE, "intra_bandwidth": "900 GB/s"}}, "engines.0.node.intra_bandwidth is 900 GB/s"),
+        (
+            {"node": NODE, "tensor_parallel_size": 8},
+            "engines.0.node.gpus is 4, and tensor_parallel_size 8: it stays within a node, lower it",
+        ),
+        (
+            {"node": NODE, "network_bandwidth": 1e10},
+            "engines.0.network_bandwidth is given, and node, which has inter_bandwidth: leave one of them out",
+        ),
+        ({"network_bandwidth": 1.0}, "engines.0.network_bandwidth: inter_bandwidth is 8e-09 GB/s"),
+    ],
+)
+def test_a_gpu_or_node_that_cannot_be_is_refused_with_its_key(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, keys)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("role", ["colocated", "decode"])
 def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(

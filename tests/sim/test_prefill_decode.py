@@ -5,7 +5,8 @@ That both engines decide what two of vLLM's schedulers decide is seen with vLLM,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -121,6 +122,34 @@ def test_a_dead_engine_in_the_middle_of_a_pull(policy: FailurePolicy, status: st
     assert cluster.engines[1].pool.held == 0
 
 
+@pytest.mark.parametrize("cancel_at", [31, 38])
+def test_a_pull_that_failed_is_given_up_before_that_is_seen(cancel_at: int) -> None:
+    """At 38, for another one generates: whoever gives it up does so once."""
+    requests = [Request(0, 0, 8, 9), Request(1, 5, 32, 3, cancel_at=cancel_at)]
+    workload = Told(*requests)
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL), EngineSpec("D", CONFIG, TEN, role=DECODE, kv_bytes=1.0)]
+    cluster = SimCluster(specs, workload, kv_transfer=BYTE_A_TICK)
+    cluster.at(30, lambda now: happen(cluster, "break", "P", now))
+    cluster.run()
+    assert [(it.status, it.finish) for it in requests] == [("finished", 108), ("cancelled", 38)]
+    assert workload.ends == {0: 1, 1: 1}
+    assert cluster.engines[1].pool.held == cluster.engines[1].load_tokens == 0
+
+
+def test_a_pull_that_fails_as_its_engine_closes() -> None:
+    """Whoever asked is told, though the engine decides nothing any more."""
+    request = Request(0, 0, 32, 3)
+    workload = Told(request)
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL)]
+    specs += [EngineSpec(name, CONFIG, TEN, role=DECODE, kv_bytes=1.0) for name in ("D", "E")]
+    cluster = SimCluster(specs, workload, kv_transfer=BYTE_A_TICK, decode_route=policy_named("round-robin"))
+    for what, name in (("break", "P"), ("close", "D")):
+        cluster.at(20, lambda now, what=what, name=name: happen(cluster, what, name, now))  # type: ignore[misc]
+    cluster.run()
+    assert (request.status, request.reason, request.finish) == ("failed", "nothing comes from P", 20)
+    assert workload.ends == {0: 1}
+
+
 def test_two_prompts_are_computed_in_part() -> None:
     """The pulls of 1 and 2 failed. 1 is computed here, and waits for the block that 0, which generates, took last; so 2
     is looked at, whose own blocks are let go only then, and begins. Its turn comes after that of 1 from then on."""
@@ -213,6 +242,68 @@ def test_what_no_engine_goes_on_with_keeps_nothing() -> None:
     assert [request.status for request in requests] == ["refused", "finished"]
     assert requests[0].finish == requests[0].prefill_end
     assert cluster.now == requests[1].finish  # and not the end of a lease
+
+
+class Told(Requests):
+    """An open loop that counts how often it was told of each end."""
+
+    def __init__(self, *requests: Request) -> None:
+        super().__init__(lambda: requests, {})
+        self.ends: Counter[int] = Counter()
+
+    def finished(self, request: Request, now: int) -> None:
+        self.ends[request.number] += 1
+
+
+def elastic_pair(
+    *requests: Request, lease: int, at: Sequence[tuple[int, Callable[[SimCluster], object]]]
+) -> tuple[SimCluster, Told]:
+    """A pair that patient requests come to, and what is done to it."""
+    told = Told(*requests)
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL), EngineSpec("D", CONFIG, TEN, role=DECODE, kv_bytes=1.0)]
+    transfer = replace(BYTE_A_TICK, lease=lease / TICKS)
+    cluster = SimCluster(specs, told, LeastLoaded(), patient=True, kv_transfer=transfer)
+    for tick, action in at:
+        cluster.at(tick, lambda _, action=action: action(cluster))  # type: ignore[misc]
+    cluster.run()
+    return cluster, told
+
+
+def test_a_prompt_is_computed_anew_while_the_lease_on_it_goes_on() -> None:
+    """The lease on what was computed first ends at 110, while the second is pulled."""
+    request = Request(0, 0, 32, 3)
+    later = EngineSpec("E", CONFIG, TEN, role=DECODE, kv_bytes=1.0)
+    cluster, told = elastic_pair(request, lease=100, at=[(5, lambda it: it.close("D")), (90, lambda it: it.add(later))])
+    assert (request.arrival, request.scheduled, request.prefill_end) == (90, 90, 100)
+    assert (request.first_token, request.finish) == (142, 162)
+    assert told.ends == {0: 1}
+    assert [engine.pool.held for engine in cluster.engines] == [0, 0, 0]
+    assert cluster.pairs is not None and cluster.pairs.idle
+
+
+def test_who_waits_for_an_engine_to_generate_may_be_given_up() -> None:
+    request = Request(0, 0, 32, 3, cancel_at=50)
+    cluster, told = elastic_pair(request, lease=100, at=[(5, lambda it: it.close("D"))])
+    assert (request.status, request.finish) == ("cancelled", 50)
+    assert told.ends == {0: 1}
+    assert cluster.engines[0].pool.held == 0
+
+
+def test_who_came_twice_is_given_up_once() -> None:
+    """It waited on an engine for prompts that closed, and waits for another one until 90."""
+    first, second = Request(0, 0, 8, 1), Request(1, 5, 32, 30, cancel_at=205)
+    later = EngineSpec("Q", CONFIG, TEN, role=PREFILL)
+    _, told = elastic_pair(first, second, lease=100, at=[(6, lambda it: it.close("P")), (90, lambda it: it.add(later))])
+    assert (second.status, second.finish, second.prefill_end) == ("cancelled", 212, 100)
+    assert told.ends == {0: 1, 1: 1}
+
+
+def test_nothing_is_told_of_a_prompt_after_it_was_given_up() -> None:
+    """It goes on until the end of its iteration, at 10."""
+    request = Request(0, 0, 32, 3, cancel_at=5)
+    cluster, _ = pair([request])
+    assert (request.status, request.scheduled, request.prefill_end, request.finish) == ("cancelled", None, None, 5)
+    assert [engine.pool.held for engine in cluster.engines] == [0, 0]
 
 
 def test_a_short_prompt_stays() -> None:

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from libra.plan.problem import InfeasiblePlanError
-from libra.sim.engine.config import RoleName
-from libra.sim.engines_file import load_engines
-from libra.sim.outcome.metrics import metrics_of
-from libra.sim.simulate import simulate
-from libra.sim.workload.requests import RecordedRequest, recorded_requests
+from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import Point, SizingAnswer, bottleneck
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NoRoomError, network
+from libra.sizing.engines import NoRoomError
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Objective, parse_objectives
 from libra.sizing.question import SizingQuestion
@@ -193,35 +188,6 @@ def test_a_search_reads_its_files(tmp_path: Path) -> None:
         profile="roofline",
     )
     assert found.points[0].candidate.pools[0].shape.nodes == "h100"
-
-
-@pytest.mark.parametrize("roles", [("colocated",), ("prefill", "decode")])
-def test_a_point_is_what_an_engines_file_of_it_gives(roles: tuple[RoleName, ...], tmp_path: Path) -> None:
-    recorded = requests(np.random.default_rng(3), 40)
-    asked = question(recorded, *parse_objectives("ttft_p99=60,tpot_p99=1"))
-    shape = EngineSetup("h100", 1, 1, 16, 512, async_scheduling=True)
-    candidate = ServingCandidate(tuple(EnginePool(role, shape, 2) for role in roles))
-    tried, link = trial(asked, candidate, 4.0), network(asked, candidate)
-    section = {
-        **{"count": 2, "model": "Qwen/Qwen3-8B", "gpu": "H100", "profile": "roofline", "async_scheduling": True},
-        **{"max_model_len": asked.longest, "max_num_seqs": 16, "max_num_batched_tokens": 512},
-    }
-    file: dict[str, object] = {"engines": [{**section, "name": role, "role": role} for role in roles]}
-    if link is not None:
-        file["kv_transfer"] = {"bandwidth": link.bandwidth, "latency": link.latency}
-        assert (link.bandwidth, link.latency) == (0.9 * 50e9 / 4, 5e-6)  # as docs/search.md says
-    (tmp_path / "engines.yaml").write_text(json.dumps({**file, "route": "least-loaded"}))
-    given = load_engines(tmp_path / "engines.yaml")
-    result = simulate(
-        given.engines,
-        recorded_requests(recorded, rate_scale=4.0 / asked.natural_rate),
-        given.policy(),
-        kv_transfer=given.kv_transfer,
-        decode_route=given.decode_policy(),
-    )
-    metrics = metrics_of(result)
-    assert metrics.ttft is not None and metrics.tpot is not None
-    assert (metrics.ttft.p99, metrics.tpot.p99) == (tried.latency["ttft_p99"], tried.latency["tpot_p99"])
 
 
 def test_a_pipeline_is_as_busy_as_its_stages_are() -> None:

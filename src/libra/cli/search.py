@@ -65,6 +65,10 @@ def search(
     report: Annotated[
         Path | None, typer.Option("--report", help="Write the answer as an HTML page to this file.")
     ] = None,
+    engines_out: Annotated[
+        Path | None,
+        typer.Option("--engines-out", metavar="DIR", help="Write each point of the answer as a file of engines here."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output.")] = False,
 ) -> None:
     """Find the engines that serve requests within latency limits: most per GPU, or for the least GPUs or money.
@@ -82,9 +86,10 @@ def search(
 
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.live import SimulationProgress
-    from libra.report.search_table import counts, headline, search_tables
+    from libra.report.search_table import counts, files_line, headline, search_tables
     from libra.report.words import plural
     from libra.sizing.menu import DEFAULT, ServingMenu, load_menu
+    from libra.sizing.point_file import check_engines_directory, write_engines
     from libra.sizing.search import Progress, question_of
     from libra.sizing.search import answer as find
 
@@ -95,6 +100,13 @@ def search(
         check_writable(output, report, reads=(cluster, requests, menu))
         if plan and report is not None:
             raise ValueError("--report is for a search; leave it out with --plan")
+        if engines_out is not None:
+            if plan:
+                raise ValueError(
+                    "--engines-out is for a search: a file of engines has no route by what each engine serves; leave it"
+                    " out with --plan"
+                )
+            check_engines_directory(engines_out)
         file = DEFAULT if menu is None else load_menu(menu)
         question = question_of(
             cluster,
@@ -124,10 +136,11 @@ def search(
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
         if output is not None:
             write_text(output, text)
+        files = write_engines(found, engines_out) if engines_out is not None else ()
         if report is not None:
             from libra.report.search_page import search_page
 
-            write_text(report, search_page(found, f"Serving {found.question.model.name}"))
+            write_text(report, search_page(found, f"Serving {found.question.model.name}", files))
     except KeyboardInterrupt:
         typer.echo("libra: interrupted", err=True)
         raise typer.Exit(130) from None
@@ -141,8 +154,10 @@ def search(
         console = Console()
         for line in (headline(found), counts(found)):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-        for table in search_tables(found):
+        for table in search_tables(found, files):
             console.print(table)
+        if files:
+            console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
     for note in notes:
         typer.echo(f"note: {note}", err=as_json)  # standard output is the answer, and nothing else, with --json
     if not found.points:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
+from math import inf, nextafter
 
 _BIT = 1 / 8
 
@@ -38,6 +40,25 @@ def quantity(field: str, given: object, units: Mapping[str, float]) -> float:
     if match is None or match[2] not in units:
         raise ValueError(f"{field} is {given!r:.40}; write a number and one of {understood} (b is a bit, B a byte)")
     return float(match[1]) * units[match[2]]
+
+
+def written(value: float, units: Mapping[str, float]) -> str:
+    """The shortest text that `quantity` reads as exactly this value, which is above 0. Raises ValueError where there is
+    none.
+
+    >>> written(50e9, RATES), written(81_559 * 2.0**20, SIZES)
+    ('50 GB/s', '81559 MiB')
+    """
+    texts = []
+    for unit, scale in units.items():
+        near = value / scale
+        for number in (near, nextafter(near, 0), nextafter(near, inf)):
+            text = f"{Decimal(repr(number)):f}".removesuffix(".0")
+            if float(text) * scale == value:
+                texts.append(f"{text} {unit}")
+    if not texts:
+        raise ValueError(f"{value!r} cannot be written exactly in any of {', '.join(units)}: round it")
+    return min(texts, key=len)
 
 
 def rate(value: float) -> str:

@@ -96,15 +96,23 @@ def read_section(path: Path | str, schema: type[S], example: str, overrides: dic
     return checked(path, schema, data)
 
 
-def checked(path: Path, schema: type[S], data: object, within: str = "") -> S:
-    """`data`, found in the file at the dotted key `within`, as a `schema`. Raises `ConfigError`."""
+def checked(path: Path, schema: type[S], data: object) -> S:
+    """`data`, found in the file, as a `schema`. Raises `ConfigError`."""
+    try:
+        return valid(schema, data)
+    except ValueError as error:
+        raise refusal(path, str(error)) from None
+
+
+def valid(schema: type[S], data: object, within: str = "") -> S:
+    """`data`, found at the dotted key `within`, as a `schema`. Raises ValueError that opens with the key."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:
         problem = _worst_problem(error, schema, within)
     except RecursionError:
         problem = "nested too deeply to be a configuration; make it flat"
-    raise refusal(path, problem)
+    raise ValueError(problem)
 
 
 def refusal(path: Path, problem: str) -> ConfigError:

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import StrictInt
 
-from libra.config.units import RATES, SIZES, SPEEDS, quantity
-from libra.config.yaml_file import Section, checked, nearest, read_section, refusal, shown
+from libra.config.units import RATES, SIZES, SPEEDS, quantity, written
+from libra.config.yaml_file import Section, nearest, read_section, refusal, shown, valid
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, ServingPool
 from libra.hardware.loan_terms import LoanSection
 
@@ -70,7 +70,10 @@ def _serving_pool(path: Path, key: str, section: _ServingSection) -> ServingPool
 
 
 def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
-    gpu = _gpu(path, f"{key}.gpu", section.gpu)
+    try:
+        gpu = gpu_of(section.gpu, f"{key}.gpu")
+    except ValueError as error:
+        raise refusal(path, str(error)) from None
     try:
         return NodeClass(
             name=section.name,
@@ -86,24 +89,24 @@ def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
         raise refusal(path, f"{key}.{error}") from None
 
 
-def _gpu(path: Path, key: str, given: object) -> GPU:
+def gpu_of(given: object, key: str) -> GPU:
+    """The GPU that a file names or describes at `key`. Raises ValueError that opens with the key."""
     if isinstance(given, str):
         for name, gpu in GPUS.items():
             if name.casefold() == given.casefold():
                 return gpu
         close = nearest(given, GPUS)
         hint = f"did you mean {close}? Known are" if close else "known are"
-        raise refusal(
-            path,
+        raise ValueError(
             f"{key}: unknown GPU {shown(given)}; {hint}"
-            f" {', '.join(GPUS)}; describe another one by a mapping of {', '.join(_GPUSection.model_fields)}",
+            f" {', '.join(GPUS)}; describe another one by a mapping of {', '.join(_GPUSection.model_fields)}"
         )
     if not isinstance(given, dict):
-        raise refusal(path, f"{key}: expected a name, such as A800, or a mapping (got {shown(given)})")
-    section = checked(path, _GPUSection, given, within=key)
+        raise ValueError(f"{key}: expected a name, such as A800, or a mapping (got {shown(given)})")
+    section = valid(_GPUSection, given, within=key)
     taken = next((name for name in GPUS if name.casefold() == section.name.casefold()), None)
     if taken is not None:
-        raise refusal(path, f"{key}.name: {taken} is known, with its own numbers and tables; name yours otherwise")
+        raise ValueError(f"{key}.name: {taken} is known, with its own numbers and tables; name yours otherwise")
     try:
         return GPU(
             name=section.name,
@@ -114,4 +117,21 @@ def _gpu(path: Path, key: str, given: object) -> GPU:
             source=section.source,
         )
     except ValueError as error:
-        raise refusal(path, f"{key}.{error}") from None
+        raise ValueError(f"{key}.{error}") from None
+
+
+def described_gpu(gpu: GPU) -> str | dict[str, str]:
+    """What `gpu_of` reads as this GPU: its name, where Libra knows it. Raises ValueError where a name that is known
+    stands for other numbers."""
+    if GPUS.get(gpu.name) == gpu:
+        return gpu.name
+    given = {
+        "name": gpu.name,
+        "memory": written(gpu.memory, SIZES),
+        "bandwidth": written(gpu.bandwidth, RATES),
+        "flops": written(gpu.flops, SPEEDS),
+        "link": written(gpu.link, RATES),
+        "source": gpu.source,
+    }
+    gpu_of(given, "gpu")
+    return given

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import altair as alt
 
 from libra.report.charts import Figure
 from libra.report.page import Tile, render
-from libra.report.search_table import alike, columns, counts, headline, rejections, row, value_words
+from libra.report.search_table import alike, columns, counts, engine_files, headline, rejections, row, value_words
 from libra.report.vega import HALF, Axis, draw, layer, unchecked
 from libra.report.words import count, fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, SizingAnswer
@@ -19,7 +20,8 @@ _COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2", "attention-ffn"
 _HEIGHT = 260
 
 
-def search_page(answer: SizingAnswer, title: str) -> str:
+def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) -> str:
+    """`files`: those that the points' engines were written to."""
     return render(
         "search.html",
         title,
@@ -29,7 +31,8 @@ def search_page(answer: SizingAnswer, title: str) -> str:
         tiles=list(_tiles(answer)),
         figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.points else [],
         columns=columns(answer),
-        points=[row(answer, points) for points in alike(answer)],
+        points=[row(answer, points, files) for points in alike(answer)],
+        files=engine_files(answer, files) if files else [],
         rejected=[
             (kind, len(its), [(str(it.candidate), it.reason) for it in its[:MOST_REJECTED]])
             for kind, its in rejections(answer)

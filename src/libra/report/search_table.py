@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.table import Column, Table
 
@@ -12,6 +13,7 @@ from libra.report.words import fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
 from libra.sizing.mix import ServingMix
 from libra.sizing.objective import Objective
+from libra.sizing.point_file import simulate_command
 from libra.sizing.trial import statistic
 
 MOST_POINTS = 12  # in a terminal: the page has all
@@ -59,11 +61,12 @@ def alike(answer: SizingAnswer) -> list[list[Point]]:
     return list(groups.values())
 
 
-def row(answer: SizingAnswer, points: Sequence[Point]) -> tuple[str, ...]:
-    """Of points that are alike."""
+def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = ()) -> tuple[str, ...]:
+    """Of points that are alike; with the names of the files that the answer's engines were written to."""
     point = points[0]
+    names = {it.candidate: f"{file.stem}: " for it, file in zip(answer.points, files, strict=False)}
     return (
-        "; or ".join(str(it.candidate) for it in points),
+        "; or ".join(f"{names.get(it.candidate, '')}{it.candidate}" for it in points),
         f"{point.candidate.devices:,}",
         *((f"{point.cost:.4g}",) if answer.question.prices else ()),
         plain(point.trial.rate),
@@ -87,12 +90,28 @@ def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:
     return sorted(kinds, key=lambda it: -len(it[1]))
 
 
-def search_tables(answer: SizingAnswer) -> list[Table]:
+def engine_files(answer: SizingAnswer, files: Sequence[Path]) -> list[tuple[str, str, str]]:
+    """Each point's file, the point, and what simulates it."""
+    return [
+        (str(file), str(point.candidate), simulate_command(answer.question, point, file))
+        for file, point in zip(files, answer.points, strict=True)
+    ]
+
+
+def files_line(answer: SizingAnswer, files: Sequence[Path]) -> str:
+    """Where the files are, and what simulates the best point."""
+    best = f"simulate the best by: {simulate_command(answer.question, answer.points[0], files[0])}"
+    if len(files) == 1:
+        return f"Its engines are in {files[0]}; {best}"
+    return f"The points' engines are in {files[0]} to {files[-1].name}; {best}"
+
+
+def search_tables(answer: SizingAnswer, files: Sequence[Path] = ()) -> list[Table]:
     _, *numbers, _ = columns(answer)
     table = Table(*(whole(it) for it in numbers), Column("deployment", overflow="fold"), title="Pareto set")
     groups = alike(answer)
     for points in groups[:MOST_POINTS]:
-        name, *cells, why = row(answer, points)
+        name, *cells, why = row(answer, points, files)
         table.add_row(*cells, f"{name}\n  {why}")
     if len(groups) > MOST_POINTS:
         table.caption = f"and {len(groups) - MOST_POINTS} more: --report has them all"

@@ -10,8 +10,9 @@ from libra.cost.afd import afd_refusal
 from libra.cost.engine_memory import ffn_rank_bytes
 from libra.cost.sources.profiles import stage_profile
 from libra.hardware.cluster import GPU
-from libra.sim.described_engine import DescribedEngine, named_gpu
-from libra.sim.described_times import host_cost
+from libra.hardware.cluster_file import gpu_of
+from libra.sim.described_engine import DescribedEngine
+from libra.sim.described_times import host_cost, of_profile
 from libra.sim.engine.afd import AfdCost, AttentionFFN
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engines_keys import AfdSection
@@ -63,7 +64,7 @@ def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> 
             _ffn_gpu(afd),
         )
     except ConfigError as error:
-        raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+        raise of_profile(error) from None
     ranks, host = _ranks(afd), host_cost(engine, host)
     try:
         return AfdCost(stages, config, ranks, host, engine.tp)
@@ -89,4 +90,4 @@ def _ranks(afd: AfdSection) -> AttentionFFN:
 
 def _ffn_gpu(afd: AfdSection) -> GPU | None:
     """None: that of attention."""
-    return None if afd.ffn_gpu is None else named_gpu(afd.ffn_gpu, "afd.ffn_gpu")
+    return None if afd.ffn_gpu is None else gpu_of(afd.ffn_gpu, "afd.ffn_gpu")

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.config.recipe import Recipe
-from libra.config.yaml_file import ConfigError, unknown
+from libra.config.units import RATES, quantity
+from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import Quantization
-from libra.hardware.cluster import GPU, GPUS, NodeClass
+from libra.hardware.cluster import GPU, NodeClass
+from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.engines_keys import EngineSection
+from libra.sim.engines_keys import EngineSection, NodeSection, RanksSection
 
-_NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
-_NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
+_NODE = 8  # GPUs: of the nodes that an engine is taken to stand on, unless its tensor parallelism needs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,13 @@ class DescribedEngine:
 
     section: EngineSection
     model: ModelSpec
-    gpu: GPU
+    nodes: NodeClass
     beside: Path  # the directory of the file: paths that it has are seen from there
     note: Callable[[str], None]
+
+    @property
+    def gpu(self) -> GPU:
+        return self.nodes.gpu
 
     @property
     def tp(self) -> int:
@@ -54,13 +59,6 @@ class DescribedEngine:
     def kv_bytes(self) -> float:
         """Of a token, on all devices together."""
         return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp)
-
-    @property
-    def nodes(self) -> NodeClass:
-        gpu = self.gpu
-        return NodeClass(
-            self.section.name, 1, max(_NODE, self.tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NETWORK
-        )
 
     @property
     def recipe(self) -> Recipe:
@@ -89,20 +87,40 @@ def described_engine(
         model = load_model(section.model)
     except ConfigError as error:
         raise ValueError(f"{key}.model: {error}") from None
-    gpu = named_gpu(section.gpu, f"{key}.gpu")
+    gpu = gpu_of(section.gpu, f"{key}.gpu")
     refused = model.tp_refusal(section.tensor_parallel_size)
     if refused is not None:
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
-    engine = DescribedEngine(section, model, gpu, beside, note)
+    try:
+        nodes = _nodes(section, gpu)
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from None
+    engine = DescribedEngine(section, model, nodes, beside, note)
     refused = engine.quantization.refusal(model)
     if refused is not None:
         raise ValueError(f"{key}.{refused}")
     return engine
 
 
-def named_gpu(given: str, key: str) -> GPU:
+def _nodes(section: EngineSection, gpu: GPU) -> NodeClass:
     """Raises ValueError that opens with the key."""
-    gpu = next((gpu for name, gpu in GPUS.items() if name.casefold() == given.casefold()), None)
-    if gpu is None:
-        raise ValueError(f"{key}: {unknown('GPU', given, GPUS)}")
-    return gpu
+    tp, told, network = section.tensor_parallel_size, section.node, section.network_bandwidth
+    if told is None:
+        try:
+            return NodeClass(section.name, 1, max(_NODE, tp), gpu, gpu.link, inter_bandwidth=_NODE * network)
+        except ValueError as error:
+            key = "network_bandwidth" if str(error).startswith("inter") else "gpu"
+            raise ValueError(f"{key}: {error}") from None
+    if tp > told.gpus:
+        raise ValueError(f"node.gpus is {told.gpus}, and tensor_parallel_size {tp}: it stays within a node, lower it")
+    if network != RanksSection().network_bandwidth:
+        raise ValueError("network_bandwidth is given, and node, which has inter_bandwidth: leave one of them out")
+    try:
+        intra = gpu.link if told.intra_bandwidth is None else _rate("intra_bandwidth", told)
+        return NodeClass(section.name, 1, told.gpus, gpu, intra, inter_bandwidth=_rate("inter_bandwidth", told))
+    except ValueError as error:
+        raise ValueError(f"node.{error}") from None
+
+
+def _rate(key: str, section: NodeSection) -> float:
+    return quantity(key, getattr(section, key), RATES)

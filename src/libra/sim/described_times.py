@@ -25,13 +25,18 @@ def check_host(engine: DescribedEngine) -> None:
         raise ValueError(f"host: {error}") from None
 
 
+def of_profile(error: ConfigError) -> ValueError:
+    """What a command says of its option, under the file's key."""
+    return ValueError(f"profile: {str(error).removeprefix('--profile ')}")
+
+
 def described_grid(engine: DescribedEngine) -> EngineGrid:
     """Raises ValueError that opens with the key."""
     cluster = Cluster((engine.nodes,))
     try:
         (profile,) = engine_profiles(cluster, engine.model, engine.recipe, engine.source, engine.note, engine.host)
     except ConfigError as error:
-        raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+        raise of_profile(error) from None
     try:
         return profile.grid(engine.tp)
     except ValueError:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from libra.config.yaml_file import read_section, refusal
 from libra.cost.quantization import KV_FORMATS
+from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.route.catalogue import policy_named
@@ -73,7 +74,7 @@ def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) 
     if len(engines) > 1:
         raise refusal(path, f"engines are {len(engines)}; a certificate is of one: give a file with a single engine")
     gpus = section.tensor_parallel_size * section.pipeline_parallel_size
-    return engines[0], load_model(section.model), f"{gpus} x {section.gpu}"
+    return engines[0], load_model(section.model), f"{gpus} x {gpu_of(section.gpu, 'gpu').name}"
 
 
 def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:

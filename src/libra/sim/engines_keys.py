@@ -5,7 +5,7 @@ Invariant: what vLLM has a name for has that name. Lengths are tokens, times are
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -114,6 +114,14 @@ class ExpertLoadSection(Section):
     seed: _Index = 0
 
 
+class NodeSection(Section):
+    """The nodes that an engine stands on, as a cluster file describes them."""
+
+    gpus: _Count
+    inter_bandwidth: Any
+    intra_bandwidth: Any = None  # None: the GPU's link
+
+
 class RanksSection(Section):
     """What an engine of a file says of its data-parallel ranks."""
 
@@ -135,7 +143,8 @@ class EngineSection(RanksSection):
     name: Annotated[str, Field(min_length=1)]
     count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
     model: str  # config.json, its directory, or a known name
-    gpu: str  # a known name
+    gpu: Any  # a known name, or a mapping as in a cluster file
+    node: NodeSection | None = None  # None: eight GPUs, or as many as tensor parallelism needs
     profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
     tensor_parallel_size: _Count = 1
     pipeline_parallel_size: _Count = 1

@@ -22,7 +22,6 @@ from libra.cost.sources.files import load_calibration
 from libra.cost.sources.profiles import host_part
 from libra.cost.sources.tables import NoTablesError
 from libra.cost.transfer import fabric
-from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.sim.described_engine import DescribedEngine
 from libra.sim.described_times import drafter_grid, host_cost
@@ -30,7 +29,6 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engines_keys import EplbSection, ExpertLoadSection, RanksSection
 
-_NODE = 8  # GPUs: of the nodes over which ranks are spread
 _FREQUENCIES = TypeAdapter(tuple[tuple[float, ...], ...])
 
 
@@ -110,9 +108,6 @@ def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
 
 def _expert_grid(engine: DescribedEngine) -> ExpertGrid:
     section, gpu, tp, source = engine.section, engine.gpu, engine.tp, engine.source
-    nodes = NodeClass(
-        "node", 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NODE * section.network_bandwidth
-    )
     calibration = None
     if source not in ("auto", "tables", "roofline"):
         calibration, source = load_calibration(Path(source)), "roofline"
@@ -122,7 +117,7 @@ def _expert_grid(engine: DescribedEngine) -> ExpertGrid:
         tp,
         section.data_parallel_size,
         section.all2all_backend,
-        fabric(nodes),
+        fabric(engine.nodes),
         source=source,
         quantization=engine.quantization,
         calibration=calibration,

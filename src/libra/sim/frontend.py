@@ -96,10 +96,12 @@ class Frontend:
     def arrive(self, request: Request) -> None:
         again, now = request in self.again, self.host.now
         self.again.discard(request)
-        if request.cancel_at is not None and request.cancel_at <= now:
-            request.status, request.finish = "cancelled", now
-            self.host.ended(request)
-            return
+        if request.cancel_at is not None:
+            if request.cancel_at <= now:
+                self._end_cancelled(request)
+                return
+            if not again:
+                self.host.cancel_at(request.cancel_at, request)
         engine = self.place(request, again)
         if engine is None:
             self.not_placed(request)
@@ -112,6 +114,7 @@ class Frontend:
 
     def not_placed(self, request: Request) -> None:
         if self.patient:
+            request.engine = None
             self.unplaced.append(request)
             return
         request.status, request.finish = "refused", self.host.now
@@ -135,9 +138,13 @@ class Frontend:
         """Pulls of KV that begin, or failed, with an engine's plan: there are none."""
 
     def cancel(self, request: Request) -> None:
-        if request.status in ("waiting", "running"):
-            assert request.engine is not None
+        if request.status not in ("waiting", "running"):
+            return
+        if request.engine is not None:
             self.give_up(request, self.host.engines[request.engine], request)
+        elif request in self.unplaced:  # otherwise it arrives with its KV, and is given up then
+            self.unplaced.remove(request)
+            self._end_cancelled(request)
 
     def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
         """A request was cancelled, of which `submitted` is on this engine."""
@@ -156,7 +163,7 @@ class Frontend:
         self.host.submit(following)
 
     def arrive_again(self, request: Request) -> None:
-        request.arrival = self.host.now
+        request.arrival, request.engine = self.host.now, None
         self.again.add(request)
         self.host.submit(request)
 
@@ -174,8 +181,11 @@ class Frontend:
         host.changed(engine, engine.submit(request, host.now))
         if request.status == "refused":
             host.ended(request)
-        elif request.cancel_at is not None:
-            host.cancel_at(request.cancel_at, request)
+
+    def _end_cancelled(self, request: Request) -> None:
+        """It was given up, and is on no engine."""
+        request.status, request.finish = "cancelled", self.host.now
+        self.host.ended(request)
 
     def _received(self, handover: Handover) -> None:
         """On the way the engine may have been closed, or the request given up."""

@@ -108,8 +108,6 @@ class PrefillDecode(Frontend):
             del self._prefills[request]
             request.status, request.reason, request.finish = "refused", prefill.part.reason, host.now
             host.ended(request)
-        elif request.cancel_at is not None:
-            host.cancel_at(request.cancel_at, request)
 
     def finished(self, request: Request, now: int) -> bool:
         if not isinstance(request.owner, Prefill):
@@ -155,10 +153,10 @@ class PrefillDecode(Frontend):
     def _prefilled(self, prefill: Prefill, now: int) -> None:
         """The prompt is computed: another engine goes on."""
         request, part = prefill.request, prefill.part
-        _copy(part, request)
         if request.status == "cancelled":
             self._let_go(prefill, now)
             return
+        _copy(part, request)
         ask_at = request.ask_at  # it was placed in this bucket by that policy
         engine = self.decoders.place(request, again=True, bucket=self.placer.bucket_of(prefill.engine))
         request.ask_at = ask_at
@@ -166,6 +164,8 @@ class PrefillDecode(Frontend):
             if self.patient:  # its prompt is computed anew, and the KV stays until the lease ends
                 self.host.at(now + self._lease, lambda tick: self._let_go(prefill, tick))
                 del self._prefills[request]
+                request.scheduled = request.prefill_end = None
+                request.cached_tokens = 0
             else:
                 self._let_go(prefill, now)
             self.not_placed(request)
@@ -233,7 +233,8 @@ class PrefillDecode(Frontend):
         self.host.at(max(now, end), lambda tick: self._let_go(prefill, tick))
 
     def _let_go(self, prefill: Prefill, now: int) -> None:
-        self._prefills.pop(prefill.request, None)
+        if self._prefills.get(prefill.request) is prefill:  # its prompt may be computed anew by now
+            del self._prefills[prefill.request]
         if prefill.record is not None:
             prefill.record.released = now
         engine = prefill.engine

@@ -124,12 +124,14 @@ def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -
 def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
     """What ranks that divide experts take, from the source of the profile. Raises `NoRoomError` where it has none."""
     nodes = question.cluster.node_class(shape.nodes)
-    source = question.profiles[question.cluster.nodes.index(nodes)].source
-    if source.startswith("calibration"):
+    profile = question.profiles[question.cluster.nodes.index(nodes)]
+    if profile.source.startswith("calibration"):
         raise NoRoomError("a calibration has no times of experts that are divided: give another profile")
     assert shape.parallel is not None
     ranks = shape.tensor_parallel_size, shape.ranks, shape.parallel.all2all_backend
-    return _expert_grid(nodes.gpu, question.model, *ranks, fabric(nodes), "auto" if "tables" in source else "roofline")
+    source = "auto" if "tables" in profile.source else "roofline"
+    grid = _expert_grid(nodes.gpu, question.model, *ranks, fabric(nodes), source)
+    return replace(grid, own=replace(grid.own, terms=profile.terms))
 
 
 def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:

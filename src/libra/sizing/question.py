@@ -28,6 +28,16 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the parts of a question were read, as they were given: for files that name them."""
+
+    model: str  # a file, its directory, or a name
+    profile: str  # auto, tables, roofline, or a file
+    host: str  # none, default, or a file
+    requests: str | None = None  # the file, where there is one
+
+
+@dataclass(frozen=True, slots=True)
 class SizingQuestion:
     """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
 
@@ -35,7 +45,7 @@ class SizingQuestion:
     all scaled alike; with it, whether it serves that many. `gpus` and `budget` are the most that one may take; the
     latter is in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared
     by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order; `drafters` are known by the
-    names that a menu has for them.
+    names that a menu has for them. `origin` is needed where a point is to be written as a file of its engines.
     """
 
     cluster: Cluster
@@ -48,6 +58,7 @@ class SizingQuestion:
     budget: float | None = None
     prices: Mapping[str, float] = field(default_factory=dict)
     drafters: Mapping[str, Drafter] = field(default_factory=dict)
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         check_objectives(self.objectives)

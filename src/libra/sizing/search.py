@@ -32,7 +32,7 @@ from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_o
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import Drafter, SizingQuestion
+from libra.sizing.question import Drafter, Origin, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 _WAVE = 16  # candidates that are simulated between two looks at what is left
@@ -119,7 +119,13 @@ def question_of(
         its = Recipe(batch=1, samples_per_prompt=1, max_length=small.max_context)
         drafters[name] = Drafter(small, engine_profiles(there, small, its, profile, lambda _: None, "none"))
     prices = dict(menu.cost_per_hour)
-    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices, drafters)
+    origin = Origin(
+        shape.name if isinstance(model, ModelSpec) else str(model),
+        profile,
+        host,
+        str(requests) if isinstance(requests, Path | str) else None,
+    )
+    return SizingQuestion(there, shape, profiles, recorded, objectives, rate, gpus, budget, prices, drafters, origin)
 
 
 def answer(
