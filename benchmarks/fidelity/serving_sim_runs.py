@@ -91,7 +91,8 @@ def _document(clone: Path, run: Path) -> dict[str, Any]:
         "max_num_seqs": scheduler.get("max_num_seqs", seqs),
         "chunked_prefill": scheduler.get("enable_chunked_prefill", True),
         "async_scheduling": scheduler.get("async_scheduling", True),
-        "num_gpu_blocks": cache.get("num_gpu_blocks") or _blocks(instances[0]["npu_mem"], perf, model, tp),
+        # vLLM tells those of all ranks together
+        "num_gpu_blocks": cache.get("num_gpu_blocks", 0) // dp or _blocks(instances[0]["npu_mem"], perf, model, tp, dp),
         "block_size": cache.get("block_size", _BLOCK),
         "max_model_len": engine.get("max_model_len", model.max_context),
         "tensor_parallel_size": tp,
@@ -102,12 +103,12 @@ def _document(clone: Path, run: Path) -> dict[str, Any]:
     return {"facts": facts, "grid": [], "layers": layers, "cases": {"sharegpt": {"requests": _requests(requests)}}}
 
 
-def _blocks(memory: Mapping[str, float], perf: Path, model: ModelSpec, tp: int) -> int:
-    """Where the run does not say its KV blocks: what the project's own configuration gives the engine of a GPU, less
-    weights."""
+def _blocks(memory: Mapping[str, float], perf: Path, model: ModelSpec, tp: int, dp: int) -> int:
+    """Of a rank, where the run does not say its KV blocks: what the project's own configuration gives the engine of a
+    GPU, less weights."""
     spec = yaml.safe_load((perf / "hardware.yaml").read_text("utf-8"))["spec"]
     size = memory.get("mem_size") or spec["memory_total_gib"]
-    left = memory["mem_util"] * size * 2**30 - _VALUE * model.device_parameters(tp)
+    left = memory["mem_util"] * size * 2**30 - _VALUE * model.device_parameters(tp, ep=dp)
     return int(left / (_BLOCK * model.kv_bytes_per_token(_VALUE, tp)))
 
 

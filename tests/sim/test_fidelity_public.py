@@ -183,6 +183,7 @@ def test_ranks_wait_for_experts_and_their_exchange(
     assert not left
     (run,) = read_runs(tmp_path / "runs")
     assert run.layers is not None and run.dp == 2
+    assert run.config.kv_blocks == 1000 // 2 - 1  # vLLM tells those of both
     priced = RanksCost(run.layers, run.config)
     met = 64 * (1 - (1 - 8 / 128) ** 8)  # of a GPU's experts by eight tokens of both
     expected = DEEP * (10 + 2 * met + more)
