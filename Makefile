@@ -39,8 +39,9 @@ compiled: setup  ## the simulator's core compiled in build/compiled, and whether
 test-compiled: compiled  ## the tests of the simulator and of routing on the compiled core, 10 minutes
 	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q -n 2 tests/sim tests/route
 
-fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
+fuzz: setup  ## the planner on 5,000 random problems, against brute force; 5,500 random simulations with faults
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py
+	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_simulation.py
 
 soak: setup  ## a run under random faults for 20 minutes: processes killed and stopped, and whether everything held
 	$(VENV)/bin/python -m benchmarks.soak

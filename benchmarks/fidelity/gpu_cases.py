@@ -17,9 +17,11 @@ from typing import Any
 
 from benchmarks.fidelity.gpu_data import CaseRequest
 from benchmarks.fidelity.summary import Outcome, outcomes
+from libra.route.baselines import LeastLoaded
 from libra.sim.clock import ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.group_cost import GroupCost, GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.request import Chain, Request
 from libra.sim.workload.requests import Requests
@@ -32,11 +34,19 @@ def measured_outcomes(case: Sequence[CaseRequest]) -> tuple[Outcome, ...]:
     )
 
 
-def predicted_outcomes(case: Sequence[CaseRequest], config: EngineConfig, cost: IterationCost) -> tuple[Outcome, ...]:
-    """What becomes of the requests at these prices."""
+def predicted_outcomes(
+    case: Sequence[CaseRequest], config: EngineConfig, cost: IterationCost, ranks: tuple[int, GroupCost] | None = None
+) -> tuple[Outcome, ...]:
+    """What becomes of the requests at these prices. With `ranks` so many of them begin their iterations together; a
+    request goes to the one that has the fewest."""
     sessions = any(it.session is not None for it in case)
     workload = Sessions(case) if sessions else Requests(lambda: _by_arrival(requests(case)), {})
-    cluster = SimCluster([EngineSpec("engine", config, cost)], workload)
+    if ranks is None:
+        cluster = SimCluster([EngineSpec("engine", config, cost)], workload)
+    else:
+        group = GroupSpec("ranks", ranks[1])
+        specs = [EngineSpec(f"rank {place}", config, cost, group=group) for place in range(ranks[0])]
+        cluster = SimCluster(specs, workload, LeastLoaded())
     cluster.run()
     found = outcomes(cluster.requests)
     if not isinstance(workload, Sessions):

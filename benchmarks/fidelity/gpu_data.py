@@ -72,6 +72,7 @@ class EngineRun:
     layers: LayerTables | None  # instead of a grid
     intake: Intake | None  # None: the grid does not show it
     cases: Mapping[str, tuple[CaseRequest, ...]]
+    dp: int = 1  # ranks that divide the experts
 
     @property
     def gpu(self) -> GPU:
@@ -144,6 +145,7 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
         None if layers is None else read_layers(layers, tp),
         intake,
         cases,
+        facts.get("data_parallel_size", 1),
     )
     if layers is None:
         run.gpu  # noqa: B018 - it has to be known

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.fidelity.gpu_cases import measured_outcomes, predicted_outcomes
 from benchmarks.fidelity.gpu_data import EngineRun, read_runs
-from benchmarks.fidelity.layer_tables import LayerCost
+from benchmarks.fidelity.layer_tables import LayerCost, RanksCost
 from benchmarks.fidelity.summary import Summary, errors, summarize
 from benchmarks.rows import Row
 from libra.config.yaml_file import ConfigError
@@ -32,6 +32,7 @@ from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.group_cost import Graph, GroupCost
 from libra.sim.engine.iteration_cost import IterationCost
 
 METRICS = (
@@ -154,8 +155,9 @@ def _show_prices(one: Predicted, console: Console) -> None:
 def _predict(run: EngineRun) -> Predicted:
     measured = {name: summarize(measured_outcomes(case)) for name, case in run.cases.items()}
     if run.layers is not None:
-        cost = LayerCost(run.layers, run.config)
-        return Predicted(run, None, measured, {"layers": _served(run, run.config, cost)})
+        ranks = (run.dp, RanksCost(run.layers, run.config)) if run.dp > 1 else None
+        cost = LayerCost(run.layers, run.config) if ranks is None else ranks[1].rank(Graph("NONE"))
+        return Predicted(run, None, measured, {"layers": _served(run, run.config, cost, ranks)})
     kernels = _kernels(run)
     layers = run.model.layers
     host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
@@ -184,8 +186,10 @@ def _served_by(run: EngineRun, profile: EngineProfile) -> dict[str, Summary]:
     return _served(run, config, GridCost(profile.grid(run.tp), config))
 
 
-def _served(run: EngineRun, config: EngineConfig, cost: IterationCost) -> dict[str, Summary]:
-    return {name: summarize(predicted_outcomes(case, config, cost)) for name, case in run.cases.items()}
+def _served(
+    run: EngineRun, config: EngineConfig, cost: IterationCost, ranks: tuple[int, GroupCost] | None = None
+) -> dict[str, Summary]:
+    return {name: summarize(predicted_outcomes(case, config, cost, ranks)) for name, case in run.cases.items()}
 
 
 def _kernels(run: EngineRun) -> EngineProfile:

@@ -5,8 +5,8 @@
     python -m benchmarks.fidelity --gpu-runs RUNS
 
 Of the clone are read `bench/examples/HARDWARE/MODEL` (`config.json`, `vllm/meta.json`, `vllm/requests.jsonl`) and
-`profiler/perf/HARDWARE/ORG/MODEL/bf16` (`tpN/dense.csv`, `per_sequence.csv`, `attention.csv`), and `hardware.yaml` in
-`profiler/perf/HARDWARE` with tensor parallelism. Nothing is downloaded.
+`profiler/perf/HARDWARE/ORG/MODEL/bf16` (see `serving_sim_tables`), and `hardware.yaml` in `profiler/perf/HARDWARE` with
+several GPUs. Nothing is downloaded. Settings that older runs do not tell are vLLM's defaults.
 
 Invariant: what is written is what was measured there, summed over the layers; nothing of a run's own times is in its
 prices. A run that cannot be read is named, with the reason.
@@ -15,7 +15,6 @@ prices. A run that cannot be read is named, with the reason.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,15 +23,16 @@ from typing import Any
 
 import yaml
 
-from benchmarks.fidelity.layer_tables import price_at
+from benchmarks.fidelity.serving_sim_tables import layer_tables
 from libra.config.yaml_file import ConfigError
+from libra.cost.graphs import capture_sizes
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 
-_ONCE = frozenset({"embedding", "final_layernorm"})
-_TWICE = frozenset({"layernorm"})  # before attention and after it
-_EACH = frozenset({"qkv_proj", "qk_norm", "rotary_emb", "o_proj", "gate_up_proj", "act_fn", "down_proj"})
-_HEAD = frozenset({"lm_head", "sampler"})
+# Of every run that says them.
+_SETTINGS = {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "tensor_parallel_size": 1}
+_BLOCK = 16
+_VALUE = 2  # bytes of a weight, or of a number of the KV cache
 
 
 def convert(clone: Path, out: Path) -> tuple[list[Path], list[str]]:
@@ -62,38 +62,54 @@ def convert(clone: Path, out: Path) -> tuple[list[Path], list[str]]:
 def _document(clone: Path, run: Path) -> dict[str, Any]:
     nodes = _json(run / "config.json")["nodes"]
     instances = [instance for node in nodes for instance in node["instances"]]
-    meta = _json(run / "vllm" / "meta.json")
-    asked, resolved = meta["engine_kwargs"], meta["resolved_config"]
-    if len(instances) > 1 or asked["data_parallel_size"] > 1:
-        raise ValueError("data-parallel ranks are not predicted from tables of layers")
-    if resolved["model_config"].get("quantization") or asked["kv_cache_dtype"] != "auto":
+    meta = _json(run / "vllm" / "meta.json") if (run / "vllm" / "meta.json").is_file() else {}
+    asked, resolved = _SETTINGS | meta.get("engine_kwargs", {}), meta.get("resolved_config", {})
+    engine, scheduler = resolved.get("model_config", {}), resolved.get("scheduler_config", {})
+    cache, device = meta.get("kv_cache", {}), meta.get("hardware", {})
+    if engine.get("quantization") or asked.get("kv_cache_dtype", "auto") != "auto":
         raise ValueError("a quantised engine is not predicted from tables of layers")
-    hardware, name, tp = instances[0]["hardware"], instances[0]["model_name"], asked["tensor_parallel_size"]
+    hardware, name = instances[0]["hardware"], instances[0]["model_name"]
+    tp, dp = asked["tensor_parallel_size"], asked.get("data_parallel_size") or len(instances)
     model = load_model(name)
-    if model.experts is not None:
-        raise ValueError("experts are not predicted from tables of layers")
-    scheduler, cache = resolved["scheduler_config"], meta["kv_cache"]
+    if dp > 1 and (model.experts is None or not asked.get("enable_expert_parallel", True)):
+        raise ValueError("data-parallel ranks that divide no experts are not predicted from tables of layers")
+    if dp != len(instances):
+        raise ValueError(f"config.json has {len(instances)} instances, vllm/meta.json {dp} data-parallel ranks")
     perf = clone / "profiler" / "perf" / hardware
+    tables = perf / name / "bf16" / "meta.yaml"
+    timed = yaml.safe_load(tables.read_text("utf-8")) if not meta else {}
+    seqs, budget = asked["max_num_seqs"], asked["max_num_batched_tokens"]
     facts = {
         "model": name,
-        "gpu": meta["hardware"]["device_name"],
-        "vllm": meta["vllm_version"],
-        "torch": meta["hardware"]["torch_version"],
+        "gpu": device.get("device_name", timed.get("gpu", hardware)),
+        "vllm": meta.get("vllm_version", timed.get("vllm_version", "unknown")),
+        "torch": device.get("torch_version", "unknown"),
         "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "capture_sizes": resolved["compilation_config"]["cudagraph_capture_sizes"],
-        "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
-        "max_num_seqs": scheduler["max_num_seqs"],
-        "chunked_prefill": scheduler["enable_chunked_prefill"],
-        "async_scheduling": scheduler["async_scheduling"],
-        "num_gpu_blocks": cache["num_gpu_blocks"],
-        "block_size": cache["block_size"],
-        "max_model_len": resolved["model_config"]["max_model_len"],
+        "capture_sizes": resolved.get("compilation_config", {}).get("cudagraph_capture_sizes")
+        or capture_sizes(seqs, budget),
+        "max_num_batched_tokens": scheduler.get("max_num_batched_tokens", budget),
+        "max_num_seqs": scheduler.get("max_num_seqs", seqs),
+        "chunked_prefill": scheduler.get("enable_chunked_prefill", True),
+        "async_scheduling": scheduler.get("async_scheduling", True),
+        # vLLM tells those of all ranks together
+        "num_gpu_blocks": cache.get("num_gpu_blocks", 0) // dp or _blocks(instances[0]["npu_mem"], perf, model, tp, dp),
+        "block_size": cache.get("block_size", _BLOCK),
+        "max_model_len": engine.get("max_model_len", model.max_context),
         "tensor_parallel_size": tp,
+        "data_parallel_size": dp,
     }
     requests = [json.loads(line) for line in (run / "vllm" / "requests.jsonl").read_text("utf-8").splitlines() if line]
-    reduce = _all_reduce(perf / "hardware.yaml", model) if tp > 1 else ()
-    layers = _layers(perf / name / "bf16", model, tp, reduce)
+    layers = layer_tables(perf / name / "bf16", perf / "hardware.yaml", model, tp, dp)
     return {"facts": facts, "grid": [], "layers": layers, "cases": {"sharegpt": {"requests": _requests(requests)}}}
+
+
+def _blocks(memory: Mapping[str, float], perf: Path, model: ModelSpec, tp: int, dp: int) -> int:
+    """Of a rank, where the run does not say its KV blocks: what the project's own configuration gives the engine of a
+    GPU, less weights."""
+    spec = yaml.safe_load((perf / "hardware.yaml").read_text("utf-8"))["spec"]
+    size = memory.get("mem_size") or spec["memory_total_gib"]
+    left = memory["mem_util"] * size * 2**30 - _VALUE * model.device_parameters(tp, ep=dp)
+    return int(left / (_BLOCK * model.kv_bytes_per_token(_VALUE, tp)))
 
 
 def _requests(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -112,62 +128,6 @@ def _requests(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
-
-
-def _layers(bundle: Path, model: ModelSpec, tp: int, reduce: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Microseconds of all layers. What tensor parallelism does not divide is only in the table of one GPU."""
-    dense, whole = (_columns(bundle / f"tp{degree}" / "dense.csv", "tokens") for degree in (tp, 1))
-    head, alone = (_columns(bundle / f"tp{degree}" / "per_sequence.csv", "sequences") for degree in (tp, 1))
-    dense, head = whole | dense, alone | head
-    unknown = sorted((dense.keys() - _ONCE - _TWICE - _EACH) | (head.keys() - _HEAD))
-    if unknown:
-        raise ValueError(f"{bundle.name}: layers {', '.join(unknown)} are not known")
-    times = {name: 1 if name in _ONCE else model.layers * (2 if name in _TWICE else 1) for name in dense}
-    return {
-        "tokens": [
-            (count, us + 2 * model.layers * (price_at(reduce, count) if reduce else 0.0))
-            for count, us in _summed(dense, times)
-        ],
-        "sequences": _summed(head, dict.fromkeys(head, 1)),
-        "attention": _attention(bundle / f"tp{tp}" / "attention.csv", model.layers),
-    }
-
-
-def _columns(path: Path, axis: str) -> dict[str, dict[int, float]]:
-    """By layer and size."""
-    found: dict[str, dict[int, float]] = {}
-    for row in _csv(path):
-        found.setdefault(row["layer"], {})[int(row[axis])] = float(row["time_us"])
-    return found
-
-
-def _summed(layers: Mapping[str, Mapping[int, float]], times: Mapping[str, int]) -> list[tuple[int, float]]:
-    sizes = sorted(set.intersection(*(set(points) for points in layers.values())))
-    return [(size, sum(times[name] * points[size] for name, points in layers.items())) for size in sizes]
-
-
-def _attention(path: Path, layers: int) -> list[tuple[float, ...]]:
-    """Newer tables have a chunk's keys, its own among them; older ones what was before it."""
-    found: list[tuple[float, ...]] = []
-    for row in _csv(path):
-        chunk = int(row.get("prefill_tokens", row.get("prefill_chunk", "")))
-        prefix = int(row["prefill_key"]) - chunk if "prefill_key" in row else int(row["kv_prefill"])
-        if row.get("decode_q_len", "1") in ("0", "1"):
-            decodes = int(row["n_decode"]), int(row["kv_decode"])
-            found.append((chunk, max(0, prefix), *decodes, layers * float(row["time_us"])))
-    return found
-
-
-def _all_reduce(path: Path, model: ModelSpec) -> list[tuple[float, float]]:
-    """(tokens, microseconds) of the all-reduce of a layer's output, in 16 bits."""
-    measured = yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]["interconnect"]
-    samples = [it for it in measured["samples"] if it.get("collective", "all_reduce") == "all_reduce"]
-    return sorted((it["bytes"] / (2 * model.hidden), it["us_graphed"]) for it in samples)
-
-
-def _csv(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _json(path: Path) -> Any:

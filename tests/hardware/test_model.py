@@ -26,6 +26,7 @@ PUBLISHED = {
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,

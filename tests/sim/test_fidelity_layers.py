@@ -110,8 +110,8 @@ def test_an_iteration_is_the_sum_of_its_layers(tmp_path: Path) -> None:
     assert priced.mixed(DecodeBatch(0), 0, [(64, 256)]) == pytest.approx(
         ticks((EACH + 110 + LAYERS * attention(64, 256, 0, 0)) / 1e6), rel=1e-6
     )
-    # Two prompts are one kernel: its launch counts once.
-    two = EACH + 110 + LAYERS * (2 * attention(16, 0, 0, 0) - attention(16, 0, 0, 0))
+    # Two prompts are one kernel, of twice the tokens, each of which sees as many as in one prompt.
+    two = EACH + 110 + LAYERS * (5 + 0.01 * 32 * 8 / 16)
     assert priced.mixed(DecodeBatch(0), 0, [(16, 0), (16, 0)]) == pytest.approx(ticks(two / 1e6), rel=1e-6)
     both = EACH + 110 + LAYERS * (attention(16, 0, 0, 0) + 1.5 * 0.01 * 4 * 256)
     assert priced.mixed(DecodeBatch(4), 4 * 256, [(16, 0)]) == pytest.approx(ticks(both / 1e6), rel=1e-6)
@@ -152,7 +152,10 @@ def test_the_command_predicts_and_judges_what_was_converted(tmp_path: Path, caps
 
 @pytest.mark.parametrize(
     ("engine", "reason"),
-    [({"data_parallel_size": 2}, "data-parallel ranks"), ({"kv_cache_dtype": "fp8"}, "a quantised engine")],
+    [
+        ({"data_parallel_size": 2}, "data-parallel ranks that divide no experts"),
+        ({"kv_cache_dtype": "fp8"}, "a quantised engine"),
+    ],
 )
 def test_what_is_left_out_is_named(engine: dict[str, object], reason: str, tmp_path: Path) -> None:
     written, left = convert(clone(tmp_path / "clone", **engine), tmp_path / "runs")

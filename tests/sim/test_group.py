@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,7 +12,9 @@ from test_cluster_equality import LONGEST, STEP, Scenario, assert_equal, costs, 
 
 from benchmarks.fidelity.drafts import with_drafts
 from libra.cost.host import NO_HOST, HostCost
+from libra.route.baselines import RoundRobin
 from libra.route.catalogue import policy_named
+from libra.route.policy import Fleet, Placement, TurnRequest
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -19,8 +22,11 @@ from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Togethe
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, IterationCost
 from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
+from libra.sim.engine.state import Iteration
 from libra.sim.rank_balancer import RankBalancer
+from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests
+from libra.trajectory import Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,37 @@ def test_requests_go_to_the_rank_that_vllm_would_choose(blocks: int) -> None:
         placed.append([(it.engine, it.finish) for it in cluster.requests])
     assert placed[0] == placed[1]
     assert [engine for engine, _ in placed[0][:3]] == [0, 1, 2]
+
+
+class Looking(RoundRobin):
+    """Is asked about each request when it has 5 tokens, looks at all engines, and lets it go on."""
+
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
+        found = super().place(request, fleet)
+        return None if found is None else replace(found, ask_again=5)
+
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        assert all(it.kv_usage > 0 and it.token_seconds > 0 for it in fleet.instances)
+        return None
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_who_is_asked_at_a_boundary_may_look_at_all_ranks(exact: bool, ahead: bool) -> None:
+    """Also at one that has not counted yet what ended there: it is counted once."""
+    config = EngineConfig(max_model_len=LONGEST, kv_blocks=LONGEST, async_scheduling=ahead)
+    cost = DrawnGroupCost(AffineCost(STEP), 0, 0, ((1, 0),), None)
+    specs = [EngineSpec(f"rank {it}", config, cost.cost, group=GroupSpec("group", cost)) for it in range(2)]
+    made = [
+        Trajectory(str(it), "p", "t", 5, (Turn(tokens, None, None, 0),), None, 0, finished=True)
+        for it, tokens in enumerate((9, 30))
+    ]
+    iterations: list[Iteration] = []
+    cluster = SimCluster(specs, Replay(made), Looking(), exact=exact, trace=iterations.append)
+    cluster.run()
+    assert [it.finish for it in cluster.requests] == [9 * STEP, 30 * STEP]
+    computed = Counter(number for it in iterations for number, _ in it.scheduled)
+    assert computed == {0: 9 + ahead, 1: 30 + ahead}  # ahead: one row in vain
 
 
 def two_ranks(tokens: int, *, ahead: bool, exact: bool, cancel_at: int | None = None) -> tuple[int, list[int]]:

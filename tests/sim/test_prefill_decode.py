@@ -122,6 +122,34 @@ def test_a_dead_engine_in_the_middle_of_a_pull(policy: FailurePolicy, status: st
     assert cluster.engines[1].pool.held == 0
 
 
+@pytest.mark.parametrize("cancel_at", [31, 38])
+def test_a_pull_that_failed_is_given_up_before_that_is_seen(cancel_at: int) -> None:
+    """At 38, for another one generates: whoever gives it up does so once."""
+    requests = [Request(0, 0, 8, 9), Request(1, 5, 32, 3, cancel_at=cancel_at)]
+    workload = Told(*requests)
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL), EngineSpec("D", CONFIG, TEN, role=DECODE, kv_bytes=1.0)]
+    cluster = SimCluster(specs, workload, kv_transfer=BYTE_A_TICK)
+    cluster.at(30, lambda now: happen(cluster, "break", "P", now))
+    cluster.run()
+    assert [(it.status, it.finish) for it in requests] == [("finished", 108), ("cancelled", 38)]
+    assert workload.ends == {0: 1, 1: 1}
+    assert cluster.engines[1].pool.held == cluster.engines[1].load_tokens == 0
+
+
+def test_a_pull_that_fails_as_its_engine_closes() -> None:
+    """Whoever asked is told, though the engine decides nothing any more."""
+    request = Request(0, 0, 32, 3)
+    workload = Told(request)
+    specs = [EngineSpec("P", CONFIG, TEN, role=PREFILL)]
+    specs += [EngineSpec(name, CONFIG, TEN, role=DECODE, kv_bytes=1.0) for name in ("D", "E")]
+    cluster = SimCluster(specs, workload, kv_transfer=BYTE_A_TICK, decode_route=policy_named("round-robin"))
+    for what, name in (("break", "P"), ("close", "D")):
+        cluster.at(20, lambda now, what=what, name=name: happen(cluster, what, name, now))  # type: ignore[misc]
+    cluster.run()
+    assert (request.status, request.reason, request.finish) == ("failed", "nothing comes from P", 20)
+    assert workload.ends == {0: 1}
+
+
 def test_two_prompts_are_computed_in_part() -> None:
     """The pulls of 1 and 2 failed. 1 is computed here, and waits for the block that 0, which generates, took last; so 2
     is looked at, whose own blocks are let go only then, and begins. Its turn comes after that of 1 from then on."""

@@ -333,6 +333,8 @@ class SimCluster:
         """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
         if engine.plan(self.now) is not None:
             self._events.end(engine)
+        if engine.failed:
+            self.frontend.planned(engine, self.now)
         self._go_on(engine)
         if engine.closed:
             self.frontend.closed(engine, self.now)

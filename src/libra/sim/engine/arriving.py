@@ -169,14 +169,13 @@ def see(state: EngineState, now: int) -> None:
         elif request in state.arriving:
             if notice.failure is None:
                 state.arriving[request] = "come"
-            elif state.config.kv_load_failure_policy == "recompute":
+            elif state.config.kv_load_failure_policy == "recompute" or request in state.leaving:
                 state.arriving[request] = "failed"
             else:
                 del state.arriving[request]
                 _let_go(state, request)
                 request.status, request.reason, request.finish = "failed", notice.failure, now
-                if request not in state.leaving:
-                    state.carry(-request.prompt_tokens)
+                state.carry(-request.prompt_tokens)
                 state.failed.append(request)
                 continue
             state.ready += 1

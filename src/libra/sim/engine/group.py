@@ -54,6 +54,7 @@ class RankGroup:
         self._running = self._pausing = False
         self._fresh: list[Rank] = []  # that have planned at this boundary
         self._opened: list[Rank] = []  # to which something came at it
+        self._latest = 0  # tick at which the latest iteration that has landed began
         self._horizon = 0  # iteration up to which the group is under way
         self._pieces: list[Piece] = []  # of the iterations up to there
         self._bounds: list[str] = []  # what bounds each of these, where that has names
@@ -75,19 +76,25 @@ class RankGroup:
     # The clock's ranks
 
     def bring(self, state: EngineState) -> None:
-        """Count the iterations of a rank that had ended at the latest boundary, and let it know the ticks of those that
-        follow."""
+        """Count the iterations of a rank that had ended at the latest boundary, but for one with which its plan ended,
+        and let it know the ticks of those that follow."""
         rank = cast("Rank", state)
         if not rank.busy or rank.dummy or not rank.steps or rank.fresh or self._pausing:
             return
-        done = self.iteration - rank.begin
+        done, now = self.iteration - rank.begin, self.start
+        ends = done == rank.steps  # its own commit is to come, at this boundary
+        if ends:
+            done, now = done - 1, self._latest
         if done > 0:
             rest = rank.steps - done
-            rank.steps, rank.end = done, self.start
+            rank.steps, rank.end = done, now
             count_stretch(rank)
-            rank.begin, rank.start, rank.steps, rank.taken = self.iteration, self.start, rest, 0
+            rank.begin, rank.start, rank.steps, rank.taken = rank.begin + done, now, rest, 0
             done = 0
-        rank.pieces = after(self._pieces, -done) if self.busy else [(0, self.start, UNLIMITED, 0)]
+        if ends:
+            rank.end, rank.pieces = self.start, [(0, now, self.start - now, 0)]
+        else:
+            rank.pieces = after(self._pieces, -done) if self.busy else [(0, self.start, UNLIMITED, 0)]
 
     def forward(self, state: EngineState, steps: int) -> None:
         """So many more iterations of a rank are counted; they have ended."""
@@ -153,8 +160,9 @@ class RankGroup:
             self._pausing = False
             return list(self.ranks)
         steps = self._horizon - self.iteration
+        self._latest = self.start
         if steps > 1:  # what came before the last of these iterations began has been seen by then
-            last = end_of(self._pieces, steps - 1)
+            self._latest = last = end_of(self._pieces, steps - 1)
             self.unseen = {request: came for request, came in self.unseen.items() if came > last}
         if self._bounds:
             self._bounded += self._bounding(steps)
