@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from oracles.measured import CALIBRATION
 from oracles.small_cluster import A800, CLUSTER, QWEN_06B, QWEN_14B, RECIPE
 
 from libra.config.cache import cache_directory
@@ -17,7 +18,7 @@ from libra.cost.grid import EngineProfile
 from libra.cost.quantization import Quantization
 from libra.cost.sources.files import load_grid, save_calibration
 from libra.cost.sources.profiles import engine_profiles
-from libra.cost.sources.rates import Calibration, Measured
+from libra.cost.sources.rates import Measured
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
@@ -194,23 +195,6 @@ def test_the_roofline_that_was_asked_for_is_no_surprise() -> None:
     assert notes == []
 
 
-CALIBRATION = Calibration(
-    device="A800",
-    torch="2.9.0",
-    date="2026-01-31",
-    dtype="bf16",
-    linear_flops=Measured(100e12, 0.01),
-    bandwidth=Measured(1e12, 0.01),
-    linear_launch=Measured(1e-5, 0.01),
-    attention_flops=Measured(100e12, 0.01),
-    attention_launch=Measured(1e-4, 0.01),
-    cache_bandwidth=Measured(1e12, 0.01),
-    decode_launch=Measured(1e-4, 0.01),
-    training_flops=Measured(100e12, 0.01),
-    training_parameters=10**9,
-)
-
-
 def test_a_calibration_file_takes_the_place_of_constants(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     save_calibration(file, CALIBRATION)
@@ -245,8 +229,13 @@ def test_a_calibration_prices_the_device_that_it_measured(tmp_path: Path, device
 
 
 REFUSED = [
-    ("none", None, "No such file or directory; calibrate again, or give another file"),
+    (
+        "none",
+        None,
+        "No such file or directory; calibrate again, or give auto, tables or roofline, or give another file",
+    ),
     ("no JSON", "{", "not JSON"),
+    ("too deep", "[" * 100_000, "not JSON"),
     ("no calibration", "{}", "device: Field required; calibrate again"),
 ]
 
@@ -258,7 +247,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str | No
         file.write_text(text)
     with pytest.raises(ConfigError, match=message) as refusal:
         engine_profiles(CLUSTER, QWEN_06B, RECIPE, str(file))
-    assert str(refusal.value).startswith(f"{file}: ")
+    assert str(refusal.value).startswith(f"--profile {file}: ")
 
 
 @pytest.mark.parametrize("device", ["AMD EPYC 7B13", "NVIDIA A100-SXM4-80GB", "NVIDIA A8000"])

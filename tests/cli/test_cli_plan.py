@@ -86,7 +86,9 @@ def test_plan_refuses_files_that_are_not_there(tmp_path: Path) -> None:
     none = tmp_path / "none"
     assert_refused(plan(config=none), f"{none}: No such file or directory: give an existing YAML file")
     assert_refused(plan(log=none), f"{none}: No such file or directory")
-    assert_refused(plan(profile=none), f"{none}: No such file or directory; give a profile.json that a run has written")
+    assert_refused(
+        plan(profile=none), f"--profile {none}: No such file or directory; give a profile.json that a run has written"
+    )
     assert_refused(plan("-o", none / "plan.json"), f"{none / 'plan.json'}: there is no directory {none}; make it")
 
 
@@ -378,7 +380,9 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("'Qwen/Qwen3-14': no such file", "did you mean Qwen/Qwen3-14B"),
     ),
-    ("no such profile", Asked(profile="no.json"), 2, ("no.json: No such file", "or give another file")),
+    ("no such profile", Asked(profile="no.json"), 2, ("--profile no.json: No such file", "or give another file")),
+    ("no profile at all", Asked(profile=""), 2, ("--profile .: Is a directory", "give auto, tables or roofline")),
+    ("no such host", Asked(options=("--host", "no.json")), 2, ("--host no.json: No such file", "give none or default")),
     (
         "half a node",
         Asked(options=("--what-if", "gpus=12")),

@@ -98,7 +98,9 @@ def test_nothing_that_serves_is_status_3(menu: str) -> None:
             ("--slo", "ttft_p99=1", "--rate", "1e-9"),
             "--rate is 1e-09: the last of 300 requests would come after 106 days",
         ),
-        (("--slo", "ttft_p99=1", "--profile", "none.json"), "none.json"),
+        (("--slo", "ttft_p99=1", "--profile", "none.json"), "--profile none.json: No such file or directory; cali"),
+        (("--slo", "ttft_p99=1", "--host", "none.json"), "--host none.json: No such file or directory; fit the engine"),
+        (("--slo", "ttft_p99=1", "--host", EXAMPLES), f"--host {EXAMPLES}: Is a directory; fit the engine again"),
     ],
 )
 def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str, menu: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from oracles.measured import CALIBRATION
 
 from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.graphs import capture_sizes
 from libra.cost.host import default_host
+from libra.cost.sources.files import save_calibration
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model
@@ -300,6 +302,78 @@ def test_what_the_cpu_adds_comes_to_an_iteration_of_the_group(tmp_path: Path) ->
     assert ticks_of(overhead=slow) - ticks_of() == pytest.approx(ticks(1.0 + 0.5 * 8), rel=1e-9)
     assert ticks_of(host="default") > ticks_of()
     assert ticks_of(afd={**AFD, "ffn_gpu": "L40S", "bandwidth": 1e15}) > ticks_of(afd={**AFD, "bandwidth": 1e15})
+
+
+DRAFTS: dict[str, Any] = {"num_speculative_tokens": 2, "synthetic_acceptance_length": 2.0}
+DRAFT_MODEL: dict[str, Any] = {**DRAFTS, "method": "draft_model", "model": "Qwen/Qwen3-0.6B"}
+TIER: dict[str, Any] = {"name": "host", "gib": 64, "bandwidth": 25e9}
+RANKS: dict[str, Any] = {"model": MOE, "data_parallel_size": 4, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"kv_tiers": [{**TIER, "bandwidth": 25}]},
+            "engines.0.kv_tiers.0.bandwidth is 25 bytes/s: one request of max_model_len 8,192 would be under way to"
+            " host for more than 60 minutes: raise it",
+        ),
+        (
+            {"kv_tiers": [TIER, {**TIER, "name": "disk", "bandwidth": 1e-300}]},
+            "engines.0.kv_tiers.1.bandwidth is 1e-300",
+        ),
+        ({"kv_tiers": [{**TIER, "gib": 1e300}]}, "engines.0.kv_tiers.0.gib: Input should be less than or equal to"),
+        (
+            {"speculative": {**DRAFT_MODEL, "model": "Qwen/Qwen3-0.5B"}},
+            "engines.0.speculative.model: 'Qwen/Qwen3-0.5B': no such file or known model; did you mean Qwen/Qwen3-0.6B",
+        ),
+        (
+            {"speculative": DRAFT_MODEL, "model": "meta-llama/Llama-3.1-8B", "max_model_len": 100_000},
+            "engines.0.speculative.model: Qwen/Qwen3-0.6B is made for 40960 tokens, fewer than max_model_len",
+        ),
+        (
+            {"speculative": {**DRAFTS, "method": "eagle", "num_speculative_tokens": 10**9}},
+            "engines.0.speculative.num_speculative_tokens: Input should be less than or equal to 4096",
+        ),
+        ({"block_size": 10**30}, "engines.0.block_size: Input should be less than or equal to 1048576"),
+        ({"host": "absent.json"}, "engines.0.host: {}/absent.json: No such file or directory; fit the engine again"),
+        ({"profile": "absent.json"}, "engines.0.profile: {}/absent.json: No such file or directory; calibrate again"),
+        (
+            {**RANKS, "enable_eplb": True, "eplb_config": {"num_redundant_experts": 4000}},
+            "engines.0.eplb_config.num_redundant_experts is 4000: Qwen/Qwen3-30B-A3B leaves KV memory for 0 tokens",
+        ),
+        (
+            {"model": MOE, "afd": {**AFD, "bandwidth": 1.5}},
+            "engines.0.afd.bandwidth: Input should be greater than or equal to 1000000 (got 1.5)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, {"max_model_len": 8192, **keys})
+    assert says.format(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_buckets_that_cannot_be_are_refused_from_python_too(tmp_path: Path) -> None:
+    engines, asked = load(tmp_path).engines, recorded_requests(read_requests(EXAMPLE.with_name("requests.jsonl")))
+    with pytest.raises(ValueError, match=r"limits is \[5, 5\]; list numbers of tokens that rise"):
+        simulate(engines, asked, "least-loaded", limits=(5, 5))
+    with pytest.raises(ValueError, match="turn_tokens is 0; a turn generates 1 token or more"):
+        simulate(engines, asked, "least-loaded", turn_tokens=0)
+
+
+def test_a_link_that_is_no_network_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_transfer\.bandwidth: Input should be greater than or equal to 1000000"):
+        load(tmp_path, PREFILL, DECODE, kv_transfer={"bandwidth": 25})
+
+
+@pytest.mark.parametrize("more", [{}, RANKS, {"afd": AFD}], ids=["whole", "ranks", "apart"])
+def test_what_was_measured_on_another_gpu_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    save_calibration(tmp_path / "a100.json", replace(CALIBRATION, device="NVIDIA A100"))
+    engine = {"model": MOE, "max_model_len": 8192, "profile": "a100.json", **more}
+    assert load(tmp_path, {**engine, "gpu": "A100"}).engines
+    with pytest.raises(ConfigError, match=r"engines\.0\.profile: .*a100\.json: it was measured on NVIDIA A100, and"):
+        load(tmp_path, engine)
 
 
 OWN = {

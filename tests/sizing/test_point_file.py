@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from oracles.measured import CALIBRATION
 
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, written
 from libra.cost.host import NO_HOST, default_host
 from libra.cost.kernels import default_terms
 from libra.cost.sources.engine_fit import EngineFit
 from libra.cost.sources.files import save_calibration, save_fit
-from libra.cost.sources.rates import Calibration, Measured
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sim.engine.speculative import Speculative
@@ -49,21 +49,6 @@ SPARSE_CLUSTER = Cluster(
 OBJECTIVES = [
     Objective(metric, statistic, 1e4) for metric, statistic in product(METRICS, ("mean", "p50", "p90", "p99"))
 ]
-CALIBRATION = Calibration(
-    device="H100",
-    torch="2.9.0",
-    date="2026-01-31",
-    dtype="bf16",
-    linear_flops=Measured(400e12, 0.01),
-    bandwidth=Measured(2e12, 0.01),
-    linear_launch=Measured(1e-5, 0.01),
-    attention_flops=Measured(200e12, 0.01),
-    attention_launch=Measured(1e-4, 0.01),
-    cache_bandwidth=Measured(2e12, 0.01),
-    decode_launch=Measured(1e-4, 0.01),
-    training_flops=Measured(300e12, 0.01),
-    training_parameters=10**9,
-)
 
 
 def fit_file(folder: Path, *, priced: bool) -> Path:
@@ -213,7 +198,7 @@ def test_attention_and_ffn_apart(seed: int, tmp_path: Path) -> None:
 
 
 def test_measured_rates_of_a_gpu(tmp_path: Path) -> None:
-    save_calibration(tmp_path / "calibration.json", CALIBRATION)
+    save_calibration(tmp_path / "calibration.json", replace(CALIBRATION, device="H100"))
     h100 = Cluster(CLUSTER.nodes[:1])
     generator = np.random.default_rng(0)
     found = []

@@ -15,11 +15,11 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import Point, SizingAnswer, bottleneck
 from libra.sizing.engines import NoRoomError
 from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.objective import Objective, parse_objectives
+from libra.sizing.objective import Metric, Objective, parse_objectives
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer, highest_rate, search
+from libra.sizing.search import answer, highest_rate, question_of, search
 from libra.sizing.trial import trial
-from tests.sizing.small_questions import question, requests
+from tests.sizing.small_questions import CLUSTER, MODEL, question, requests
 
 MENU = ServingMenu(
     MenuFile(max_num_seqs=(8, 64), max_num_batched_tokens=(512,), tensor_parallel_size=(1, 2), engines=(1, 2))
@@ -130,6 +130,12 @@ def test_objectives_that_are_none(text: str, said: str) -> None:
         parse_objectives(text)
 
 
+@pytest.mark.parametrize(("metric", "statistic"), [("ttft", "p98"), ("itl", "p99")])
+def test_an_objective_of_nothing_is_refused(metric: Metric, statistic: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown objective '{metric}_{statistic}'"):
+        Objective(metric, statistic, 1.0)
+
+
 def test_an_objective_below_the_fastest_iteration_is_refused() -> None:
     asked = question(
         [RecordedRequest(number * 10**12, 300, 40) for number in range(4)],
@@ -149,6 +155,28 @@ def test_questions_that_do_not_fit_are_refused() -> None:
         question(recorded, limit, gpus=100)
     with pytest.raises(ValueError, match="there is no price of h100"):
         question(recorded, limit, budget=10.0)
+    for settings, said in (
+        ({"rate": True}, "rate is True; give a finite number above 0"),
+        ({"rate": "2"}, "rate is '2'; give a finite number above 0"),
+        ({"rate": float("nan")}, "rate is nan; give a finite number above 0"),
+        ({"gpus": 1.5}, "gpus is 1.5; give a whole number"),
+        ({"gpus": True}, "gpus is True; give a whole number"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            question(recorded, limit, **settings)  # type: ignore[arg-type]
+    for spoiled, said in (
+        (replace(recorded[1], prompt_tokens=0), "request 1: prompt_tokens is 0; give a whole number of 1 or more"),
+        (replace(recorded[1], output_tokens=1.5), "request 1: output_tokens is 1.5; give a whole number of 1 or more"),  # type: ignore[arg-type]
+        (replace(recorded[1], arrival=-1), "request 1: arrival is -1; give a whole number of 0 or more"),
+        (replace(recorded[1], prefix="p", prefix_tokens=11), "prefix_tokens is 11, of a prompt of 10: lower it"),
+        ("no request", "request 1 is 'no request'; give RecordedRequests"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            question([recorded[0], spoiled], limit)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="jobs is 0; give the number of processes, 1 or more"):
+        answer(question(recorded, limit), ServingMenu(), jobs=0)
+    with pytest.raises(ValueError, match=r"slo is \['ttft_p99=1'\]; give a text such as ttft_p99=1,tpot_p99=0\.05"):
+        question_of(CLUSTER, MODEL, recorded, ["ttft_p99=1"], profile="roofline")  # type: ignore[list-item]
     with pytest.raises(ValueError, match="requests all come at one instant"):
         question([replace(it, arrival=0) for it in recorded], limit)
     with pytest.raises(ValueError, match="request 1 has cancel_at"):

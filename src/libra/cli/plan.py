@@ -115,8 +115,8 @@ def plan(
                 trajectories,
                 model,
                 request,
-                profile or "auto",
-                host or "default",
+                "auto" if profile is None else profile,
+                "default" if host is None else host,
                 truncate_context,
                 what_if or [],
                 longest_tool_call,
@@ -181,7 +181,11 @@ def _plan_run(
         raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
     settings = load_config(where)
     evidence = gather(settings, _read(log, read_trajectories(log)), longest_tool_call)
-    request = request_from(settings, evidence, load_profile(Path(profile)))
+    try:
+        measured = load_profile(Path(profile))
+    except ConfigError as error:
+        raise ConfigError(f"--profile {error}") from None
+    request = request_from(settings, evidence, measured)
     return make_plan(request, seed=settings.seed, solver=solver), evidence
 
 

@@ -28,6 +28,7 @@ from libra.lengths import TrajectoryClass
 
 _NEAR = 0.05  # relative: lines from below that come as near need no help from secants
 _EIGHTH = 8  # between the ends of a secant
+_WIDEST = 1e150  # times its mean that the deviation of tool times counts as: its square is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def _longest_tools(cls: TrajectoryClass, beyond: float) -> float:
     """Seconds of tools that are `beyond` standard deviations longer than the class's, in the logarithm."""
     if not cls.tool_seconds:
         return 0.0
-    variance = math.log1p((cls.tool_seconds_std / cls.tool_seconds) ** 2)
+    variance = math.log1p(min(cls.tool_seconds_std / cls.tool_seconds, _WIDEST) ** 2)
     return cls.tool_seconds * math.exp(beyond * math.sqrt(variance) - variance / 2)
 
 

@@ -65,10 +65,7 @@ class Deployment:
         check_engines(self.engines, self.limits)
         check_roles(self.engines, self.kv_transfer is not None, [update.refresh for update in self.updates])
         check_groups(self.engines, [update.engines for update in self.updates])
-        if self.limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *self.limits))):
-            raise ValueError(f"limits is {list(self.limits)}; list numbers of tokens that rise, shortest bucket first")
-        if self.turn_tokens < 1:
-            raise ValueError(f"turn_tokens is {self.turn_tokens}; a turn generates 1 token or more")
+        check_buckets(self.limits, self.turn_tokens)
         self.policy()
         self.decode_policy()
 
@@ -88,6 +85,14 @@ class Deployment:
         if self.route == RankBalancer.NAME:
             return RankBalancer(sticky=self.sticky)
         return policy_named(self.route, sticky=self.sticky, seed=seed)
+
+
+def check_buckets(limits: Sequence[int] | None, turn_tokens: int) -> None:
+    """Raises ValueError unless limits rise, and a turn needs room."""
+    if limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *limits))):
+        raise ValueError(f"limits is {list(limits)}; list numbers of tokens that rise, shortest bucket first")
+    if turn_tokens < 1:
+        raise ValueError(f"turn_tokens is {turn_tokens}; a turn generates 1 token or more")
 
 
 def check_roles(

@@ -18,6 +18,8 @@ from libra.sim.engine.speculative import Speculative
 from libra.sim.engines_keys import BATCHED_TOKENS
 from libra.sim.expert_ranks import expert_bytes
 
+_SLOWEST = 3600  # seconds that a tier takes for a request
+
 
 def described_config(engine: DescribedEngine) -> EngineConfig:
     """Raises ValueError that opens with the key."""
@@ -95,6 +97,10 @@ def _no_room(engine: DescribedEngine, tokens: int) -> str:
         modest = replace(engine, section=section.model_copy(update={key: min(given, usual)}))
         if _kv_blocks(modest) * modest.section.block_size >= engine.longest:
             return f"{key} is {given}: {left}: lower it"
+    eplb = section.eplb_config
+    few = section.model_copy(update={"eplb_config": eplb.model_copy(update={"num_redundant_experts": 0})})
+    if _kv_blocks(replace(engine, section=few)) * section.block_size >= engine.longest:
+        return f"eplb_config.num_redundant_experts is {eplb.num_redundant_experts}: {left}: lower it"
     return (
         f"gpu_memory_utilization is {section.gpu_memory_utilization}: {left}: raise it or tensor_parallel_size, or"
         " lower max_model_len"
@@ -115,6 +121,12 @@ def _tiers(engine: DescribedEngine) -> tuple[KVTier, ...]:
         if any(given.name == other.name for other in section.kv_tiers[:place]):
             raise ValueError(f"kv_tiers.{place}.name is {given.name}, as is another's: name each once")
         bandwidth = given.bandwidth * (1 if given.shared else engine.gpus)
+        if engine.longest * engine.kv_bytes > _SLOWEST * bandwidth:
+            raise ValueError(
+                f"kv_tiers.{place}.bandwidth is {given.bandwidth:g} bytes/s: one request of max_model_len"
+                f" {engine.longest:,} would be under way to {given.name} for more than {_SLOWEST / 60:.0f} minutes:"
+                " raise it"
+            )
         tiers.append(
             KVTier(
                 given.name,

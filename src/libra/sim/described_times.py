@@ -22,10 +22,10 @@ def check_host(engine: DescribedEngine) -> None:
     try:
         host_part(engine.host, engine.model, lambda _: None)
     except ConfigError as error:
-        raise ValueError(f"host: {error}") from None
+        raise ValueError(f"host: {str(error).removeprefix('--host ')}") from None
 
 
-def of_profile(error: ConfigError) -> ValueError:
+def of_profile(error: ValueError) -> ValueError:
     """What a command says of its option, under the file's key."""
     return ValueError(f"profile: {str(error).removeprefix('--profile ')}")
 

@@ -40,7 +40,7 @@ class SpeculativeSection(Section):
     `accepted`."""
 
     method: str
-    num_speculative_tokens: Annotated[int, Field(strict=True)]
+    num_speculative_tokens: Annotated[int, Field(strict=True, le=4096)]
     model: str | None = None  # with draft_model, as an engine's
     synthetic_acceptance_rates: tuple[float, ...] = ()
     synthetic_acceptance_length: float | None = None
@@ -72,7 +72,7 @@ class AfdSection(Section):
 
     attention: _Count  # ranks of tensor_parallel_size GPUs
     ffn: _Count  # ranks of a GPU
-    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
+    bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
     micro_batches: _Count = 2  # as afd-plugin for vLLM has it
     dbo_decode_token_threshold: _Count | None = None  # None: a batch is always divided
@@ -85,7 +85,7 @@ class KVTierSection(Section):
     """Memory that keeps KV beside the GPUs': an engine's own, or one that engines share."""
 
     name: Annotated[str, Field(min_length=1)]
-    gib: Annotated[float, Field(gt=0)]
+    gib: Annotated[float, Field(gt=0, le=1e9)]
     bandwidth: Annotated[float, Field(gt=0)]  # bytes/s each way, of each GPU; of the node's link where it is shared
     latency: _Seconds = 0.0
     policy: CachePolicy = "lru"
@@ -153,7 +153,7 @@ class EngineSection(RanksSection):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_blocks: _Count | None = None  # instead of what that leaves
     max_model_len: _Count | None = None  # None: the model's
-    block_size: _Count = 16
+    block_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 16
     max_num_seqs: _Count = 256
     max_num_batched_tokens: _Count = BATCHED_TOKENS
     enable_chunked_prefill: _Flag = True
@@ -186,7 +186,7 @@ class UpdatesSection(Section):
 class KVTransferSection(Section):
     """From the engines with role prefill to those with role decode."""
 
-    bandwidth: Annotated[float, Field(gt=0)]  # bytes/s of each GPU's network
+    bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
     lease: Annotated[float, Field(gt=0, le=86_400)] = DEFAULT_LEASE
     local_below: _Index = 0

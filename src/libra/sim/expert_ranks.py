@@ -18,13 +18,12 @@ from libra.cost.experts import Balancing, Shares, measured, power_law
 from libra.cost.host import NO_HOST
 from libra.cost.kernels import NO_TERMS
 from libra.cost.sources.expert_grids import expert_grid
-from libra.cost.sources.files import load_calibration
-from libra.cost.sources.profiles import host_part
+from libra.cost.sources.profiles import calibration_of, host_part
 from libra.cost.sources.tables import NoTablesError
 from libra.cost.transfer import fabric
 from libra.hardware.model import ModelSpec
 from libra.sim.described_engine import DescribedEngine
-from libra.sim.described_times import drafter_grid, host_cost
+from libra.sim.described_times import drafter_grid, host_cost, of_profile
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engines_keys import EplbSection, ExpertLoadSection, RanksSection
@@ -99,7 +98,7 @@ def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
         drafter = drafter_grid(engine, grid.own)
         alike = drafts is not None and drafts.method != "ngram" and drafts.model is None
     except (ConfigError, NoTablesError) as error:
-        raise ValueError(f"profile: {error}") from None
+        raise of_profile(error) from None
     try:
         return ExpertCost(grid, config, load, balancing, host, drafter, draft_experts=alike)
     except ValueError as error:
@@ -108,9 +107,7 @@ def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:
 
 def _expert_grid(engine: DescribedEngine) -> ExpertGrid:
     section, gpu, tp, source = engine.section, engine.gpu, engine.tp, engine.source
-    calibration = None
-    if source not in ("auto", "tables", "roofline"):
-        calibration, source = load_calibration(Path(source)), "roofline"
+    calibration = calibration_of(engine.nodes, source, engine.note)
     return expert_grid(
         gpu,
         engine.model,
@@ -118,7 +115,7 @@ def _expert_grid(engine: DescribedEngine) -> ExpertGrid:
         section.data_parallel_size,
         section.all2all_backend,
         fabric(engine.nodes),
-        source=source,
+        source=source if calibration is None else "roofline",
         quantization=engine.quantization,
         calibration=calibration,
         note=engine.note,

@@ -13,7 +13,7 @@ from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
-from libra.sim.deployment import WeightUpdate
+from libra.sim.deployment import WeightUpdate, check_buckets
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.kv_network import KVNetwork
@@ -56,6 +56,7 @@ def simulate(
     to which engine. `exact` visits every iteration: the same result, slower. `progress` is told every few thousand
     decisions. Raises ValueError where engines, policy and limits do not fit together.
     """
+    check_buckets(limits, turn_tokens)
     watcher = OccupancyRecorder()
     lookout = _Lookout(watcher, progress)
     cluster = SimCluster(

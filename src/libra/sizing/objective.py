@@ -19,7 +19,7 @@ from libra.config.yaml_file import unknown
 Metric = Literal["ttft", "tpot", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 PERCENTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
-_STATISTICS = ("mean", *PERCENTS)
+NAMES = tuple(f"{metric}_{statistic}" for metric in METRICS for statistic in ("mean", *PERCENTS))
 # Of a mean m, at most a share 1/k of all values exceeds k * m (Markov's inequality).
 _MARKOV = (1.5, 3.0, 10.0)
 
@@ -33,6 +33,8 @@ class Objective:
     limit: float
 
     def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(unknown("objective", self.name, NAMES))
         if not (isfinite(self.limit) and self.limit > 0):
             raise ValueError(f"{self.name} is {self.limit}; give seconds, more than 0")
 
@@ -66,14 +68,13 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     >>> parse_objectives("ttft_p99=1")
     (Objective(metric='ttft', statistic='p99', limit=1.0),)
     """
-    known = [f"{metric}_{statistic}" for metric in METRICS for statistic in _STATISTICS]
     objectives = []
     for part in text.split(","):
         name, equals, number = (it.strip() for it in part.partition("="))
         if not equals:
             raise ValueError(f"{part.strip()!r} is no objective; give them as ttft_p99=1,tpot_p99=0.05")
-        if name not in known:
-            raise ValueError(unknown("objective", name, known))
+        if name not in NAMES:
+            raise ValueError(unknown("objective", name, NAMES))
         try:
             limit = float(number)
         except ValueError:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, isfinite
+from numbers import Integral
 
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
@@ -63,8 +64,10 @@ class SizingQuestion:
     def __post_init__(self) -> None:
         check_objectives(self.objectives)
         for name, value in (("rate", self.rate), ("budget", self.budget)):
-            if value is not None and not (isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; give a finite number above 0")
+            if value is not None and not (_is_number(value) and isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}; give a finite number above 0")
+        if self.gpus is not None and not _is_whole(self.gpus):
+            raise ValueError(f"gpus is {self.gpus!r}; give a whole number")
         if self.gpus is not None and not 1 <= self.gpus <= self.cluster.devices:
             raise ValueError(f"gpus is {self.gpus}; there are {self.cluster.devices:,} to take: give 1 to that many")
         if len(self.profiles) != len(self.cluster.nodes):
@@ -118,7 +121,26 @@ class SizingQuestion:
         return None
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _check_requests(requests: Sequence[RecordedRequest], model: ModelSpec) -> None:
+    for number, it in enumerate(requests):
+        if not isinstance(it, RecordedRequest):
+            raise ValueError(f"request {number} is {it!r:.40}; give RecordedRequests, as libra.read_requests does")
+        for name, least in (("arrival", 0), ("prompt_tokens", 1), ("output_tokens", 1), ("prefix_tokens", 0)):
+            value = getattr(it, name)
+            if not _is_whole(value) or value < least:
+                raise ValueError(f"request {number}: {name} is {value!r}; give a whole number of {least} or more")
+        if it.prefix_tokens > it.prompt_tokens:
+            raise ValueError(
+                f"request {number}: prefix_tokens is {it.prefix_tokens}, of a prompt of {it.prompt_tokens}: lower it"
+            )
     if len(requests) < 2 or requests[-1].arrival == requests[0].arrival:
         raise ValueError("requests all come at one instant: a rate needs two that come at different times")
     if any(later.arrival < sooner.arrival for sooner, later in pairwise(requests)):

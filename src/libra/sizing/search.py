@@ -113,6 +113,8 @@ def question_of(
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
     profiles = engine_profiles(there, shape, recipe, profile, note, host)
     objectives = parse_objectives(slo) if isinstance(slo, str) else tuple(slo)
+    if not all(isinstance(it, Objective) for it in objectives):
+        raise ValueError(f"slo is {slo!r:.60}; give a text such as ttft_p99=1,tpot_p99=0.05, or Objectives")
     drafters = {}
     for name in menu.drafters:
         small = load_model(name)
@@ -133,6 +135,8 @@ def answer(
 ) -> SizingAnswer:
     """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do: of these
     `InfeasiblePlanError` where more GPUs or money would give it something."""
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}; give the number of processes, 1 or more")
     candidates = list(menu.candidates(question))
     if not candidates:
         _refuse_empty(question, menu)

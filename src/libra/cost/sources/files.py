@@ -47,7 +47,7 @@ def save_calibration(path: Path, calibration: Calibration) -> None:
 
 def load_calibration(path: Path) -> Calibration:
     """Read a calibration. Raises `ConfigError` naming the file and the field."""
-    remedy = "calibrate again"
+    remedy = "calibrate again, or give auto, tables or roofline"
     return _checked(path, Calibration, _read(path, remedy), remedy)
 
 
@@ -89,7 +89,7 @@ def _read(path: Path, remedy: str) -> Any:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; {remedy}, or give another file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); {remedy}") from None
 
 

@@ -97,7 +97,7 @@ def _stages(
             if source == "tables":
                 raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
             note(f"{nodes.name}: times of attention and FFN are the roofline's: {error}")
-    calibration = _calibration(nodes, source, note)
+    calibration = calibration_of(nodes, source, note)
     return stage_roofline(
         nodes.gpu, model, tp, ffn, ffn_gpu=ffn_gpu, quantization=quantization, calibration=calibration
     )
@@ -109,7 +109,10 @@ def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple
         return None
     if host == "default":
         return default_host(model.layers), default_terms(model.layers)
-    fit = load_fit(Path(host))
+    try:
+        fit = load_fit(Path(host))
+    except ConfigError as error:
+        raise ConfigError(f"--host {error}") from None
     note(f"the host and corrections of kernels are {fit.host.source}")
     return fit.host, fit.terms
 
@@ -124,14 +127,17 @@ def _profile(
             if source == "tables":
                 raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
             note(f"{nodes.name}: engine times are the roofline's: {error}")
-    return node_roofline(nodes, model, recipe, _calibration(nodes, source, note))
+    return node_roofline(nodes, model, recipe, calibration_of(nodes, source, note))
 
 
-def _calibration(nodes: NodeClass, source: str, note: Callable[[str], None]) -> Calibration | None:
-    """What was measured of these nodes' GPU, where `source` is a file."""
-    if source in ("auto", "roofline"):
+def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -> Calibration | None:
+    """What was measured of these nodes' GPU, where `source` is a file. Raises `ConfigError`."""
+    if source in ("auto", "tables", "roofline"):
         return None
-    calibration = load_calibration(Path(source))
+    try:
+        calibration = load_calibration(Path(source))
+    except ConfigError as error:
+        raise ConfigError(f"--profile {error}") from None
     _require_same_device(calibration, nodes, source)
     note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
     return calibration

@@ -115,14 +115,18 @@ class Menu:
     availability: tuple[Availability, ...] = (Availability(frozenset(), 1.0),)  # the likeliest first
 
 
+_MOST = 1e15  # of a mean: tokens of all contexts together, or seconds
+
+
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
     """Raise ValueError with the field and the remedy, unless the classes are a distribution of contexts that fit."""
     if not classes:
         raise ValueError("classes is empty; a workload needs at least one trajectory class")
     for index, cls in enumerate(classes):
         where = f"classes[{index}]"
-        if not all(math.isfinite(mean) and mean >= 0 for mean in asdict(cls).values()):
-            raise ValueError(f"{where}: {cls} has a negative or infinite field; every mean is finite and >= 0")
+        for name, mean in asdict(cls).items():
+            if not 0 <= mean < _MOST:
+                raise ValueError(f"{where}.{name} is {mean}; every mean is 0 or more, and below {_MOST:g}")
         if not 0 <= cls.before_first_return <= 1:
             raise ValueError(f"{where}.before_first_return is {cls.before_first_return}; it is a fraction of 0 to 1")
         if not 1 <= cls.peak_context <= longest_context:
