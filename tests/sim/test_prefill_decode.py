@@ -246,8 +246,8 @@ def test_what_no_engine_goes_on_with_keeps_nothing() -> None:
 
 
 def test_what_is_left_comes_sooner_when_a_pull_is_lost() -> None:
-    """32 and 16 bytes share the links from 114 on, while the engine generates: at 124 the first is lost, of the other 11
-    bytes are to come."""
+    """32 and 16 bytes share the links from 114 on, while the engine generates. At 124 the first is lost, and of the
+    other 11 bytes are to come."""
     requests = [Request(0, 0, 4, 5), Request(1, 20, 32, 3), Request(2, 20, 16, 3)]
     specs = [
         EngineSpec("P", CONFIG, TEN, role=PREFILL),
