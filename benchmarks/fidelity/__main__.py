@@ -50,7 +50,8 @@ if TYPE_CHECKING:  # it imports vLLM
 SEED = 0  # of the first random schedule
 # As `schedule.Kind`, which imports vLLM
 SCHEDULES = (
-    *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-drafts", "pd-tiers"),
+    *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-fails", "pd-fails-async"),
+    *("pd-drafts", "pd-tiers"),
     *("drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
     *("tiers", "tiers-async", "tiers-drafts"),
 )

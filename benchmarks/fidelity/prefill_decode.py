@@ -6,8 +6,10 @@ tick transfers and steps end, requests are cancelled, requests arrive, the next 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
 from random import Random
 
 from benchmarks.fidelity.clocked import ClockedEngine, TierWorker
@@ -16,9 +18,10 @@ from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import with_tier
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
-from libra.sim.clock import TICKS
+from libra.sim.clock import TICKS, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration
@@ -38,13 +41,15 @@ class Pair:
     transfer: KVNetwork
     store: int = 0  # ticks of a block, where the prefill engine has a tier
     load: int = 0
+    fails: Mapping[int, int] = field(default_factory=dict)  # ticks after its begin that a pull is lost, if it goes on
 
 
 def random_pair(
-    seed: int, *, ahead: bool = False, drafts: bool = False, tier: bool = False
+    seed: int, *, ahead: bool = False, drafts: bool = False, tier: bool = False, fails: bool = False
 ) -> tuple[Pair, tuple[Request, ...]]:
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
-    `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one."""
+    `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one; with `fails` some
+    pulls are lost on their way, and the lease on what nobody reads ends soon."""
     config, requests = async_case(seed) if ahead else random_case(seed)
     if drafts:
         config = with_drafts(config, seed)
@@ -64,7 +69,18 @@ def random_pair(
     store = load = 0
     if tier:
         prefill, store, load = with_tier(prefill, Random(f"tier {seed}"), step)
-    return Pair(prefill, config, step, per_token, KVNetwork(TICKS / block_ticks), store, load), requests
+    transfer, lost = KVNetwork(TICKS / block_ticks), {}
+    if fails:
+        random = Random(f"fails {seed}")
+        config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
+        transfer = replace(transfer, lease=random.choice((20, 200)) * step / TICKS)
+        share = random.choice((0.1, 0.3, 1.0))
+        lost = {
+            request.number: random.randint(1, block_ticks * request.prompt_tokens)
+            for request in requests
+            if random.random() < share
+        }
+    return Pair(prefill, config, step, per_token, transfer, store, load, lost), requests
 
 
 def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
@@ -79,21 +95,34 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
     where: dict[int, ClockedEngine] = {}
     waiting: set[int] = set()  # on the decode engine, until their pull begins
     network, out, into = Network(), link(pair.transfer.bandwidth), link(pair.transfer.bandwidth)
+    known: dict[int, int] = {}  # tick since which the decode engine says that it needs a prompt's KV
+    failing: list[tuple[int, int]] = []  # (tick, request): pulls that are lost then, if they go on
+    leases: list[tuple[int, int, int]] = []  # (tick, when it was lost, request): what nobody reads is let go then
     alarms = alarms_of(requests)
-    while alarms or len(network) or any(side.ticks for side in sides):
+    while alarms or leases or len(network) or any(side.ticks for side in sides):
         coming = [tick for tick in (network.next_end(), *prefill.ticks, *decode.ticks) if tick is not None]
-        now = min([*[tick for tick, *_ in alarms[:1]], *coming])
+        coming += [it[0] for its in (alarms, leases, failing) for it in its[:1]]
+        now = min(coming)
         for key in network.ended(now):
             assert isinstance(key, int)
             decode.done[name_of(key)] = None
             prefill.done[name_of(key)] = None
+        while leases and leases[0][0] <= now:
+            prefill.done[name_of(heappop(leases)[-1])] = None
+        while failing and failing[0][0] <= now:
+            _, number = heappop(failing)
+            if number in network:
+                network.drop(number, now)
+                decode.done[name_of(number)] = None
+                decode.fails |= {name_of(number)}
+                heappush(leases, (_lease_end(pair.transfer, known[number], now), now, number))
         handed = prefill.end_step(now)
         decode.end_step(now)
         for number in handed:
             if number in prefill.given_up:
                 prefill.done[name_of(number)] = None
                 continue
-            where[number] = decode
+            where[number], known[number] = decode, now
             waiting.add(number)
             decode.engine.add(replace_pull(whole[number]))
         for side in sides:
@@ -118,7 +147,19 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
         for number in decode.engine.started_pulls():
             waiting.remove(number)
             network.begin(number, out, into, decode.engine.pulled_blocks(number) * pair.decode.block_size, now)
+            if number in pair.fails:
+                heappush(failing, (now + pair.fails[number], number))
     return tuple(prefill.steps), tuple(decode.steps)
+
+
+def _lease_end(transfer: KVNetwork, known: int, lost: int) -> int:
+    """Of KV that an engine said it needs from one tick on until another: it says so six times in a lease, and each time
+    the lease ends two thirds of it later at the soonest."""
+    lease = ticks(transfer.lease)
+    end = known + lease
+    for beat in range(known, lost + 1, lease // 6):
+        end = max(end, beat + lease * 2 // 3)
+    return end
 
 
 def simulated_pair(
@@ -132,13 +173,26 @@ def simulated_pair(
         EngineSpec("prefill", pair.prefill, cost, role=PREFILL),
         EngineSpec("decode", pair.decode, cost, role=DECODE, kv_bytes=1.0),
     ]
-    SimCluster(
+
+    def look(engine: SimEngine, now: int) -> None:
+        """A pull that begins may be lost on its way: at a tick after all others have ended."""
+        for request, _ in engine.pulls:
+            if request.number in pair.fails:
+                cluster.at(now + pair.fails[request.number], partial(lose, request))
+
+    def lose(request: Request, now: int) -> None:
+        assert cluster.pairs is not None
+        cluster.at(now, partial(cluster.pairs.fail_pull, request))
+
+    cluster = SimCluster(
         specs,
         Requests(lambda: ordered, {}),
         kv_transfer=pair.transfer,
         exact=exact,
         trace=iterations.append,
-    ).run()
+        watch=look if pair.fails else None,
+    )
+    cluster.run()
     told = [
         tuple(
             Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks)

@@ -32,7 +32,7 @@ from libra.sim.workload.requests import Requests
 CASE = "schedule, simulated and vLLM's"
 _OVERLAPPED = 1_000_000  # to the seed that stands for one whose tier is so slow that turns of a session overlap
 
-Pairs = Literal["pd", "pd-async", "pd-drafts", "pd-tiers"]
+Pairs = Literal["pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd-tiers"]
 Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async", "tiers-drafts"]
 Pulls = Literal["pull", "pull-async", "both"]
@@ -103,11 +103,11 @@ def _schedules(
         drive_pulls = vllm_pulls_ahead if ahead else vllm_pulls
         theirs = drive_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
-    if kind in ("pd", "pd-async", "pd-drafts", "pd-tiers"):
-        drafts, tier = kind == "pd-drafts", kind == "pd-tiers"
-        ahead = seed % 2 == 1 if tier else kind != "pd"
-        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier)
-        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier))
+    if kind in get_args(Pairs):
+        drafts, tier, fails = kind == "pd-drafts", kind == "pd-tiers", kind.startswith("pd-fails")
+        ahead = seed % 2 == 1 if tier else kind not in ("pd", "pd-fails")
+        pair, requests = random_pair(seed, ahead=ahead, drafts=drafts, tier=tier, fails=fails)
+        its = vllm_pair(*random_pair(seed, ahead=ahead, drafts=drafts, tier=tier, fails=fails))
         return pair.decode, requests, simulated_pair(pair, requests), its
     if kind in ("tiers", "tiers-async", "tiers-drafts"):
         drafts = kind == "tiers-drafts"

@@ -40,7 +40,7 @@ _REFUSED = ("two requests generate on it", "at the same time: give each a fork",
 @dataclass(frozen=True)
 class Fault:
     at: int  # tick
-    what: Literal["close", "break", "drain", "pause", "refresh", "add", "reallocate"]
+    what: Literal["close", "break", "lose", "drain", "pause", "refresh", "add", "reallocate"]
     name: str  # of an engine
     ticks: int  # of a pause
 
@@ -149,6 +149,10 @@ class FaultyCase:
             cluster.reallocate(cluster.placer.fleet.limits, buckets)
         elif fault.what in ("pause", "refresh"):
             cluster.update(WeightUpdate(now, fault.ticks, fault.what == "refresh"))
+        elif fault.what == "lose":
+            for request in cluster.requests if cluster.pairs is not None else ():
+                if request.number % 3 == fault.ticks % 3:
+                    cluster.pairs.fail_pull(request, now)
         elif fault.name not in there:
             return
         elif fault.what == "break":
@@ -317,7 +321,7 @@ def _policies(
 def _faults(
     random: Random, specs: Sequence[EngineSpec], busy: Sequence[int], step: int, refreshes: bool, buckets: bool
 ) -> tuple[Fault, ...]:
-    kinds = ["close", "close", "break", "break", "drain", "pause", "add"]
+    kinds = ["close", "close", "break", "lose", "drain", "pause", "add"]
     kinds += ["refresh"] * refreshes + ["reallocate"] * buckets
     return tuple(
         Fault(

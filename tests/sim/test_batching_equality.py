@@ -221,7 +221,8 @@ def test_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     from benchmarks.fidelity.schedule import compare, summary
 
-    pairs, ranks = ("pd", "pd-async", "pd-drafts", "pd-tiers"), ("dp", "dp-async", "dp-drafts", "dp-drafts-async")
+    pairs = ("pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd-tiers")
+    ranks = ("dp", "dp-async", "dp-drafts", "dp-drafts-async")
     tiers = ("tiers", "tiers-async", "tiers-drafts")
     for kind in ("async", "pull", "pull-async", *pairs, "drafts", "drafts-async", "both", *ranks, *tiers):
         other = summary(compare(range(2000, 2000 + VLLM_CASES // 10), kind))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -242,6 +243,25 @@ def test_what_no_engine_goes_on_with_keeps_nothing() -> None:
     assert [request.status for request in requests] == ["refused", "finished"]
     assert requests[0].finish == requests[0].prefill_end
     assert cluster.now == requests[1].finish  # and not the end of a lease
+
+
+def test_what_is_left_comes_sooner_when_a_pull_is_lost() -> None:
+    """32 and 16 bytes share the links from 114 on, while the engine generates. At 124 the first is lost, and of the
+    other 11 bytes are to come."""
+    requests = [Request(0, 0, 4, 5), Request(1, 20, 32, 3), Request(2, 20, 16, 3)]
+    specs = [
+        EngineSpec("P", CONFIG, TEN, role=PREFILL),
+        EngineSpec("D", CONFIG, AffineCost(100), role=DECODE, kv_bytes=1.0),
+    ]
+    cluster = SimCluster(specs, Requests(lambda: requests, {}), kv_transfer=BYTE_A_TICK)
+    pairs = cluster.pairs
+    assert pairs is not None
+    for tick in (124, 140):  # the second time nothing of it is on its way any more
+        cluster.at(tick, partial(pairs.fail_pull, requests[1]))
+    cluster.run()
+    assert [(it.begun, it.sent, it.came) for it in pairs.handed_over] == [(10, 14, 14), (114, 124, -1), (114, 135, 135)]
+    assert [it.status for it in requests] == ["finished", "failed", "finished"]
+    assert pairs.moved_bytes == (20, 20)
 
 
 class Told(Requests):

@@ -98,11 +98,12 @@ class Pulls:
             prefill.record.begun, prefill.record.size = now, max(1, size)
 
     def drop(self, prefill: Prefill, now: int) -> None:
-        """Break a transfer off, if it is under way."""
+        """Break a transfer off, if it is under way: what shared its links ends sooner."""
         if prefill in self._network:
             self._network.drop(prefill, now)
             if prefill.record is not None:
                 prefill.record.sent = now
+            self.look_again(now)
 
     def look_again(self, now: int) -> None:
         """Transfers began: look when the first one ends."""

@@ -190,6 +190,12 @@ class PrefillDecode(Frontend):
         for prefill in [it for it in self._prefills.values() if it.engine is engine and it in self._pulls]:
             self._lost(prefill, self._why(engine), now)
 
+    def fail_pull(self, request: Request, now: int) -> None:
+        """What is on its way of one request is lost, if anything is."""
+        prefill = self._prefills.get(request)
+        if prefill is not None and prefill in self._pulls:
+            self._lost(prefill, self._why(prefill.engine), now)
+
     def closed(self, engine: SimEngine, now: int) -> None:
         """An engine stopped for good: nobody reads what it had, nor what was kept for it."""
         self.fail(engine, now)
