@@ -175,8 +175,7 @@ class ServingMenu:
             ):
                 if 1 not in file.data_parallel_size or tp not in known or tokens < seqs or (draft and pp > 1):
                     continue
-                waits = pp > 1 or (draft is not None and draft.speculative.method == "ngram")
-                yield EngineSetup(name, tp, pp, seqs, tokens, ahead and not waits, drafts=draft)
+                yield EngineSetup(name, tp, pp, seqs, tokens, ahead and _may_be_ahead(pp, draft), drafts=draft)
             for tp, seqs, tokens, ahead, dp, way, draft in product(
                 degrees,
                 file.max_num_seqs,
@@ -188,9 +187,8 @@ class ServingMenu:
             ):
                 experts = question.model.experts
                 if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
-                    waits = draft is not None and draft.speculative.method == "ngram"
-                    ranks = DataParallel(dp, way)
-                    yield EngineSetup(name, tp, 1, seqs, tokens, ahead and not waits, parallel=ranks, drafts=draft)
+                    asynchronous, ranks = ahead and _may_be_ahead(1, draft), DataParallel(dp, way)
+                    yield EngineSetup(name, tp, 1, seqs, tokens, asynchronous, parallel=ranks, drafts=draft)
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))
@@ -213,6 +211,11 @@ class ServingMenu:
             if not fitting:
                 return
             yield from fitting if question.rate is not None else fitting[-1:]
+
+
+def _may_be_ahead(stages: int, drafts: Drafts | None) -> bool:
+    """Whether such engines may schedule asynchronously."""
+    return stages == 1 and (drafts is None or drafts.speculative.method != "ngram")
 
 
 def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
