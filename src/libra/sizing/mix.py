@@ -138,7 +138,7 @@ def single_engines(
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))
-    apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+    apart = list(dict.fromkeys(replace(it, kv_tiers=()) for it in shapes if it.pipeline_parallel_size == 1))
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
     if "colocated" in menu.file.architectures:
         asked |= {ServingCandidate((EnginePool("colocated", it, 1),)): ("colocated", it) for it in shapes}

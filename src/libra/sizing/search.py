@@ -252,8 +252,9 @@ class _Found:
 
     def _near_miss(
         self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
-    ) -> NearMiss:
-        """By how much the next best misses an objective where it would be better than the best.
+    ) -> NearMiss | None:
+        """By how much the next best misses an objective where it would be better than the best; None where none of the
+        next ends.
 
         Of deployments that were asked for their goodput it is the one with the most; of those that failed at one rate,
         the one that is nearest to its objectives, of the few that the bound promises most of.
@@ -265,11 +266,11 @@ class _Found:
 
         most = 1 if question.rate is None else _NEXT
         next_best = sorted(possible, key=promise, reverse=True)[:most]
-        misses = [self._worst_miss(best, candidate) for candidate in next_best]
-        return min(misses, key=lambda it: it.seconds / it.limit)
+        misses = [it for candidate in next_best if (it := self._worst_miss(best, candidate)) is not None]
+        return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
-    def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss:
-        """Of the objective that it is farthest from."""
+    def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
+        """Of the objective that it is farthest from; None where a simulation of it does not end."""
         question = self.question
         rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
         trials = [
@@ -277,6 +278,8 @@ class _Found:
             for draw in range(_DRAWS)
         ]
         self.runs += _DRAWS
+        if not all(it.latency for it in trials):
+            return None
         misses = []
         for objective in question.objectives:
             seconds = [it.latency[objective.name] for it in trials]
