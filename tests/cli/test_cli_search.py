@@ -121,6 +121,10 @@ def test_nothing_that_serves_is_status_3(menu: str) -> None:
         (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
         (("--slo", "ttft_p99=1", "--budget", 10), "there is no price of h100"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
+        (
+            ("--slo", "ttft_p99=1e-6", "--plan", "--rate", 2),
+            "ttft_p99 is 1e-06 s; without any queue nothing on the menu is",
+        ),
         (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; there are 96 to take"),
         (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
         (
@@ -146,6 +150,14 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
         ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
         ("afd: 3", "afd: expected a mapping of keys (got 3)"),
+        (
+            "afd: {ffn: [8]}",
+            "menu.yaml: afd is given, and architectures has no attention-ffn: add it, or leave afd out",
+        ),
+        (
+            "max_num_batched_tokens: [1000000000]",
+            "max_num_batched_tokens 1000000000 of the menu: Qwen/Qwen3-8B has eng",
+        ),
         ("kv_tiers: [[{name: host, gib: 1e-3, bandwidth: 1e9}]]", "kv_tiers.0.0.gib is 0.001: host holds 0 tokens"),
         ("kv_tiers: [null, [{nam: host}]]", "kv_tiers.1.0.nam: unknown key 'nam'; did you mean name?"),
     ],

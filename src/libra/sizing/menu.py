@@ -6,17 +6,18 @@ one order, each once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from libra.config.yaml_file import Section, read_section
 from libra.cost.afd import afd_refusal
 from libra.cost.collectives import AllToAll
+from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.sim.described_tiers import DescribedTier
@@ -58,6 +59,12 @@ class MenuFile(Section):
     engines: _Counts | None = None  # of a pool
     afd: AfdMenu = AfdMenu()
     cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> Self:
+        if "afd" in self.model_fields_set and "attention-ffn" not in self.architectures:
+            raise ValueError("afd is given, and architectures has no attention-ffn: add it, or leave afd out")
+        return self
 
     def cluster(self, given: Cluster) -> Cluster:
         """The classes of it that may be taken. Raises ValueError where it lacks one, or one is priced that is left
@@ -178,8 +185,10 @@ class ServingMenu:
             )
         for name in names:
             nodes = cluster.node_class(name)
-            known = tuple(grid.tp for grid in question.profiles[cluster.nodes.index(nodes)].engines)
+            profile = question.profiles[cluster.nodes.index(nodes)]
+            known = tuple(grid.tp for grid in profile.engines)
             degrees = known if file.tensor_parallel_size is None else file.tensor_parallel_size
+            self._check_reach(question.model, profile, degrees)
             for (place, kept), tp in product(enumerate(tiers), degrees):
                 tiers_for(question, EngineSetup(name, tp, 1, 1, 1, False, kv_tiers=kept), f"kv_tiers.{place}")
             for tp, pp, seqs, tokens, ahead, draft, kept in product(
@@ -209,6 +218,18 @@ class ServingMenu:
                 if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
                     asynchronous, ranks = ahead and _may_be_ahead(1, draft), DataParallel(dp, way)
                     yield EngineSetup(name, tp, 1, seqs, tokens, asynchronous, parallel=ranks, drafts=draft)
+
+    def _check_reach(self, model: ModelSpec, profile: EngineProfile, degrees: Sequence[int]) -> None:
+        """Raises ValueError where batches are larger than any that there are times for."""
+        grids = [it for it in profile.engines if it.tp in degrees]
+        for key, given, reach in (
+            ("max_num_seqs", self.file.max_num_seqs, [it.most_sequences for it in grids]),
+            ("max_num_batched_tokens", self.file.max_num_batched_tokens, [it.most_tokens for it in grids]),
+        ):
+            if reach and max(given) > min(reach):
+                raise ValueError(
+                    f"{key} {max(given)} of the menu: {model.name} has engine times up to {min(reach):,}; lower it"
+                )
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))

@@ -7,7 +7,7 @@ is the one that simulating everything would give, since only what a bound proves
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -139,10 +139,10 @@ def answer(
         raise ValueError(f"jobs is {jobs}; give the number of processes, 1 or more")
     candidates = list(menu.candidates(question))
     if not candidates:
-        _refuse_empty(question, menu)
+        refuse_empty(question, menu)
     bounds = Bounds(question)
     bounded = {it: bounds.of(it) for it in candidates}
-    _refuse_impossible(question, bounds, candidates)
+    refuse_impossible(question, bounds, candidates)
     with simulator(question, jobs) as simulate:
         found = _Found(question, bounded, progress)
         for wave in found.waves():
@@ -150,7 +150,7 @@ def answer(
         return found.answer(candidates)
 
 
-def _refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
+def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:
         raise ValueError(
@@ -353,7 +353,7 @@ def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequ
     return tuple(replace(it, arrival=time) for it, time in zip(requests, times, strict=True))
 
 
-def _refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Sequence[ServingCandidate]) -> None:
+def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
     """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
     for objective in question.objectives:
         least = min(bounds.least(it, objective) for it in candidates)
