@@ -101,7 +101,7 @@ def test_the_next_best_at_a_rate_is_the_one_nearest_to_its_objectives() -> None:
 
 def test_batches_beyond_all_times_are_refused_by_their_key() -> None:
     asked = question(requests(np.random.default_rng(0), 4), Objective("ttft", "p99", 1.0))
-    with pytest.raises(ValueError, match=r"max_num_seqs 1000000000 of the menu: Qwen/Qwen3-8B has .* up to 2,048; lower it"):
+    with pytest.raises(ValueError, match=r"max_num_seqs 1000000000 of the menu: .* up to 2,048; lower it"):
         answer(asked, ServingMenu(MenuFile(max_num_seqs=(64, 10**9))))
 
 
