@@ -143,9 +143,19 @@ def test_engines_that_cannot_have_tiers_have_none() -> None:
         *(f"1 x {it}" for it in kinds),
         *(f"prefill: 1 x {it}, decode: 1 x {shape}" for it in kinds),
     ]
+
+
+def test_a_plan_mixes_engines_with_the_tiers_that_serve_most() -> None:
+    asked = question(requests(np.random.default_rng(0), 4), Objective("ttft", "p99", 1.0), rate=1.0)
     options, shapes = single_engines(asked, menu(nodes=("h100",), max_num_seqs=(64,), kv_tiers=([HOST],)))
     roles = {it.role for it, shape in zip(options, shapes, strict=True) if shape.kv_tiers}
     assert roles == {"colocated", "prefill"} < {it.role for it in options}
+    both = menu(nodes=("h100",), max_num_seqs=(64,), kv_tiers=([HOST], None))
+    assert not any(it.kv_tiers for it in single_engines(asked, both)[1])  # nobody shares a prefix
+    asked = question(turns(np.random.default_rng(4), 20, most=1200), Objective("ttft", "p90", 0.6), rate=1.0)
+    both = menu(architectures=["colocated"], nodes=("small",), max_num_seqs=(64,), kv_tiers=(None, [HOST]))
+    (option,), (shape,) = single_engines(asked, both)
+    assert shape.kv_tiers and "16 GiB host" in option.name
 
 
 @pytest.mark.parametrize(

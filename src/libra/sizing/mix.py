@@ -126,8 +126,8 @@ def single_engines(
     question: SizingQuestion, menu: ServingMenu, jobs: int = 1
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
     """What one engine of each shape serves in each role, found by simulation with more than enough engines of the other
-    role; those that serve nothing are left out. A role that takes the KV of others, or gives it, is priced at the
-    slowest network of the menu."""
+    role; those that serve nothing are left out, and of tiers all but those that serve most. A role that takes the KV of
+    others, or gives it, is priced at the slowest network of the menu."""
     if "attention-ffn" in menu.file.architectures:
         raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
     if "prefill-decode" in menu.file.architectures and len(menu.file.speculative) > 1:
@@ -161,26 +161,27 @@ def single_engines(
     slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
     kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
-    options, kept = [], []
+    found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
     with simulator(alone, jobs) as simulate:
         for candidate, served, _, _ in simulate([(it, rate) for it, rate in possible.items() if rate]):
             if served is None:
                 continue
             role, shape = asked[candidate]
             pool = next(it for it in candidate.pools if it.shape == shape and it.role == role)
-            options.append(
-                ServingOption(
-                    f"{role} {shape}",
-                    pool.role,
-                    shape.nodes,
-                    shape.devices,
-                    question.cost(ServingCandidate((replace(pool, count=1),))),
-                    served.rate,
-                    0.0 if role == "colocated" else slowest * shape.devices / kv,
-                )
+            option = ServingOption(
+                f"{role} {shape}",
+                pool.role,
+                shape.nodes,
+                shape.devices,
+                question.cost(ServingCandidate((replace(pool, count=1),))),
+                served.rate,
+                0.0 if role == "colocated" else slowest * shape.devices / kv,
             )
-            kept.append(shape)
-    return tuple(options), tuple(kept)
+            alike = role, replace(shape, kv_tiers=())
+            worth = option.rate, -len(shape.kv_tiers)
+            if alike not in found or worth > (found[alike][0].rate, -len(found[alike][1].kv_tiers)):
+                found[alike] = option, shape
+    return tuple(option for option, _ in found.values()), tuple(shape for _, shape in found.values())
 
 
 def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
