@@ -72,6 +72,35 @@ def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> Non
         assert said in refused.stderr
 
 
+def test_tiers_are_named_everywhere(tmp_path: Path) -> None:
+    requests, menu = tmp_path / "turns.jsonl", tmp_path / "menu.yaml"
+    turns = (
+        {"arrival": 9.0 * turn + session, "prompt_tokens": 800 * turn, "output_tokens": 8, "prefix": f"{session}"}
+        for turn in range(1, 5)
+        for session in range(9)
+    )
+    requests.write_text("".join(json.dumps({**it, "prefix_tokens": it["prompt_tokens"]}) + "\n" for it in turns))
+    kept = {"name": "host", "gib": 8, "bandwidth": 25e9, "latency": 1e-4}
+    menu.write_text(json.dumps({"nodes": ["l40s"], "tensor_parallel_size": [1], "engines": [1], "kv_tiers": [[kept]]}))
+    written, page, folder = tmp_path / "answer.json", tmp_path / "answer.html", tmp_path / "engines"
+    asked = (*QUESTION[:4], "--requests", requests, "--profile", "roofline", "--menu", menu, "--slo", "ttft_p99=1")
+    result = libra(*asked, "--jobs", 1, "-o", written, "--report", page, "--engines-out", folder)
+    assert result.exit_code == 0, result.output
+    named = "+ 8 GiB host at 25 GB/s latency 0.0001"
+    assert named in result.stdout and named in page.read_text()
+    for number, point in enumerate(json.loads(written.read_text())["pareto"], start=1):
+        tiers = {it["role"]: it["shape"]["kv_tiers"] for it in point["candidate"]["pools"]}
+        tier = {**kept, "policy": "lru", "blocks_per_chunk": 1, "offload_prompt_only": True, "shared": False}
+        assert tiers.pop("decode", []) == [] and list(tiers.values()) == [[tier]]
+        text = (folder / f"point-{number}.yaml").read_text()
+        assert named in text
+        simulated = libra(*shlex.split(text.splitlines()[3].removeprefix("#   libra ")), "--json")
+        assert simulated.exit_code == 0, simulated.output
+        result = json.loads(simulated.stdout)
+        assert result["metrics"]["ttft"]["p99"] == point["ttft"]
+        assert result["kv_tiers"][0]["name"] == "host"
+
+
 def test_the_same_question_gives_the_same_bytes(menu: str) -> None:
     asked = (*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--gpus", 2, "--json")
     first, again = libra(*asked), libra(*asked)
@@ -92,6 +121,10 @@ def test_nothing_that_serves_is_status_3(menu: str) -> None:
         (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
         (("--slo", "ttft_p99=1", "--budget", 10), "there is no price of h100"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
+        (
+            ("--slo", "ttft_p99=1e-6", "--plan", "--rate", 2),
+            "ttft_p99 is 1e-06 s; without any queue nothing on the menu is",
+        ),
         (("--slo", "ttft_p99=1", "--gpus", 0), "--gpus is 0; there are 96 to take"),
         (("--slo", "ttft_p99=1", "--menu", EXAMPLES / "engines.yaml"), "engines.yaml: "),
         (
@@ -117,6 +150,16 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
         ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
         ("afd: 3", "afd: expected a mapping of keys (got 3)"),
+        (
+            "afd: {ffn: [8]}",
+            "menu.yaml: afd is given, and architectures has no attention-ffn: add it, or leave afd out",
+        ),
+        (
+            "max_num_batched_tokens: [1000000000]",
+            "max_num_batched_tokens 1000000000 of the menu: Qwen/Qwen3-8B has eng",
+        ),
+        ("kv_tiers: [[{name: host, gib: 1e-3, bandwidth: 1e9}]]", "kv_tiers.0.0.gib is 0.001: host holds 0 tokens"),
+        ("kv_tiers: [null, [{nam: host}]]", "kv_tiers.1.0.nam: unknown key 'nam'; did you mean name?"),
     ],
 )
 def test_a_menu_that_cannot_be_is_status_2(keys: str, said: str, tmp_path: Path) -> None:

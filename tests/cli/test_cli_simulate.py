@@ -274,6 +274,8 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         ("weight_updates.every: 1e+09 seconds is more than 106 days away",),
     ),
     ("an unknown policy", {**BASE, "route": "random"}, ("route: policy is 'random'; choose one of round-robin",)),
+    ("a policy of files", {**BASE, "route": "random"}, ("cmlfq, data-parallel",)),
+    ("a policy of files, nearly", {**BASE, "route": "data-paralel"}, ("did you mean data-parallel?",)),
     ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
     (
         "an unknown quantisation",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulated import simulate
 from test_batching_equality import GRID, longest_iteration, seeds, timed
 
-from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.random_workloads import async_case, random_case
 from libra.cost.grid import EngineGrid
 from libra.cost.host import HostCost
 from libra.cost.kernels import KernelTerms
@@ -64,13 +64,14 @@ class Listening:
 
     engine: SimEngine | None = None
     heard: list[tuple[int, int]] = field(default_factory=list)
+    stalled: int = 0  # iterations that went without some of the requests
 
     @property
     def uneven(self) -> bool:
         return True
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        self._compare(batch)
+        self._compare(batch, context)
         return 5, 0, UNLIMITED
 
     def mixed(
@@ -81,15 +82,17 @@ class Listening:
         assert sum(before for _, before in chunks[len(chunks) - admitted.requests :]) == admitted.cached
         return 7
 
-    def _compare(self, batch: DecodeBatch) -> None:
+    def _compare(self, batch: DecodeBatch, context: int) -> None:
         assert self.engine is not None
         generation = self.engine.flight.generation
         running = [it for it in self.engine.running if self.engine.generation_of(it) is not None]
-        contexts = [generation.computed(request) for request in running]
+        contexts = [generation.computed(request) for request in running if request not in generation.stalled]
         count = len(contexts)
-        if count != batch.requests:  # some have no block for their next token
+        if count != batch.requests:  # its first token is under way
             return
+        self.stalled += bool(generation.stalled)
         assert batch.spread == isqrt(count * sum(it * it for it in contexts) - sum(contexts) ** 2)
+        assert batch.shared <= (context if count > 1 else 0) or not generation.stalled
         self.heard.append((batch.spread, batch.shared))
 
 
@@ -100,9 +103,10 @@ def _computed(engine: SimEngine, request: Any) -> int:
 
 def test_batches_tell_their_spread_and_blocks_their_holders() -> None:
     told: list[tuple[int, int]] = []
-    for seed in range(80):
+    stalled = 0
+    for seed in range(160):
         random = Random(seed)
-        config, requests = random_case(seed)
+        config, requests = (random_case if seed < 80 else async_case)(seed)
         cost = Listening()
         cost.engine = engine = SimEngine(config, cost, exact=True)
         waiting = sorted(requests, key=lambda it: (it.arrival, it.number))
@@ -112,7 +116,7 @@ def test_batches_tell_their_spread_and_blocks_their_holders() -> None:
                 now = engine.end
                 engine.commit()
                 references = sum(config.blocks(_computed(engine, it)) for it in engine.running)
-                assert engine.pool.shared == references - engine.pool.held
+                assert config.async_scheduling or engine.pool.shared == references - engine.pool.held
             else:
                 now = max(now, waiting[0].arrival)
             while waiting and waiting[0].arrival <= now:
@@ -122,5 +126,7 @@ def test_batches_tell_their_spread_and_blocks_their_holders() -> None:
             engine.plan(now)
         assert engine.pool.shared == 0
         told += cost.heard
+        stalled += cost.stalled
     assert max(spread for spread, _ in told) > 0
     assert max(shared for _, shared in told) > 0
+    assert stalled > 0

@@ -36,6 +36,7 @@ from libra.sizing.search import question_of, search
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import CLUSTER, DRAFTER, requests
 from tests.sizing.test_sizing_drafts import random_drafts
+from tests.sizing.test_sizing_tiers import random_tiers, turns
 
 DENSE, SPARSE = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
 # Nodes that differ from what an engines file takes them for: in GPUs, in links, in a GPU that nobody knows.
@@ -155,6 +156,19 @@ def test_dense_engines_on_several_gpu_types(seed: int, tmp_path: Path) -> None:
         shapes = [random_shape(generator, CLUSTER, drafts, alone=alone) for _ in range(1 if alone else 2)]
         found.append((question, pools(generator, *shapes)))
     require_some(found, generator, 4, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_engines_with_tiers(seed: int, tmp_path: Path) -> None:
+    generator = np.random.default_rng(seed)
+    found = []
+    for _ in range(6):
+        question = replace(asked(generator, DENSE, CLUSTER, tmp_path), requests=tuple(turns(generator, 15)))
+        drafts = random_drafts(generator) if generator.random() < 0.4 else None
+        shapes = [random_shape(generator, CLUSTER, drafts, alone=False) for _ in range(int(generator.integers(1, 3)))]
+        shapes[0] = replace(shapes[0], nodes="small", kv_tiers=random_tiers(generator))
+        found.append((question, pools(generator, *shapes)))
+    require_some(found, generator, 3, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -99,6 +99,12 @@ def test_the_next_best_at_a_rate_is_the_one_nearest_to_its_objectives() -> None:
     assert found.near_miss.seconds / found.near_miss.limit == pytest.approx(nearest)
 
 
+def test_batches_beyond_all_times_are_refused_by_their_key() -> None:
+    asked = question(requests(np.random.default_rng(0), 4), Objective("ttft", "p99", 1.0))
+    with pytest.raises(ValueError, match=r"max_num_seqs 1000000000 of the menu: .* up to 2,048; lower it"):
+        answer(asked, ServingMenu(MenuFile(max_num_seqs=(64, 10**9))))
+
+
 def test_every_rejection_has_its_reason_and_all_is_json() -> None:
     some = found(gpus=4, rate=30.0)
     assert all(it.reason for it in some.rejected)

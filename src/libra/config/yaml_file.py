@@ -11,7 +11,8 @@ import difflib
 import reprlib
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, field_validator
@@ -186,10 +187,17 @@ def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:
     """The keys that the section at `location` may have."""
     section: Any = schema
     for part in location:
+        section = _without_null(section)
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[part].annotation
         elif hasattr(section, "__args__"):  # a mapping or a tuple of sections
             section = section.__args__[-1] if section.__args__[-1] is not Ellipsis else section.__args__[0]
-    if hasattr(section, "__args__"):
-        section = section.__args__[0]
+    section = _without_null(section)
     return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+def _without_null(section: Any) -> Any:
+    """What a type is besides null and what is said of it."""
+    while get_origin(section) in (Annotated, Union, UnionType):
+        section = get_args(section)[0]
+    return section

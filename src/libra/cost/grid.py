@@ -65,6 +65,16 @@ class EngineGrid:
             self, decode=decode, prefill=prefill, terms=self.terms.slowed(factor), host=self.host.slowed(factor)
         )
 
+    @property
+    def most_sequences(self) -> int:
+        """That there are times for: of larger batches there are none."""
+        return _BEYOND * self.batches[-1]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a chunk."""
+        return _BEYOND * self.chunks[-1]
+
     def decode_seconds(self, batch: float, context: float) -> float:
         """One iteration in which `batch` >= 1 sequences that hold `context` tokens each generate one token each."""
         return _interpolate(self.batches, self.contexts, self.decode, batch, context)

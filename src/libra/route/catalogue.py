@@ -5,6 +5,7 @@ Invariant: a name means one rule, the same one that its snapshots name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from libra.config.yaml_file import nearest
@@ -56,9 +57,14 @@ def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
 
 
 def _kind(name: str) -> type[LivePolicy[Any]]:
-    if name not in _BY_NAME:
-        close = nearest(name, POLICIES)
-        raise ValueError(
-            f"policy is {name!r}; " + (f"did you mean {close}?" if close else f"choose one of {', '.join(POLICIES)}")
-        )
+    check_policy(name)
     return _BY_NAME[name]
+
+
+def check_policy(name: str, known: Sequence[str] = POLICIES) -> None:
+    """Raises ValueError for a name that is none of those known."""
+    if name not in known:
+        close = nearest(name, known)
+        raise ValueError(
+            f"policy is {name!r}; " + (f"did you mean {close}?" if close else f"choose one of {', '.join(known)}")
+        )

@@ -12,13 +12,11 @@ from libra.cost.engine_memory import BLOCK, drafter_memory, kv_tokens
 from libra.cost.graphs import capture_sizes
 from libra.hardware.model_file import load_model
 from libra.sim.described_engine import DescribedEngine
+from libra.sim.described_tiers import tiers_of
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
 from libra.sim.engines_keys import BATCHED_TOKENS
 from libra.sim.expert_ranks import expert_bytes
-
-_SLOWEST = 3600  # seconds that a tier takes for a request
 
 
 def described_config(engine: DescribedEngine) -> EngineConfig:
@@ -45,7 +43,16 @@ def described_config(engine: DescribedEngine) -> EngineConfig:
         each = 1 if section.speculative is None else 1 + section.speculative.num_speculative_tokens
         given["capture_sizes"] = capture_sizes(section.max_num_seqs, section.max_num_batched_tokens, tokens_each=each)
     config = EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
-    return replace(config, kv_tiers=_tiers(engine))
+    tiers = tiers_of(
+        [it.described() for it in section.kv_tiers],
+        "kv_tiers",
+        "one request of max_model_len",
+        longest,
+        section.block_size,
+        engine.kv_bytes,
+        engine.gpus,
+    )
+    return replace(config, kv_tiers=tiers)
 
 
 def _drafts(engine: DescribedEngine) -> Speculative | None:
@@ -105,40 +112,3 @@ def _no_room(engine: DescribedEngine, tokens: int) -> str:
         f"gpu_memory_utilization is {section.gpu_memory_utilization}: {left}: raise it or tensor_parallel_size, or"
         " lower max_model_len"
     )
-
-
-def _tiers(engine: DescribedEngine) -> tuple[KVTier, ...]:
-    section, tiers = engine.section, []
-    block_bytes = section.block_size * engine.kv_bytes
-    for place, given in enumerate(section.kv_tiers):
-        chunks = int(given.gib * 2**30 // (block_bytes * given.blocks_per_chunk))
-        tokens = chunks * given.blocks_per_chunk * section.block_size
-        if tokens < engine.longest:
-            raise ValueError(
-                f"kv_tiers.{place}.gib is {given.gib:g}: {given.name} holds {tokens:,} tokens, less than one request of"
-                f" max_model_len {engine.longest:,}: raise it, or lower max_model_len"
-            )
-        if any(given.name == other.name for other in section.kv_tiers[:place]):
-            raise ValueError(f"kv_tiers.{place}.name is {given.name}, as is another's: name each once")
-        bandwidth = given.bandwidth * (1 if given.shared else engine.gpus)
-        if engine.longest * engine.kv_bytes > _SLOWEST * bandwidth:
-            raise ValueError(
-                f"kv_tiers.{place}.bandwidth is {given.bandwidth:g} bytes/s: one request of max_model_len"
-                f" {engine.longest:,} would be under way to {given.name} for more than {_SLOWEST / 60:.0f} minutes:"
-                " raise it"
-            )
-        tiers.append(
-            KVTier(
-                given.name,
-                chunks,
-                block_bytes,
-                bandwidth,
-                bandwidth,
-                given.latency,
-                given.blocks_per_chunk,
-                given.policy,
-                given.offload_prompt_only,
-                given.shared,
-            )
-        )
-    return tuple(tiers)

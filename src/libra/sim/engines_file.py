@@ -15,7 +15,7 @@ from libra.cost.quantization import KV_FORMATS
 from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.route.catalogue import policy_named
+from libra.route.catalogue import POLICIES, check_policy, policy_named
 from libra.sim.afd_ranks import afd_cost, check_afd
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
 from libra.sim.described_config import described_config
@@ -44,8 +44,7 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
             engines += _specs(described_engine(section, key, path.parent, note), key)
         _check_models(file)
         transfer = file.kv_transfer
-        if file.route != RankBalancer.NAME:
-            _check_route(file.route, "route", sticky=file.sticky)
+        _check_route(file.route, "route", RankBalancer.NAME, sticky=file.sticky)
         if transfer is not None:
             _check_route(transfer.route, "kv_transfer.route", sticky=file.sticky)
         return Deployment(
@@ -114,10 +113,12 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
     return [spec(name, config, own) for name in names]
 
 
-def _check_route(route: str, key: str, *, sticky: bool) -> None:
-    """Raises ValueError that opens with the key."""
+def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
+    """Raises ValueError that opens with the key. `others` are names that only it knows."""
     try:
-        policy_named(route, sticky=sticky)
+        check_policy(route, (*POLICIES, *others))
+        if route not in others:
+            policy_named(route, sticky=sticky)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 

@@ -13,6 +13,7 @@ from libra.config.recipe import KVCacheDtype, WeightQuantization
 from libra.config.yaml_file import Section
 from libra.cost.collectives import AllToAll
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
+from libra.sim.described_tiers import DescribedTier
 from libra.sim.engine.chunk_cache import CachePolicy
 from libra.sim.engine.config import FailurePolicy, RoleName, SchedulingPolicy
 from libra.sim.engine.speculative import Speculative
@@ -92,6 +93,9 @@ class KVTierSection(Section):
     blocks_per_chunk: _Count = 1
     offload_prompt_only: _Flag = True
     shared: _Flag = False
+
+    def described(self) -> DescribedTier:
+        return DescribedTier(**self.model_dump())
 
 
 class EplbSection(Section):

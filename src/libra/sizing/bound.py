@@ -67,16 +67,18 @@ class _Deadline:
 class _Work:
     """What the requests are, as columns."""
 
-    def __init__(self, question: SizingQuestion) -> None:
+    def __init__(self, question: SizingQuestion, *, loaded: bool = False) -> None:
+        """`loaded`: a tier may have prefixes, and then whole prompts, of which only the last token is computed."""
         requests = question.requests
         first = requests[0].arrival
         # Seconds at one request a second.
         self.arrival = np.array([(it.arrival - first) / TICKS for it in requests]) * question.natural_rate
         prompt = np.array([it.prompt_tokens for it in requests], dtype=float)
         self.output = np.array([it.output_tokens for it in requests], dtype=float)
-        shared = np.array(
-            [min(it.prefix_tokens, it.prompt_tokens - 1) // BLOCK * BLOCK for it in requests], dtype=float
+        known = np.array(
+            [it.prefix_tokens if loaded else min(it.prefix_tokens, it.prompt_tokens - 1) for it in requests]
         )
+        shared = np.minimum(known // BLOCK * BLOCK, prompt - 1)
         self.new = prompt - shared  # tokens of prompts that no prefix cache has
         self.pairs = self.new * shared + self.new * (self.new + 1) / 2
         self.decoded = self.output - 1  # tokens after the first
@@ -111,13 +113,13 @@ class Bounds:
 
     question: SizingQuestion
     _work: _Work = field(init=False)
-    _drawn: dict[Speculative | None, _Work] = field(init=False, default_factory=dict)
+    _works: dict[tuple[Speculative | None, bool], _Work] = field(init=False, default_factory=dict)
     _shapes: dict[EngineSetup, _ShapeFloor] = field(init=False, default_factory=dict)
     _pools: dict[EnginePool, tuple[int, str]] = field(init=False, default_factory=dict)
     _deadlines: tuple[_Deadline, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._work = self._drawn[None] = _Work(self.question)
+        self._work = self._work_of(None, loaded=False)
         self._deadlines = tuple(_deadlines(self.question, self._work))
 
     def of(self, candidate: ServingCandidate) -> RateBound:
@@ -151,7 +153,9 @@ class Bounds:
 
     def _shape(self, shape: EngineSetup) -> _ShapeFloor:
         if shape not in self._shapes:
-            config, contexts = configuration(self.question, shape), self._work.contexts
+            config = configuration(self.question, shape)
+            work = self._work_of(config.speculative, loaded=bool(config.kv_tiers))
+            contexts = work.contexts
             if shape.parallel is not None:
                 experts = experts_of(self.question, shape)
                 priced = prices_of_rank(experts, config, contexts, drafter_of(self.question, shape, experts.own))
@@ -160,11 +164,17 @@ class Bounds:
             else:
                 grid = grid_of(self.question, shape)
                 priced = prices(grid, config, contexts, drafter_of(self.question, shape, grid))
-            drafts = config.speculative
-            if drafts is not None and drafts not in self._drawn:
-                self._drawn[drafts] = self._work.with_drafts(drafts)
-            self._shapes[shape] = _ShapeFloor(config, priced, self._drawn[drafts])
+            self._shapes[shape] = _ShapeFloor(config, priced, work)
         return self._shapes[shape]
+
+    def _work_of(self, drafts: Speculative | None, *, loaded: bool) -> _Work:
+        if (drafts, loaded) not in self._works:
+            if drafts is None:
+                work = _Work(self.question, loaded=loaded)
+            else:
+                work = self._work_of(None, loaded=loaded).with_drafts(drafts)
+            self._works[drafts, loaded] = work
+        return self._works[drafts, loaded]
 
     def _latency(self, candidate: ServingCandidate, shapes: list[_ShapeFloor]) -> dict[Metric, Array]:
         """The least seconds that each request can take."""
@@ -298,10 +308,12 @@ class _ShapeFloor:
 
     @cached_property
     def _preempts(self) -> bool:
-        """Whether blocks may run out while `max_num_seqs` requests run."""
+        """Whether blocks may run out while `max_num_seqs` requests run; with tiers others hold some, too, whose
+        KV is loaded."""
         ahead = self.config.lookahead + 2 * (self.config.tokens_each - 1)
-        blocks = np.sort(-(-(self.work.longest + ahead) // BLOCK) + 1)[-self.config.max_num_seqs :].sum()
-        return bool(blocks > self.config.kv_blocks)
+        blocks = np.sort(-(-(self.work.longest + ahead) // BLOCK) + 1)
+        holders = len(blocks) if self.config.kv_tiers else self.config.max_num_seqs
+        return bool(blocks[-holders:].sum() > self.config.kv_blocks)
 
     def demands(self, role: RoleName, deadline: _Deadline) -> Iterator[tuple[Array, float, str]]:
         """(seconds of each request, seconds that come off all of them together, what they are of): each the dearest of

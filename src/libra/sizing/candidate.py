@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.cost.collectives import AllToAll
+from libra.sim.described_tiers import DescribedTier
 from libra.sim.engine.config import RoleName
 from libra.sim.engine.speculative import Speculative
 
@@ -65,6 +66,7 @@ class EngineSetup:
     apart: Apart | None = None
     parallel: DataParallel | None = None
     drafts: Drafts | None = None
+    kv_tiers: tuple[DescribedTier, ...] = ()  # the nearest first
 
     @property
     def ranks(self) -> int:
@@ -89,7 +91,7 @@ class EngineSetup:
         return (
             f"{self.nodes}{apart} tp{self.tensor_parallel_size}{stages}{ranks} seqs {self.max_num_seqs}"
             f" tokens {self.max_num_batched_tokens}{' async' if self.async_scheduling else ''}"
-            f"{'' if self.drafts is None else f' {self.drafts}'}"
+            f"{'' if self.drafts is None else f' {self.drafts}'}{''.join(f' + {it}' for it in self.kv_tiers)}"
         )
 
 

@@ -24,11 +24,13 @@ from libra.cost.sources.tables import NoTablesError, stage_tables
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
+from libra.sim.described_tiers import tiers_of
 from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
+from libra.sim.engine.kv_tier import KVTier
 from libra.sim.kv_network import KVNetwork
 from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.question import SizingQuestion
@@ -87,6 +89,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         pipeline_parallel_size=shape.pipeline_parallel_size,
         async_scheduling=shape.async_scheduling,
         speculative=speculative,
+        kv_tiers=tiers_for(question, shape, "kv_tiers"),
     )
     if blocks < config.blocks(question.longest) + config.draft_blocks:
         raise NoRoomError(
@@ -94,6 +97,25 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
             " its drafts"
         )
     return config
+
+
+def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[KVTier, ...]:
+    """Raises ValueError that opens with the key where one cannot hold the longest request."""
+    return tiers_of(
+        shape.kv_tiers,
+        key,
+        "the longest request,",
+        question.longest,
+        BLOCK,
+        _kv_bytes(question, shape),
+        shape.rank_devices,
+    )
+
+
+def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
+    """Of a token, on all devices together."""
+    tp = shape.tensor_parallel_size
+    return tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp)
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
@@ -194,8 +216,6 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
     for place, pool in enumerate(candidate.pools):
         shape = pool.shape
         config = configuration(question, shape)
-        tp = shape.tensor_parallel_size
-        kv_bytes = tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp)
         group = None if shape.apart is None else group_cost(question, shape)
         grid = grid_of(question, shape)
         if shape.parallel is not None:
@@ -208,7 +228,7 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
                 _cost(grid, config, drafter_of(question, shape, grid)) if group is None else group.own,
                 devices=shape.rank_devices,
                 role=ROLES[pool.role],
-                kv_bytes=kv_bytes,
+                kv_bytes=_kv_bytes(question, shape),
             )
             made += [engine] if group is None else attention_ranks(engine, group)
     return tuple(made)
@@ -216,7 +236,7 @@ def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[Engi
 
 def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: EngineConfig) -> list[EngineSpec]:
     """The ranks of each group."""
-    shape, tp, grid = pool.shape, pool.shape.tensor_parallel_size, experts_of(question, pool.shape)
+    shape, grid = pool.shape, experts_of(question, pool.shape)
     drafter, alike = drafter_of(question, shape, grid.own), shape.drafts is not None and shape.drafts.model is None
     cost = _expert_cost(grid, config, grid_of(question, shape).host, question.model, drafter, alike)
     alone = EngineSpec(
@@ -225,7 +245,7 @@ def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: Engine
         cost.rank(Graph("NONE")),
         devices=shape.rank_devices,
         role=ROLES[pool.role],
-        kv_bytes=tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp),
+        kv_bytes=_kv_bytes(question, shape),
     )
     groups = [GroupSpec(f"{name}.{number}", cost) for number in range(pool.count)]
     return [replace(alone, name=f"{it.name}-dp{rank}", group=it) for it in groups for rank in range(shape.ranks)]

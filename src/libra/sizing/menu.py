@@ -6,25 +6,29 @@ one order, each once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from libra.config.yaml_file import Section, read_section
 from libra.cost.afd import afd_refusal
 from libra.cost.collectives import AllToAll
+from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
-from libra.sim.engines_keys import SpeculativeSection
+from libra.sim.described_tiers import DescribedTier
+from libra.sim.engines_keys import KVTierSection, SpeculativeSection
 from libra.sizing.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.engines import tiers_for
 from libra.sizing.question import SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
+_Tiers = Annotated[tuple[KVTierSection, ...], Field(min_length=1)]  # the nearest first
 # Engines of a pool that are told apart: some eighth of an octave.
 COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (5, 6, 7, 8)))
 
@@ -51,9 +55,16 @@ class MenuFile(Section):
     data_parallel_size: _Counts = (1,)  # with more than one, experts are divided over the ranks
     all2all_backend: Annotated[tuple[AllToAll, ...], Field(min_length=1)] = ("allgather_reducescatter",)
     speculative: Annotated[tuple[SpeculativeSection | None, ...], Field(min_length=1)] = (None,)  # null: no drafts
+    kv_tiers: Annotated[tuple[_Tiers | None, ...], Field(min_length=1)] = (None,)  # null: none
     engines: _Counts | None = None  # of a pool
     afd: AfdMenu = AfdMenu()
     cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> Self:
+        if "afd" in self.model_fields_set and "attention-ffn" not in self.architectures:
+            raise ValueError("afd is given, and architectures has no attention-ffn: add it, or leave afd out")
+        return self
 
     def cluster(self, given: Cluster) -> Cluster:
         """The classes of it that may be taken. Raises ValueError where it lacks one, or one is priced that is left
@@ -91,6 +102,17 @@ class MenuFile(Section):
                 raise ValueError(f"speculative.{place} of the menu: {error}") from None
         return made
 
+    def tiers(self) -> list[tuple[DescribedTier, ...]]:
+        """Raises ValueError that names the entry."""
+        for place, given in enumerate(self.kv_tiers):
+            for number, it in enumerate(given or ()):
+                if it.shared:
+                    raise ValueError(
+                        f"kv_tiers.{place}.{number}.shared of the menu: engines of a search have tiers of their own;"
+                        " leave it out"
+                    )
+        return [tuple(it.described() for it in given or ()) for given in self.kv_tiers]
+
 
 DEFAULT = MenuFile()
 
@@ -127,11 +149,11 @@ class ServingMenu:
 
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
         """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
-        tokens, and no pipeline: vLLM pulls KV into none."""
+        tokens, no pipeline, for vLLM pulls KV into none, and no tiers: they pull prompts whole."""
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
         prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in shapes)
         decode = dict.fromkeys(
-            replace(it, max_num_batched_tokens=tokens) for it in shapes if it.pipeline_parallel_size == 1
+            replace(it, max_num_batched_tokens=tokens, kv_tiers=()) for it in shapes if it.pipeline_parallel_size == 1
         )
         return list(prefill), list(decode)
 
@@ -154,7 +176,7 @@ class ServingMenu:
                     f"tensor_parallel_size {tp} of the menu: {question.model.name} has engine times for"
                     f" {', '.join(map(str, sorted(there_are)))} on this cluster; leave it out"
                 )
-        drafts = file.drafts()
+        drafts, tiers = file.drafts(), file.tiers()
         several = [dp for dp in file.data_parallel_size if dp > 1]
         if several and question.model.experts is None:
             raise ValueError(
@@ -163,19 +185,26 @@ class ServingMenu:
             )
         for name in names:
             nodes = cluster.node_class(name)
-            known = tuple(grid.tp for grid in question.profiles[cluster.nodes.index(nodes)].engines)
+            profile = question.profiles[cluster.nodes.index(nodes)]
+            known = tuple(grid.tp for grid in profile.engines)
             degrees = known if file.tensor_parallel_size is None else file.tensor_parallel_size
-            for tp, pp, seqs, tokens, ahead, draft in product(
+            self._check_reach(question.model, profile, degrees)
+            for (place, kept), tp in product(enumerate(tiers), degrees):
+                tiers_for(question, EngineSetup(name, tp, 1, 1, 1, False, kv_tiers=kept), f"kv_tiers.{place}")
+            for tp, pp, seqs, tokens, ahead, draft, kept in product(
                 degrees,
                 file.pipeline_parallel_size,
                 file.max_num_seqs,
                 file.max_num_batched_tokens,
                 file.async_scheduling,
                 drafts,
+                tiers,
             ):
                 if 1 not in file.data_parallel_size or tp not in known or tokens < seqs or (draft and pp > 1):
                     continue
-                yield EngineSetup(name, tp, pp, seqs, tokens, ahead and _may_be_ahead(pp, draft), drafts=draft)
+                ahead = ahead and _may_be_ahead(pp, draft)
+                its = kept if pp == 1 else ()
+                yield EngineSetup(name, tp, pp, seqs, tokens, ahead, drafts=draft, kv_tiers=its)
             for tp, seqs, tokens, ahead, dp, way, draft in product(
                 degrees,
                 file.max_num_seqs,
@@ -189,6 +218,18 @@ class ServingMenu:
                 if tp in known and tokens >= seqs and experts is not None and experts.count % (dp * tp) == 0:
                     asynchronous, ranks = ahead and _may_be_ahead(1, draft), DataParallel(dp, way)
                     yield EngineSetup(name, tp, 1, seqs, tokens, asynchronous, parallel=ranks, drafts=draft)
+
+    def _check_reach(self, model: ModelSpec, profile: EngineProfile, degrees: Sequence[int]) -> None:
+        """Raises ValueError where batches are larger than any that there are times for."""
+        grids = [it for it in profile.engines if it.tp in degrees]
+        for key, given, reach in (
+            ("max_num_seqs", self.file.max_num_seqs, [it.most_sequences for it in grids]),
+            ("max_num_batched_tokens", self.file.max_num_batched_tokens, [it.most_tokens for it in grids]),
+        ):
+            if reach and max(given) > min(reach):
+                raise ValueError(
+                    f"{key} {max(given)} of the menu: {model.name} has engine times up to {min(reach):,}; lower it"
+                )
 
     def _counts(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.file.engines or COUNTS)))

@@ -24,7 +24,7 @@ from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import simulator
+from libra.sizing.search import refuse_empty, refuse_impossible, simulator
 from libra.sizing.trial import Trial, trial
 
 _AMPLE = 16  # engines of the other role, where one role is asked what it serves
@@ -138,7 +138,7 @@ def single_engines(
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(alone)
     shapes = list(dict.fromkeys(menu.shapes(question)))
-    apart = [it for it in shapes if it.pipeline_parallel_size == 1]
+    apart = list(dict.fromkeys(replace(it, kv_tiers=()) for it in shapes if it.pipeline_parallel_size == 1))
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
     if "colocated" in menu.file.architectures:
         asked |= {ServingCandidate((EnginePool("colocated", it, 1),)): ("colocated", it) for it in shapes}
@@ -154,6 +154,9 @@ def single_engines(
         for it in apart:
             one, many = EnginePool("decode", it, 1), EnginePool("prefill", fastest, _AMPLE)
             asked[ServingCandidate((many, one))] = ("decode", it)
+    if not asked:
+        refuse_empty(question, menu)
+    refuse_impossible(alone, bounds, asked)
     possible = {it: bounds.of(it).rate for it in asked}
     slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
     if shape.apart is not None:
         keys["afd"] = {"attention": shape.apart.attention, "ffn": shape.apart.ffn, **_link(fabric(nodes))}
         keys["afd"]["micro_batches"] = shape.apart.micro_batches
+    if shape.kv_tiers:
+        keys["kv_tiers"] = [asdict(it) for it in shape.kv_tiers]
     if shape.drafts is not None:
         keys["speculative"] = _drafts(question, shape.drafts)
     return keys

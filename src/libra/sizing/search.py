@@ -7,7 +7,7 @@ is the one that simulating everything would give, since only what a bound proves
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -139,10 +139,10 @@ def answer(
         raise ValueError(f"jobs is {jobs}; give the number of processes, 1 or more")
     candidates = list(menu.candidates(question))
     if not candidates:
-        _refuse_empty(question, menu)
+        refuse_empty(question, menu)
     bounds = Bounds(question)
     bounded = {it: bounds.of(it) for it in candidates}
-    _refuse_impossible(question, bounds, candidates)
+    refuse_impossible(question, bounds, candidates)
     with simulator(question, jobs) as simulate:
         found = _Found(question, bounded, progress)
         for wave in found.waves():
@@ -150,7 +150,7 @@ def answer(
         return found.answer(candidates)
 
 
-def _refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
+def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:
         raise ValueError(
@@ -252,8 +252,9 @@ class _Found:
 
     def _near_miss(
         self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
-    ) -> NearMiss:
-        """By how much the next best misses an objective where it would be better than the best.
+    ) -> NearMiss | None:
+        """By how much the next best misses an objective where it would be better than the best; None where none of the
+        next ends.
 
         Of deployments that were asked for their goodput it is the one with the most; of those that failed at one rate,
         the one that is nearest to its objectives, of the few that the bound promises most of.
@@ -265,11 +266,11 @@ class _Found:
 
         most = 1 if question.rate is None else _NEXT
         next_best = sorted(possible, key=promise, reverse=True)[:most]
-        misses = [self._worst_miss(best, candidate) for candidate in next_best]
-        return min(misses, key=lambda it: it.seconds / it.limit)
+        misses = [it for candidate in next_best if (it := self._worst_miss(best, candidate)) is not None]
+        return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
-    def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss:
-        """Of the objective that it is farthest from."""
+    def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
+        """Of the objective that it is farthest from; None where a simulation of it does not end."""
         question = self.question
         rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
         trials = [
@@ -277,6 +278,8 @@ class _Found:
             for draw in range(_DRAWS)
         ]
         self.runs += _DRAWS
+        if not all(it.latency for it in trials):
+            return None
         misses = []
         for objective in question.objectives:
             seconds = [it.latency[objective.name] for it in trials]
@@ -350,7 +353,7 @@ def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequ
     return tuple(replace(it, arrival=time) for it, time in zip(requests, times, strict=True))
 
 
-def _refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Sequence[ServingCandidate]) -> None:
+def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
     """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
     for objective in question.objectives:
         least = min(bounds.least(it, objective) for it in candidates)

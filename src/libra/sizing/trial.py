@@ -19,6 +19,7 @@ from libra.sim.clock import LONGEST, TICKS, seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
 from libra.sim.engine.request import Request
+from libra.sim.engine.tier_fetches import TierTooSmallError
 from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.engines import engines, network
@@ -40,10 +41,10 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of it. A trial that was stopped has only what was missed."""
+    """What came of it. A trial that was stopped, or never ends, has only what was missed."""
 
     rate: float  # requests/s
-    missed: str  # name of the objective; empty: none
+    missed: str  # name of the objective, or why all of them are; empty: none
     latency: dict[str, float]  # seconds, by objective; empty where it was stopped
     ttft: float  # seconds, as the statistic that is asked for, else p99
     tpot: float
@@ -94,6 +95,8 @@ def trial(
         cluster.run()
     except _MissedError as missed:
         return Trial(rate, missed.objective.name, {}, inf, inf, (), 0.0)
+    except TierTooSmallError as error:
+        return Trial(rate, f"every objective: {error}", {}, inf, inf, (), 0.0)
     taken = _durations(cluster.requests)
     latency = {it.name: it.value(taken[it.metric]) if len(taken[it.metric]) else 0.0 for it in question.objectives}
     beyond = next((it.name for it in question.objectives if latency[it.name] > it.limit), "")

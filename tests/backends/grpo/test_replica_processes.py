@@ -122,9 +122,10 @@ async def test_a_process_is_killed_in_the_middle_of_step_17(
     assert [await step(trainers, version) for version in range(15, 17)] == [3] * 2
 
     processes = [hybrid.link.pid, *peers(hybrid)]
-    idle = cpu_nanoseconds(hybrid)
+    idle = cpu_nanoseconds(trainers.core)
+    os.kill(processes[process], signal.SIGSTOP)  # so that it has not given its share before it is killed
     stepping = asyncio.create_task(step(trainers, 17))
-    while cpu_nanoseconds(hybrid) == idle:  # until it has begun
+    while cpu_nanoseconds(trainers.core) == idle:  # until the step has begun
         await asyncio.sleep(0.001)
     os.kill(processes[process], signal.SIGKILL)
     assert await stepping == 2  # its share was made by the others, in this step

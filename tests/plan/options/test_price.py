@@ -264,6 +264,8 @@ def with_less(problem: Problem, part: StepPart) -> Problem:
         options = (replace(option, publish=0.9 * option.publish) for option in problem.training)
         return replace(problem, training=tuple(options), switch=0.9 * problem.switch)
     fields = ("work", "refresh", "refill", "stall") if part == "rollout" else ("generates", "waits", "residence")
+    if part == "rollout" and problem.synchronous:  # trajectories that generate or wait keep the seats that others need
+        fields += ("generates", "waits")
     less = (replace(o, **{field: _scaled(getattr(o, field), 0.9) for field in fields}) for o in problem.engines)
     return replace(problem, engines=tuple(less))
 
@@ -285,7 +287,7 @@ def test_a_part_of_the_step_shortens_it_and_nothing_else_does(
     after = price(with_less(problem, part), allocation).step
     if parts.get(part, 0.0) > 1e-6 * predicted.step:
         assert after < predicted.step * (1 - 1e-9)
-    elif not (problem.synchronous and any(option.generates for option in problem.engines)):  # there it is all rollout
+    elif not (problem.synchronous and any(o.generates or o.waits for o in problem.engines)):  # there it is all rollout
         assert after == pytest.approx(predicted.step, rel=1e-9)
 
 

@@ -7,7 +7,7 @@ than it wants, or none, comes anew with the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from heapq import heappush
 from math import isqrt
 
@@ -68,10 +68,13 @@ class Drawn(Generation):
     def rows(self) -> int:
         return self._sums.item(ROWS, self.iteration - self._origin) if self.count else 0
 
-    @property
-    def spread(self) -> int:
+    def spread(self, absent: Collection[Request] = ()) -> int:
         """Of contexts that all grow by the mean."""
-        return isqrt(self.count * self._squares - self._offsets * self._offsets)
+        count, offsets, squares = self.count, self._offsets, self._squares
+        for request in absent:
+            offset = _course(request).offset
+            count, offsets, squares = count - 1, offsets - offset, squares - offset * offset
+        return isqrt(count * squares - offsets * offsets)
 
     def add(self, request: Request, slots: int) -> None:
         tokens = request.target

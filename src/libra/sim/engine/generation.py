@@ -6,7 +6,7 @@ Invariant: the same iterations give the same counts, whether they are advanced o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import heappop, heappush
 from math import isqrt
 
@@ -92,11 +92,10 @@ class Generation(ABC):
 
     # Iterations
 
-    @property
     @abstractmethod
-    def spread(self) -> int:
+    def spread(self, absent: Collection[Request] = ()) -> int:
         """Requests times the standard deviation of their contexts, in whole tokens: the same in every iteration until
-        one comes or goes."""
+        one comes or goes. Some may be left out."""
 
     @property
     def rows(self) -> int:
@@ -189,9 +188,11 @@ class Even(Generation):
         self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
 
-    @property
-    def spread(self) -> int:
-        return isqrt(self.count * self._squares - self._offsets * self._offsets)
+    def spread(self, absent: Collection[Request] = ()) -> int:
+        count, offsets, squares = self.count, self._offsets, self._squares
+        for request in absent:
+            count, offsets, squares = count - 1, offsets - request.offset, squares - request.offset * request.offset
+        return isqrt(count * squares - offsets * offsets)
 
     def add(self, request: Request, slots: int) -> None:
         iteration, tokens = self.iteration, request.target

@@ -64,6 +64,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         contexts = admit(state, left, now, chunks, cached, generating)
     if (skipped or cut) and (generating or chunks):
         context = generation.stall(set(skipped), cut)
+        batch = state.batch(generating, skipped, context)
     plain = generating and not (chunks or preempted or skipped or cut or partials)
     if tiers is not None:
         if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):

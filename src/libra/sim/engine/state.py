@@ -182,18 +182,21 @@ class EngineState:
             return Even(self.config.block_size)
         return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
-    def batch(self, requests: int) -> DecodeBatch:
-        """What the next iteration decodes if so many requests of the batch that is looked at are in it."""
+    def batch(self, requests: int, absent: Collection[Request] = (), context: int | None = None) -> DecodeBatch:
+        """What the next iteration decodes if so many requests of the batch that is looked at are in it: without those
+        that are absent, and with so many tokens of context, if any are."""
         if not self.uneven:
             if self.config.speculative is not None:
                 return DecodeBatch(requests, self.config.tokens_each)
             return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
         generation = self.flight.generation
         shared = self.pool.shared * self.config.block_size
-        if self.overlapping:  # blocks do not say whose they are
-            shared = shared * generation.count // max(1, len(self.running))
-        each = self.config.tokens_each
-        return DecodeBatch(requests, each, generation.spread, min(shared, generation.context))
+        holders = len(self.running) if self.overlapping else generation.count
+        if requests < holders:  # blocks do not say whose they are: as if all had a prefix in common
+            shared = shared * max(0, requests - 1) // max(1, holders - 1)
+        if context is None:
+            context = generation.context
+        return DecodeBatch(requests, self.config.tokens_each, generation.spread(absent), min(shared, context))
 
     def members(self) -> list[Request]:
         """The running requests that the batch may schedule, in the order of their admission."""

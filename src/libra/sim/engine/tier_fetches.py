@@ -13,6 +13,10 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.tier_transfers import TierTransfers
 
 
+class TierTooSmallError(ValueError):
+    """Requests push each other's chunks out of the first tier, for ever."""
+
+
 class TierFetches:
     """Those of one engine since it computed anything."""
 
@@ -50,10 +54,10 @@ class TierFetches:
         return known
 
 
-def too_small(transfers: TierTransfers, requests: Collection[int], chunks: int) -> ValueError:
+def too_small(transfers: TierTransfers, requests: Collection[int], chunks: int) -> TierTooSmallError:
     """Of the first tier: so many chunks would do."""
     shelf = transfers.first
-    return ValueError(
+    return TierTooSmallError(
         f"kv_tiers: {shelf.tier.name} is too small, {shelf.tier.chunks} chunks: requests"
         f" {', '.join(map(str, requests))} fetch what they need into it and push each other's chunks out, for ever;"
         f" give it room for those of all that wait, {chunks} chunks ({chunks * shelf.chunk_bytes / 2**30:.3g} GiB)"

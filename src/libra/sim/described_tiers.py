@@ -1,0 +1,82 @@
+"""KV tiers as files describe them, of an engine or of those on a menu.
+
+Invariant: what cannot be is refused in a line that opens with the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libra.sim.engine.chunk_cache import CachePolicy
+from libra.sim.engine.kv_tier import KVTier
+
+_SLOWEST = 3600  # seconds that a tier takes for a request
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTier:
+    """A tier by the keys of a file, before it is known what a token's KV takes."""
+
+    name: str
+    gib: float
+    bandwidth: float  # bytes/s each way, of each GPU; of the node's link where it is shared
+    latency: float = 0.0  # seconds
+    policy: CachePolicy = "lru"
+    blocks_per_chunk: int = 1
+    offload_prompt_only: bool = True
+    shared: bool = False
+
+    def __str__(self) -> str:
+        usual = DescribedTier(self.name, self.gib, self.bandwidth)
+        words = [f"{self.gib:g} GiB {self.name} at {self.bandwidth / 1e9:g} GB/s"]
+        for key in ("latency", "policy", "blocks_per_chunk", "offload_prompt_only", "shared"):
+            value = getattr(self, key)
+            if value != getattr(usual, key):
+                words.append(f"{key} {value}")
+        return " ".join(words)
+
+
+def tiers_of(
+    given: Sequence[DescribedTier], key: str, longest: str, tokens: int, block_size: int, kv_bytes: float, gpus: int
+) -> tuple[KVTier, ...]:
+    """Of an engine of so many GPUs, on which a token's KV has `kv_bytes` together. `longest` says what has as many
+    `tokens` as a tier must hold."""
+    tiers: list[KVTier] = []
+    block_bytes = block_size * kv_bytes
+    for place, it in enumerate(given):
+        chunks = int(it.gib * 2**30 // (block_bytes * it.blocks_per_chunk))
+        held = chunks * it.blocks_per_chunk * block_size
+        if held < tokens:
+            raise ValueError(
+                f"{key}.{place}.gib is {it.gib:g}: {it.name} holds {held:,} tokens, less than {longest} {tokens:,}:"
+                " raise it, or lower that"
+            )
+        if any(it.name == other.name for other in given[:place]):
+            raise ValueError(f"{key}.{place}.name is {it.name}, as is another's: name each once")
+        if it.blocks_per_chunk != given[0].blocks_per_chunk:
+            raise ValueError(
+                f"{key}.{place}.blocks_per_chunk is {it.blocks_per_chunk}, that of {given[0].name}"
+                f" {given[0].blocks_per_chunk}: chunks go from one to the other, so make them equal"
+            )
+        bandwidth = it.bandwidth * (1 if it.shared else gpus)
+        if tokens * kv_bytes > _SLOWEST * bandwidth:
+            raise ValueError(
+                f"{key}.{place}.bandwidth is {it.bandwidth:g} bytes/s: {longest} {tokens:,} would be under way to"
+                f" {it.name} for more than {_SLOWEST / 60:.0f} minutes: raise it"
+            )
+        tiers.append(
+            KVTier(
+                it.name,
+                chunks,
+                block_bytes,
+                bandwidth,
+                bandwidth,
+                it.latency,
+                it.blocks_per_chunk,
+                it.policy,
+                it.offload_prompt_only,
+                it.shared,
+            )
+        )
+    return tuple(tiers)
