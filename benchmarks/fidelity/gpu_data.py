@@ -119,6 +119,9 @@ def _run(path: Path, document: Fields) -> EngineRun:
     tp = facts.count("tensor_parallel_size", 1)
     if facts.count("pipeline_parallel_size", 1) > 1:
         raise facts.refusal("pipeline_parallel_size", "is more than 1, which is not predicted")
+    dp = facts.count("data_parallel_size", 1)
+    if dp > 1 and layers is None:
+        raise facts.refusal("data_parallel_size", "is more than 1, which is predicted from `layers` alone")
     steps = path.with_name(f"{path.stem}_steps.csv.gz")
     grid, intake = read_grid(document, steps, config.block_size, config.max_num_batched_tokens)
     run = EngineRun(
@@ -132,7 +135,7 @@ def _run(path: Path, document: Fields) -> EngineRun:
         None if layers is None else read_layers(layers, tp),
         intake,
         cases,
-        facts.count("data_parallel_size", 1),
+        dp,
         _quantization(facts, model),
         left_out,
     )
@@ -207,10 +210,13 @@ def _cases(cases: Fields) -> tuple[dict[str, tuple[CaseRequest, ...]], tuple[str
 
 def _request(row: Fields) -> CaseRequest:
     arrival, first, end = row.number("arrival"), row.number("first"), row.number("end")
-    if not arrival <= first <= end:
+    if not arrival < first <= end:
         raise row.refusal("first", f"is {first}, not between arrival {arrival} and end {end}")
+    for key in ("group", "session"):
+        if not isinstance(row.data.get(key), str | int | None):
+            raise row.refusal(key, "is neither text nor a number")
     return CaseRequest(
         *(arrival, first, end),
         *(row.count("prompt"), row.count("out"), row.count("cached", 0, least=0)),
-        *(row.data.get("group"), row.data.get("session"), row.data.get("turn", 0)),  # type: ignore[arg-type]
+        *(row.data.get("group"), row.data.get("session"), row.count("turn", 0, least=0)),  # type: ignore[arg-type]
     )

@@ -142,6 +142,7 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
         ({"facts": {"chunked_prefill": 1}}, "facts.chunked_prefill is 1, not true or false"),
         ({"facts": {"tensor_parallel_size": 0}}, "facts.tensor_parallel_size is 0"),
         ({"facts": {"pipeline_parallel_size": 2}}, "facts.pipeline_parallel_size is more than 1"),
+        ({"facts": {"data_parallel_size": 2}}, "facts.data_parallel_size is more than 1"),
         ({"facts": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "facts.cudagraph_mode is FULL_DECODE_ONLY"),
         ({"facts": {"dtype": "float32"}}, "facts.dtype is float32"),
         ({"facts": {"max_model_len": 100}}, "facts.max_model_len is 100, and a request of 154 tokens was served"),
@@ -160,6 +161,10 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
         (
             {"cases": {"cut": {"requests": [{"arrival": 3, "first": 2, "end": 4}]}}},
             r"cases.cut.requests\[0\].first is 2.0, not between arrival 3.0 and end 4.0",
+        ),
+        (
+            {"cases": {"odd": {"requests": [{"arrival": 0, "first": 1, "end": 2, "session": []}]}}},
+            r"cases.odd.requests\[0\].session is neither text nor a number",
         ),
     ],
 )
