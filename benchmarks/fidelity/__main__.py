@@ -14,7 +14,8 @@ page is one set of findings.
 The second compares schedules of one kind, and no times; the third which CUDA graph runs a batch; the fourth times of a
 prefill and a decode engine with a link between them. The last predicts engines that were measured on GPUs, from the
 files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the second, third and last. Exits with 1
-if a schedule or a graph differs, or a bar of a pair or of an engine on a GPU is missed.
+if a schedule or a graph differs, or a bar of a pair or of an engine on a GPU is missed; with 2 if a file of measured
+engines cannot be read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from benchmarks.fidelity.models import ModelName
 from benchmarks.fidelity.tables import errors_table, values_table
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
-from libra.config.yaml_file import ConfigError
 from libra.cost.sources.files import save_fit
 from libra.hardware.cluster import GPUS
 
@@ -131,18 +131,20 @@ def _pairs(options: argparse.Namespace, environment: dict[str, str]) -> int:
 
 
 def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
-    """Predict engines that ran on GPUs. Returns 1 where a bar is missed, 2 where the folder cannot be read."""
+    """Predict engines that ran on GPUs. Returns 1 where a bar is missed, 2 where a file cannot be read: the others are
+    predicted all the same."""
     from benchmarks.fidelity import gpu_runs, gpu_training
 
-    try:
-        predicted = gpu_runs.predict_all(folder)
-        known = [one.run.gpu for one in predicted if one.fitted is not None]
-        gpu = known[0] if known else GPUS["H100"]  # training steps do not say which
-        steps = gpu_training.price_steps(folder, gpu)
-        if not predicted and not steps:
-            raise ConfigError(f"{folder}: no file in it has facts, grid and cases; give a folder of measured engines")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+    predicted, unread = gpu_runs.predict_all(folder)
+    known = [one.run.gpu for one in predicted if one.fitted is not None]
+    gpu = known[0] if known else GPUS["H100"]  # training steps do not say which
+    steps, unpriced = gpu_training.price_steps(folder, gpu)
+    refused = list(dict.fromkeys(map(str, (*unread, *unpriced))))
+    if not predicted and not steps and not refused:
+        refused = [f"{folder}: no file in it has facts, grid and cases; give a folder of measured engines"]
+    if refused:
+        print("\n".join(refused), file=sys.stderr)
+    if not predicted and not steps:
         return 2
     gpu_runs.show(predicted, Console(width=200))
     if save is not None:
@@ -152,7 +154,7 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
     gpu_training.show(steps, gpu, Console(width=200))
     found = [*gpu_runs.rows(predicted), *gpu_training.rows(steps)]
     report(found, json_path)
-    return int(any(row.met is False for row in found))
+    return 2 if refused else int(any(row.met is False for row in found))
 
 
 def _parse(given: list[str]) -> argparse.Namespace:

@@ -10,29 +10,28 @@ more than the points do, what admissions take among it. Instead of a grid it may
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.fidelity.fields import Fields
+from benchmarks.fidelity.gpu_grid import Intake, read_grid
 from benchmarks.fidelity.layer_tables import LayerTables, read_layers
-from libra.config.yaml_file import ConfigError
-from libra.cost.lines import least_squares
+from libra.config.yaml_file import ConfigError, refusal
+from libra.cost.quantization import UNQUANTIZED, Quantization
 from libra.cost.sources.engine_fit import MeasuredIteration
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.engine.config import EngineConfig
 
-_CLOSE = 64  # tokens by which contexts of one point of a grid may differ
+_PARTS = {"facts", "grid", "cases"}
+_MODES = ("FULL_AND_PIECEWISE", "NONE")
+_SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")
+_OTHERS = {"pcie", "nvl"}  # GPUs of one name whose memory and clocks are others than what is known of it
 _MAX_MODEL_LEN = 40_960  # of engines whose facts do not say it
-_LAST = 16  # tokens of a prompt that a decode point computes: all before them is cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,6 @@ class CaseRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
-    """Seconds of an engine to take in a request: `request + token * tokens`."""
-
-    request: float
-    token: float
-
-
-@dataclass(frozen=True, slots=True)
 class EngineRun:
     """An engine that ran: its GPU, model and settings, its grid, and the workloads that it served."""
 
@@ -73,168 +64,159 @@ class EngineRun:
     intake: Intake | None  # None: the grid does not show it
     cases: Mapping[str, tuple[CaseRequest, ...]]
     dp: int = 1  # ranks that divide the experts
+    quantization: Quantization = UNQUANTIZED
+    left_out: tuple[str, ...] = ()  # cases that failed
 
     @property
     def gpu(self) -> GPU:
         """Raises ValueError where Libra does not know it: prices are those of `layers` then."""
         words = self.device.casefold().replace("-", " ").split()
         known = [gpu for gpu in GPUS.values() if gpu.name.casefold() in words]
-        if not known:
-            raise ValueError(f"facts.gpu is {self.device}; Libra knows {', '.join(GPUS)}")
+        if not known or _OTHERS & set(words):
+            known_here = f"Libra knows {', '.join(GPUS)}, of SXM where there are several"
+            raise ValueError(f"facts.gpu is {self.device}; {known_here}: measure again on one of them")
         return known[0]
 
 
 def read_runs(folder: Path) -> tuple[EngineRun, ...]:
     """Every engine of a folder, by name. Raises `ConfigError` where a file is not of the format."""
-    runs = []
-    for path, document in documents(folder):
-        if isinstance(document, dict) and {"facts", "grid", "cases"} <= set(document):
-            try:
-                runs.append(_run(path, document))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}: {error!r}; it is no file of a measured engine, measure again") from None
-    return tuple(runs)
+    read = ((path, document(path)) for path in files(folder))
+    return tuple(read_run(path, found) for path, found in read if is_run(found))
 
 
-def documents(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """The JSON files of a folder, by name. Raises `ConfigError` for one that is not JSON."""
-    for path in sorted(folder.glob("*.json")):
-        try:
-            yield path, json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path}: not JSON ({error}); measure again, or take it out of the folder") from None
+def files(folder: Path) -> tuple[Path, ...]:
+    """The JSON files of a folder, by name."""
+    return tuple(sorted(folder.glob("*.json")))
 
 
-def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
-    facts = document["facts"]
-    model = load_model(facts["model"])
-    sizes = tuple(facts["capture_sizes"])
-    config = EngineConfig(
-        max_model_len=facts.get("max_model_len", min(model.max_context, _MAX_MODEL_LEN)),
-        kv_blocks=facts["num_gpu_blocks"] - 1,  # vLLM keeps one for itself
-        block_size=facts["block_size"],
-        max_num_seqs=facts["max_num_seqs"],
-        max_num_batched_tokens=facts["max_num_batched_tokens"],
-        enable_chunked_prefill=facts["chunked_prefill"],
-        async_scheduling=facts["async_scheduling"],
-        capture_sizes=tuple(size for size in sizes if size <= facts["max_num_batched_tokens"]),
-    )
+def document(path: Path) -> Any:
+    """What is in a file. Raises `ConfigError` where that is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        raise refusal(path, f"not JSON ({error}); measure again, or take it out of the folder") from None
+
+
+def is_run(document: object) -> bool:
+    """Whether it means to be a file of a measured engine."""
+    return isinstance(document, dict) and len(_PARTS & set(document)) > 1
+
+
+def read_run(path: Path, document: Mapping[str, Any]) -> EngineRun:
+    """Raises `ConfigError` that names the file and the field."""
+    try:
+        return _run(path, Fields(document))
+    except (KeyError, TypeError, ValueError) as error:
+        raise refusal(path, str(error) if isinstance(error, ValueError) else f"{error!r}; measure again") from None
+
+
+def _run(path: Path, document: Fields) -> EngineRun:
+    facts = document.section("facts")
+    model = _model(facts)
+    layers = document.section("layers").data if document.given("layers") else None
+    cases, left_out = _cases(document.section("cases"))
+    config = _config(facts, model, max((it.prompt + it.output for case in cases.values() for it in case), default=1))
+    tp = facts.count("tensor_parallel_size", 1)
+    if facts.count("pipeline_parallel_size", 1) > 1:
+        raise facts.refusal("pipeline_parallel_size", "is more than 1, which is not predicted")
+    dp = facts.count("data_parallel_size", 1)
+    if dp > 1 and layers is None:
+        raise facts.refusal("data_parallel_size", "is more than 1, which is predicted from `layers` alone")
     steps = path.with_name(f"{path.stem}_steps.csv.gz")
-    rows: list[dict[str, str]] = []
-    if steps.is_file():
-        with gzip.open(steps, "rt", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["case"] == "grid"]
-    if rows:
-        grid, intake = _iterations(rows, config.block_size, config.max_num_batched_tokens), _intake(rows)
-    else:
-        grid, intake = _points(document["grid"], config.block_size), None
-    cases = {name: tuple(_request(row) for row in case["requests"]) for name, case in document["cases"].items()}
-    empty = [name for name, case in cases.items() if not case]
-    if empty:
-        raise ValueError(f"cases: no request of {empty[0]} has ended")
-    layers = document.get("layers")
-    tp = facts.get("tensor_parallel_size", 1)
+    grid, intake = read_grid(document, steps, config.block_size, config.max_num_batched_tokens)
     run = EngineRun(
         path.stem,
-        facts["gpu"],
+        facts.text("gpu"),
         model,
         tp,
-        f"vLLM {facts['vllm']}, torch {facts['torch']}, {facts['cudagraph_mode']}",
+        f"vLLM {facts.text('vllm', '?')}, torch {facts.text('torch', '?')}, {facts.text('cudagraph_mode')}",
         config,
         grid,
         None if layers is None else read_layers(layers, tp),
         intake,
         cases,
-        facts.get("data_parallel_size", 1),
+        dp,
+        _quantization(facts, model),
+        left_out,
     )
     if layers is None:
         run.gpu  # noqa: B018 - it has to be known
     return run
 
 
-def _request(row: Mapping[str, Any]) -> CaseRequest:
-    return CaseRequest(
-        *(float(row["arrival"]), float(row["first"]), float(row["end"])),
-        *(int(row["prompt"]), int(row["out"]), int(row["cached"])),
-        *(row.get("group"), row.get("session"), row.get("turn", 0)),
+def _model(facts: Fields) -> ModelSpec:
+    try:
+        return load_model(facts.text("model"))
+    except ConfigError as error:
+        raise ValueError(f"facts.model: {error}") from None
+
+
+def _config(facts: Fields, model: ModelSpec, longest: int) -> EngineConfig:
+    """Facts need not say `max_model_len`: it is the model's then, as far as blocks hold that, and lets the `longest`
+    request pass, which was served."""
+    mode = facts.text("cudagraph_mode").rpartition(".")[2]
+    if mode not in _MODES:
+        raise facts.refusal("cudagraph_mode", f"is {mode}; of others than {' and '.join(_MODES)} nothing is priced")
+    sizes = () if mode == "NONE" else facts.counts("capture_sizes")
+    budget, block = facts.count("max_num_batched_tokens"), facts.count("block_size")
+    blocks = facts.count("num_gpu_blocks", least=2) - 1  # vLLM keeps one for itself
+    unsaid = max(longest, min(model.max_context, _MAX_MODEL_LEN, blocks * block))
+    context = facts.count("max_model_len", unsaid)
+    if context < longest:
+        raise facts.refusal("max_model_len", f"is {context}, and a request of {longest} tokens was served")
+    return EngineConfig(
+        max_model_len=context,
+        kv_blocks=blocks,
+        block_size=block,
+        max_num_seqs=facts.count("max_num_seqs"),
+        max_num_batched_tokens=budget,
+        enable_chunked_prefill=facts.flag("chunked_prefill"),
+        async_scheduling=facts.flag("async_scheduling"),
+        capture_sizes=tuple(size for size in sizes if size <= budget),
     )
 
 
-def _points(points: Sequence[Mapping[str, Any]], block: int) -> tuple[MeasuredIteration, ...]:
-    """The medians of a grid's points."""
-    found: list[MeasuredIteration] = []
-
-    def add(decodes: int, held: int, chunks: tuple[tuple[int, int], ...], us: float, times: int, new: bool) -> None:
-        cached = sum(before for _, before in chunks)
-        admitted = (len(chunks), sum(tokens for tokens, _ in chunks) + cached, cached) if new else (0, 0, 0)
-        shared = max(0, decodes - 1) * (held // block * block)
-        found.append(MeasuredIteration(decodes, decodes * held, chunks, admitted, shared, us / 1e6, times))
-
-    for point in points:
-        kind = point["kind"]
-        if kind == "decode":
-            add(point["batch"], point["ctx"], (), point["us"], point["n"], False)
-        elif kind in ("prefill", "prefills"):
-            chunks = ((point["tokens"], point.get("ctx", 0)),) * point.get("parts", 1)
-            add(0, 0, chunks, point["us"], point["n"], True)
-        elif kind == "mixed":
-            for tokens, us in point["samples"]:  # the rest of a prompt that was cut is no admission
-                before = point["tokens"] - tokens if tokens < point["tokens"] / 2 else 0
-                add(point["batch"], point["ctx"], ((tokens, before),), us, 1, not before)
-        else:
-            raise ValueError(f"grid has a point of kind {kind}; it is decode, prefill, prefills or mixed")
-    return tuple(found)
+def _quantization(facts: Fields, model: ModelSpec) -> Quantization:
+    """Facts of an engine that stores weights and KV in 16 bits need not say so."""
+    dtype = facts.text("dtype", "auto").removeprefix("torch.")
+    if dtype not in _SIXTEEN_BITS:
+        raise facts.refusal("dtype", f"is {dtype}; engines compute in {', '.join(_SIXTEEN_BITS)} here")
+    weights = facts.text("quantization", "none").removesuffix("_marlin").casefold()
+    try:
+        found = Quantization(None if weights == "none" else weights, facts.text("kv_cache_dtype", "auto"))
+    except ValueError as error:
+        raise ValueError(f"facts.{error}") from None
+    refused = found.refusal(model)
+    if refused is not None:
+        raise ValueError(f"facts.{refused}")
+    return found
 
 
-def _iterations(rows: Sequence[Mapping[str, str]], block: int, budget: int) -> tuple[MeasuredIteration, ...]:
-    """The means of a grid's iterations that are alike. Prompts of one iteration are of one length there."""
-    alike: dict[tuple[object, ...], list[MeasuredIteration]] = {}
-    before: MeasuredIteration | None = None
-    for row in rows:
-        decodes, context, prompts = int(row["decodes"]), int(row["decode_ctx"]), int(row["prefills"])
-        chunks: tuple[tuple[int, int], ...] = ()
-        admitted = (0, 0, 0)
-        if prompts:
-            new = int(row["prefill_tokens"]) // prompts
-            cached = max(0, round(int(row["prefill_ctx"]) / int(row["prefill_tokens"]) - new / 2))
-            chunks = ((new, cached),) * prompts
-            if not (before and before.tokens == budget and prompts == 1 and sum(before.chunks[-1]) == cached):
-                admitted = (prompts, prompts * (new + cached), prompts * cached)
-        shared = (decodes - 1) * ((context // decodes - 1) // block * block) if decodes else 0
-        before = MeasuredIteration(decodes, context, chunks, admitted, shared, int(row["us"]) / 1e6)
-        alike.setdefault((decodes, context // max(1, decodes) // _CLOSE, chunks, admitted), []).append(before)
-    found = []
-    for members in alike.values():
-        middle = members[len(members) // 2]
-        mean = sum(it.seconds for it in members) / len(members)
-        shape = (middle.decodes, middle.context, middle.chunks, middle.admitted, middle.shared)
-        found.append(MeasuredIteration(*shape, mean, len(members)))
-    return tuple(found)
+def _cases(cases: Fields) -> tuple[dict[str, tuple[CaseRequest, ...]], tuple[str, ...]]:
+    """The cases, and the names of those that failed."""
+    read, left_out = {}, []
+    for name in cases.data:
+        case = cases.section(name)
+        if case.given("error"):
+            left_out.append(name)
+            continue
+        read[name] = tuple(map(_request, case.sections("requests")))
+        if not read[name]:
+            raise ValueError(f"cases: no request of {name} has ended; measure again, or take it out of the cases")
+        if len({request.session is None for request in read[name]}) > 1:
+            raise ValueError(f"cases.{name}: some requests have a session and some have none; measure them apart")
+    return read, tuple(left_out)
 
 
-def _intake(rows: Sequence[Mapping[str, str]]) -> Intake | None:
-    """From the time between two iterations in which the requests of a decode point were taken in. The more of it there
-    is with the number of requests; what is the same for all points of a context is the making of its prompt."""
-    taken: list[tuple[int, int, float]] = []  # context, requests, seconds
-    for last, row in pairwise(rows):
-        prompts, tokens = int(row["prefills"]), int(row["prefill_tokens"])
-        begun = int(last["waiting"]) > 0  # they were taken in before that iteration
-        if prompts and not int(row["decodes"]) and tokens == _LAST * prompts and not begun:
-            context = (int(row["prefill_ctx"]) // tokens - _LAST // 2) + _LAST
-            gap = float(row["start_s"]) - float(last["start_s"]) - int(last["us"]) / 1e6
-            taken.append((context, prompts + int(row["waiting"]), gap))
-    contexts = sorted({context for context, _, _ in taken})
-    contexts = [one for one in contexts if len({n for context, n, _ in taken if context == one}) > 2]
-    taken = [it for it in taken if it[0] in contexts]
-    if len(contexts) < 2:
-        return None
-    gaps = np.array([gap for _, _, gap in taken])
-    columns = [[float(context == one) for one in contexts] + [n, n * context] for context, n, _ in taken]
-    trust = np.ones(len(taken))
-    for _ in range(20):  # a gap that is far off had something else in it: its weight falls
-        weights = trust / gaps
-        fitted = least_squares(np.array(columns) * weights[:, None], gaps * weights)
-        off = np.abs(np.array(columns) @ fitted / gaps - 1)
-        usual = max(float(np.median(off)), 1e-6)
-        trust = usual / np.maximum(off, usual)
-    return Intake(float(fitted[-2]), float(fitted[-1]))
+def _request(row: Fields) -> CaseRequest:
+    arrival, first, end = row.number("arrival"), row.number("first"), row.number("end")
+    if not arrival < first <= end:
+        raise row.refusal("first", f"is {first}, not between arrival {arrival} and end {end}")
+    for key in ("group", "session"):
+        if not isinstance(row.data.get(key), str | int | None):
+            raise row.refusal(key, "is neither text nor a number")
+    return CaseRequest(
+        *(arrival, first, end),
+        *(row.count("prompt"), row.count("out"), row.count("cached", 0, least=0)),
+        *(row.data.get("group"), row.data.get("session"), row.count("turn", 0, least=0)),  # type: ignore[arg-type]
+    )

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fidelity.gpu_cases import measured_outcomes, predicted_outcomes
-from benchmarks.fidelity.gpu_data import EngineRun, read_runs
+from benchmarks.fidelity.gpu_data import EngineRun, document, files, is_run, read_run
 from benchmarks.fidelity.layer_tables import LayerCost, RanksCost
 from benchmarks.fidelity.summary import Summary, errors, summarize
 from benchmarks.rows import Row
-from libra.config.yaml_file import ConfigError
+from libra.config.yaml_file import ConfigError, refusal
 from libra.cost.grid import EngineProfile
 from libra.cost.host import default_host
 from libra.cost.kernels import default_terms
-from libra.cost.quantization import UNQUANTIZED
 from libra.cost.sources.engine_fit import EngineFit, fit_engine
 from libra.cost.sources.expert_tables import routed_evenly
 from libra.cost.sources.roofline import roofline
@@ -67,15 +67,26 @@ class Predicted:
         return fmean(abs(getattr(self.errors(price, name), metric)) for name in self.measured)
 
 
-def predict_all(folder: Path) -> tuple[Predicted, ...]:
-    """Every engine of a folder. Raises `ConfigError` where a file is not of the format, or has too little of a grid."""
-    predicted = []
-    for run in read_runs(folder):
+def predict_all(folder: Path) -> tuple[tuple[Predicted, ...], tuple[ConfigError, ...]]:
+    """Every engine of a folder, and why others could not be: a file is not of the format, or has too little of a
+    grid."""
+    predicted, refused = [], []
+    for path in files(folder):
         try:
-            predicted.append(_predict(run))
-        except ValueError as error:
-            raise ConfigError(f"{folder}: {run.name}: {error}") from None
-    return tuple(predicted)
+            found = document(path)
+            if is_run(found):
+                predicted.append(_predict_file(path, found))
+        except ConfigError as error:
+            refused.append(error)
+    return tuple(predicted), tuple(refused)
+
+
+def _predict_file(path: Path, found: Mapping[str, Any]) -> Predicted:
+    run = read_run(path, found)
+    try:
+        return _predict(run)
+    except ValueError as error:
+        raise refusal(path, str(error)) from None
 
 
 def rows(predicted: Sequence[Predicted]) -> list[Row]:
@@ -114,6 +125,8 @@ def show(predicted: Sequence[Predicted], console: Console) -> None:
     """What was measured, and the errors of each price, workload by workload."""
     for one in predicted:
         _show_prices(one, console)
+        for name in one.run.left_out:
+            console.print(f"{name} is left out: it failed")
         if not one.measured:
             continue
         table = Table()
@@ -196,9 +209,11 @@ def _kernels(run: EngineRun) -> EngineProfile:
     """Tables where there are any, else the roofline. Weights of these runs are random: all experts are asked for
     alike."""
     try:
-        return routed_evenly(run.gpu, run.model, tables(run.gpu, run.model, [run.tp]), UNQUANTIZED)
+        return routed_evenly(
+            run.gpu, run.model, tables(run.gpu, run.model, [run.tp], quantization=run.quantization), run.quantization
+        )
     except NoTablesError:
-        return roofline(run.gpu, run.model, [run.tp])
+        return roofline(run.gpu, run.model, [run.tp], quantization=run.quantization)
 
 
 def _row(case: str, metric: str, error: float, most: float | None) -> Row:

@@ -14,10 +14,11 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fidelity.gpu_data import documents
+from benchmarks.fidelity.fields import Fields
+from benchmarks.fidelity.gpu_data import document, files
 from benchmarks.rows import Row
 from libra.config.recipe import TrainingBytes
-from libra.config.yaml_file import ConfigError
+from libra.config.yaml_file import ConfigError, refusal
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import training_memory
@@ -48,21 +49,35 @@ class Step:
     possible: bool  # by the price, margin included
 
 
-def price_steps(folder: Path, gpu: GPU) -> tuple[Step, ...]:
-    """Of the folder's files that are lists, such as `training.json`. Raises `ConfigError` where one is not of the
-    format."""
+def price_steps(folder: Path, gpu: GPU) -> tuple[tuple[Step, ...], tuple[ConfigError, ...]]:
+    """Of the folder's files that are lists, such as `training.json`, and why others of their rows could not be: they
+    are not of the format, or of a model or a type that is not known."""
     steps: list[Step] = []
-    for path, document in documents(folder):
-        if isinstance(document, list):
+    refused: list[ConfigError] = []
+    for path in files(folder):
+        try:
+            found = document(path)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        if not isinstance(found, list):
+            continue
+        rows = [Fields(row if isinstance(row, dict) else {}, f"[{place}]") for place, row in enumerate(found)]
+        # Of a step that ran out of memory the type was not written: that of the model's others.
+        types = {row.data.get("model"): row for row in rows if row.given("param_dtype")}
+        for row in rows:
             try:
-                # Of a step that ran out of memory the type was not written: that of the model's others.
-                types = {row["model"]: row["param_dtype"] for row in document if "param_dtype" in row}
-                steps += [_step(row, gpu, _BYTES[types.get(row["model"], _LARGEST)]) for row in document]
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{path}: {error!r}; it is no file of measured training steps, measure again"
-                ) from None
-    return tuple(steps)
+                steps.append(_step(row, gpu, _state(types.get(row.data.get("model")))))
+            except ValueError as error:
+                refused.append(refusal(path, str(error)))
+    return tuple(steps), tuple(refused)
+
+
+def _state(row: Fields | None) -> TrainingBytes:
+    dtype = _LARGEST if row is None else row.text("param_dtype")
+    if row is not None and dtype not in _BYTES:
+        raise row.refusal("param_dtype", f"is {dtype}, none of {', '.join(_BYTES)}")
+    return _BYTES[dtype]
 
 
 def rows(steps: Sequence[Step]) -> list[Row]:
@@ -111,10 +126,13 @@ def show(steps: Sequence[Step], gpu: GPU, console: Console) -> None:
     console.print(table)
 
 
-def _step(row: dict[str, object], gpu: GPU, state: TrainingBytes) -> Step:
-    model = load_model(str(row["model"]))
-    length, count = int(str(row["seq"])), int(str(row["batch"]))
-    recompute: Recompute = "full" if row["recompute"] else "none"
+def _step(row: Fields, gpu: GPU, state: TrainingBytes) -> Step:
+    name, length, count = row.text("model"), row.count("seq"), row.count("batch")
+    try:
+        model = load_model(name)
+    except ConfigError as error:
+        raise ValueError(f"{row.name}.model: {error}") from None
+    recompute: Recompute = "full" if row.flag("recompute") else "none"
     layout = ParallelLayout(1, 1, 1, 1, 1, length * count, recompute, "zero1", True)
     nodes = NodeClass("node", 1, 1, gpu, gpu.link, 25e9)
     batch = Batch((float(length),), (float(count),))
@@ -122,10 +140,10 @@ def _step(row: dict[str, object], gpu: GPU, state: TrainingBytes) -> Step:
     step = train_step(work, layout)
     memory = training_memory(model, layout, length * count, gpu.memory, state, "none", "eager", accumulated=False)
     return Step(
-        f"{row['model']}, {count} x {length:,}, recomputation {recompute}",
-        None if "error" in row else float(str(row["forward_backward"])) + float(str(row["optimizer"])),
+        f"{name}, {count} x {length:,}, recomputation {recompute}",
+        None if row.given("error") else row.positive("forward_backward") + row.number("optimizer"),
         step.total - step.forwards,
-        float(str(row["peak_bytes"])),
+        row.positive("peak_bytes"),
         memory.total - memory.margin,
         memory.total <= gpu.memory,
     )

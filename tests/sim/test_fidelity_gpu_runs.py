@@ -13,9 +13,11 @@ import pytest
 from benchmarks.fidelity.__main__ import main
 from benchmarks.fidelity.gpu_cases import Sessions, measured_outcomes, predicted_outcomes, requests
 from benchmarks.fidelity.gpu_data import CaseRequest, read_runs
+from benchmarks.fidelity.gpu_runs import predict_all
 from benchmarks.fidelity.gpu_training import price_steps
 from libra.config.yaml_file import ConfigError
 from libra.cost.graphs import capture_sizes
+from libra.cost.quantization import Quantization
 from libra.hardware.cluster import GPUS
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineConfig
@@ -135,17 +137,41 @@ def test_steps_tell_what_admissions_and_arrivals_take(tmp_path: Path) -> None:
     [
         ({"facts": {"gpu": "TPU"}}, "facts.gpu is TPU"),
         ({"facts": {"max_num_seqs": None}}, "max_num_seqs"),
-        ({"grid": [{"kind": "odd"}]}, "kind odd"),
+        ({"facts": {"gpu": "NVIDIA H100 PCIe"}}, "facts.gpu is NVIDIA H100 PCIe"),
+        ({"facts": {"num_gpu_blocks": "many"}}, "facts.num_gpu_blocks is 'many', not a whole number"),
+        ({"facts": {"chunked_prefill": 1}}, "facts.chunked_prefill is 1, not true or false"),
+        ({"facts": {"tensor_parallel_size": 0}}, "facts.tensor_parallel_size is 0"),
+        ({"facts": {"pipeline_parallel_size": 2}}, "facts.pipeline_parallel_size is more than 1"),
+        ({"facts": {"data_parallel_size": 2}}, "facts.data_parallel_size is more than 1"),
+        ({"facts": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "facts.cudagraph_mode is FULL_DECODE_ONLY"),
+        ({"facts": {"dtype": "float32"}}, "facts.dtype is float32"),
+        ({"facts": {"max_model_len": 100}}, "facts.max_model_len is 100, and a request of 154 tokens was served"),
+        ({"facts": 7}, "facts is 7, not an object"),
+        ({"grid": [{"kind": "odd"}]}, r"grid\[0\].kind is odd"),
+        ({"grid": [{"kind": "decode", "batch": 1, "ctx": 9}]}, r"grid\[0\].us is missing"),
+        ({"grid": [{"kind": "decode", "batch": 1, "ctx": 9, "us": 0}]}, r"grid\[0\].us is 0"),
+        ({"grid": [{"kind": "prefill", "tokens": 9, "us": float("nan")}]}, r"grid\[0\].us is nan"),
+        ({"grid": [{"kind": "mixed", "tokens": 9, "samples": [3]}]}, r"grid\[0\].samples is no list of pairs"),
+        ({"grid": 7}, "grid is 7, not a list of objects"),
         ({"cases": {"none": {"requests": []}}}, "no request of none has ended"),
-        ({"cases": {"cut": {"requests": [{"arrival": 0, "first": None}]}}}, "not 'NoneType'"),
+        (
+            {"cases": {"cut": {"requests": [{"arrival": 0, "first": None}]}}},
+            r"cases.cut.requests\[0\].first is missing",
+        ),
+        (
+            {"cases": {"cut": {"requests": [{"arrival": 3, "first": 2, "end": 4}]}}},
+            r"cases.cut.requests\[0\].first is 2.0, not between arrival 3.0 and end 4.0",
+        ),
+        (
+            {"cases": {"odd": {"requests": [{"arrival": 0, "first": 1, "end": 2, "session": []}]}}},
+            r"cases.odd.requests\[0\].session is neither text nor a number",
+        ),
     ],
 )
 def test_files_of_another_format_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     made = document()
     for key, value in change.items():
         made[key] = {**made[key], **value} if isinstance(value, dict) else value
-    if made["facts"]["max_num_seqs"] is None:
-        del made["facts"]["max_num_seqs"]
     (tmp_path / "engine.json").write_text(json.dumps(made))
     with pytest.raises(ConfigError, match=rf"engine.json.*{message}.*measure again"):
         read_runs(tmp_path)
@@ -156,7 +182,8 @@ def test_files_of_another_format_are_refused(change: dict[str, Any], message: st
     [
         ({}, "no file in it has facts, grid and cases"),
         ({"engine.json": "{"}, "engine.json: not JSON"),
-        ({"engine.json": json.dumps({**document(), "grid": []})}, "engine: 0 iterations are too few"),
+        ({"engine.json": json.dumps({**document(), "grid": []})}, "engine.json: 0 iterations are too few"),
+        ({"engine.json": json.dumps({"facts": {}, "cases": {}})}, "engine.json: facts.model is missing"),
     ],
 )
 def test_a_folder_that_cannot_be_predicted_is_refused(
@@ -183,11 +210,11 @@ def test_an_engine_without_workloads_is_fitted_and_training_steps_stand_alone(
     shown = capsys.readouterr().out
     assert "training steps, eager, H100" in shown
     # What ran out of memory has the type of the steps that ran.
-    first, second = price_steps(tmp_path, GPUS["H100"])
+    (first, second), _ = price_steps(tmp_path, GPUS["H100"])
     assert first.predicted_peak < 20e9
     fp32 = [{**ran, "param_dtype": "torch.float32"}, {**lost, "peak_bytes": 84e9}]
     (tmp_path / "steps_of_training.json").write_text(json.dumps(fp32))
-    assert price_steps(tmp_path, GPUS["H100"])[1].predicted_peak > second.predicted_peak + 5e9
+    assert price_steps(tmp_path, GPUS["H100"])[0][1].predicted_peak > second.predicted_peak + 5e9
 
 
 def test_the_command_prints_every_price_and_says_which_bars_are_missed(
@@ -203,3 +230,80 @@ def test_the_command_prints_every_price_and_says_which_bars_are_missed(
     }
     shown = capsys.readouterr().out
     assert all(price in shown for price in ("measured", "kernels alone", "default", "fitted", "held out"))
+
+
+def test_what_cannot_be_read_takes_no_other_engine_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps(document()))
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "short.json").write_text(json.dumps({**document(), "grid": document()["grid"][:5]}))
+    made = document()
+    (tmp_path / "unknown.json").write_text(json.dumps({**made, "facts": {**made["facts"], "model": "nobody/such"}}))
+    (tmp_path / "torn.json").write_text(json.dumps(made))
+    (tmp_path / "torn_steps.csv.gz").write_bytes(gzip.compress(b"case,us\n" * 99)[:-9])
+    ran = {"model": "qwen3-1.7b", "recompute": True, "seq": 512, "batch": 16, "param_dtype": "torch.bfloat16"}
+    ran |= {"forward_backward": 0.4, "optimizer": 0.02, "peak_bytes": 16e9}
+    odd = {**ran, "model": "qwen3-4b", "param_dtype": "torch.float8"}
+    steps = [ran, {**ran, "model": "such"}, odd, {**ran, "seq": None}, {**ran, "peak_bytes": 0}, 3]
+    (tmp_path / "training.json").write_text(json.dumps(steps))
+    rows = tmp_path / "rows.jsonl"
+    assert main(["--gpu-runs", str(tmp_path), "--json", str(rows)]) == 2
+    told = capsys.readouterr()
+    assert {json.loads(line)["case"].partition(",")[0] for line in rows.read_text().splitlines()} == {
+        *("engine", "training")
+    }
+    assert "qwen3-1.7b, 16 x 512, recomputation full" in told.out
+    lines = told.err.splitlines()
+    for begins in (
+        "broken.json: not JSON",
+        "short.json: 5 iterations are too few",
+        "unknown.json: facts.model: 'nobody/such'",
+        "torn.json: torn_steps.csv.gz cannot be read",
+        "training.json: [1].model: 'such'",
+        "training.json: [2].param_dtype is torch.float8",
+        "training.json: [3].seq is missing",
+        "training.json: [4].peak_bytes is 0",
+        "training.json: [5].model is missing",
+    ):
+        assert sum(f"{tmp_path}/{begins}" in line for line in lines) == 1, begins
+    assert len(lines) == 9
+
+
+def test_what_failed_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = document()
+    (tmp_path / "engine.json").write_text(json.dumps(made))
+    (whole,) = read_runs(tmp_path)
+    made["grid"].insert(3, {"kind": "prefill", "tokens": 8192, "error": "out of memory"})
+    made["cases"]["long"] = {"error": "out of memory"}
+    made["facts"]["more"] = made["grid"][0]["more"] = {"unknown": [1]}
+    (tmp_path / "engine.json").write_text(json.dumps(made))
+    (run,) = read_runs(tmp_path)
+    assert (run.grid, run.cases) == (whole.grid, whole.cases)
+    assert run.left_out == ("long",)
+    main(["--gpu-runs", str(tmp_path)])
+    assert "long is left out: it failed" in capsys.readouterr().out
+
+
+def test_facts_need_not_say_what_follows_from_others(tmp_path: Path) -> None:
+    made = document()
+    facts = made["facts"]
+    for key in ("torch", "vllm"):
+        del facts[key]
+    facts |= {"capture_sizes": facts["capture_sizes"][::-1], "tensor_parallel_size": None, "num_gpu_blocks": 601}
+    (tmp_path / "engine.json").write_text(json.dumps(made))
+    (run,) = read_runs(tmp_path)
+    assert run.tp == 1 and run.config.capture_sizes == capture_sizes(256, 2048)
+    assert run.config.max_model_len == 600 * 16  # no more than the blocks hold
+    facts |= {"cudagraph_mode": "CUDAGraphMode.NONE", "quantization": "awq_marlin", "kv_cache_dtype": "fp8"}
+    (tmp_path / "engine.json").write_text(json.dumps(made))
+    (run,) = read_runs(tmp_path)
+    assert run.config.capture_sizes == ()
+    assert run.quantization == Quantization("awq", "fp8")
+
+
+def test_quantised_weights_have_their_own_kernels(tmp_path: Path) -> None:
+    made = document()
+    (tmp_path / "bf16.json").write_text(json.dumps(made))
+    (tmp_path / "fp8.json").write_text(json.dumps({**made, "facts": {**made["facts"], "quantization": "fp8"}}))
+    (bf16, fp8), refused = predict_all(tmp_path)
+    assert not refused
+    assert fp8.predicted["kernels alone"]["open"].tpot_mean < 0.75 * bf16.predicted["kernels alone"]["open"].tpot_mean

@@ -204,7 +204,7 @@ def test_the_run_of_two_ranks_is_predicted(tmp_path: Path) -> None:
     case = run.cases["sharegpt"]
     ended = predicted_outcomes(case, run.config, ranks.rank(Graph("NONE")), (2, ranks))
     assert [it.output_tokens for it in ended] == [it.output for it in case]
-    (one,) = predict_all(tmp_path / "runs")
+    ((one,), ()) = predict_all(tmp_path / "runs")
     assert one.fitted is None and set(one.predicted) == {"layers"}
 
 
