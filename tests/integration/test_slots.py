@@ -51,7 +51,7 @@ def share_of_a_slot(core: int) -> float:
 def test_busy_neighbours_take_less_than_a_tenth_of_a_slot() -> None:
     cores = sorted(os.sched_getaffinity(0))
     alone, crowded = [], []
-    for _ in range(3):  # in turn, so that whatever else the machine does falls on both
+    for _ in range(8):  # in turn, so that whatever else the machine does falls on both
         alone.append(share_of_a_slot(cores[0]))
         # All other slots of two on each core; they end by themselves should this test be ended first.
         neighbours = [start(core, 60.0) for core in [*cores, *cores[1:]]]
@@ -61,7 +61,9 @@ def test_busy_neighbours_take_less_than_a_tenth_of_a_slot() -> None:
             for neighbour in neighbours:
                 neighbour.kill()
                 neighbour.communicate()
-    # What others do to the machine only ever takes away, so the best of several turns is the slot's own.
+        # What others do to the machine only ever takes away, so the best of several turns is the slot's own.
+        if max(alone) >= 0.9 * SHARE and max(crowded) >= 0.9 * max(alone):
+            break
     if max(alone) < 0.9 * SHARE:
         pytest.skip(f"the machine is busy with something else: a slot alone got {max(alone):.2f} of {SHARE} core")
     assert max(crowded) / max(alone) == pytest.approx(1.0, abs=0.1)
