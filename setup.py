@@ -19,7 +19,7 @@ SIM, ROUTE = Path("src/libra/sim"), Path("src/libra/route")
 INTERPRETED = ("__init__.py", "queues.py")  # of an engine's modules; mypyc takes no class that derives from `deque`
 CLUSTER = (
     *("clock", "cluster", "events", "frontend", "granted_engine", "handover"),
-    *("kv_pulls", "link", "placement", "prefill_decode"),
+    *("kv_transfers", "link", "placement", "prefill_decode", "pull_frontend", "push_frontend"),
     "workload/caller",
 )
 EVIDENCE = ("evidence", "hierarchy", "loads", "remaining", "service_cost", "tool_state")  # of C-MLFQ

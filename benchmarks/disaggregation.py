@@ -48,7 +48,7 @@ from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.speculative import Speculative
-from libra.sim.kv_network import KVNetwork
+from libra.sim.kv_network import RESERVED_DECODE_TOKENS, KVNetwork
 from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
 from libra.sim.workload.generated import generated_requests
 from libra.sim.workload.requests import Workload
@@ -82,12 +82,13 @@ class Case:
     than: str | None = None  # `seconds` is times this case's
 
 
-def cluster(workload: Workload, bandwidth: float) -> SimCluster:
+def cluster(workload: Workload, bandwidth: float, *, push: bool = False) -> SimCluster:
     """Engines of one A100 each, half of them for prompts."""
     spec = replace(engine(MODEL, "A100", 1, 16384), kv_bytes=load_model(MODEL).kv_bytes_per_token(2))
     specs = [replace(spec, name=f"prefill-{number}", role=PREFILL) for number in range(PAIRS)]
-    specs += [replace(spec, name=f"decode-{number}", role=DECODE) for number in range(PAIRS)]
-    transfer = KVNetwork(bandwidth)
+    reserving = replace(spec.config, num_reserved_decode_tokens=RESERVED_DECODE_TOKENS if push else 0)
+    specs += [replace(spec, name=f"decode-{number}", role=DECODE, config=reserving) for number in range(PAIRS)]
+    transfer = KVNetwork(bandwidth, push=push)
     return SimCluster(specs, workload, RoundRobin(), kv_transfer=transfer, decode_route=TwoChoices(seed=0))
 
 
@@ -96,11 +97,11 @@ def at_once() -> SimCluster:
     return cluster(generated_requests(1024, AtOnce(), Constant(2048), Constant(256), seed=0), 50e9)
 
 
-def mixed() -> SimCluster:
+def mixed(*, push: bool = False) -> SimCluster:
     """100,000 requests of mixed lengths in groups of four samples of a prompt, and links that have much to do."""
     prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
     workload = generated_requests(25_000, Poisson(PAIRS * 1.6), prompts, outputs, seed=0, samples_per_prompt=4)
-    return cluster(workload, 1e9)
+    return cluster(workload, 1e9, push=push)
 
 
 def one_engine(drafts: Speculative | None) -> SimCluster:
@@ -149,6 +150,7 @@ def expert_ranks() -> SimCluster:
 CASES = {
     "512 + 512, 1,024 requests": Case(at_once, 0.5),
     "512 + 512, 100,000 mixed requests, contended": Case(mixed, 15, MOST_MIB),
+    "512 + 512, 100,000 mixed requests, contended, pushed": Case(lambda: mixed(push=True), 15, MOST_MIB),
     "AFD, 768 attention + 256 FFN, 16,384 requests": Case(apart, 10),
     "EP 64 with DP 64, 16,384 requests": Case(expert_ranks, 10),
     "1 engine, 100,000 requests": Case(lambda: one_engine(None)),

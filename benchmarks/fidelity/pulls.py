@@ -151,7 +151,7 @@ def simulated_pulls(
                 engine.cancel(request, now)
         if not engine.busy:
             engine.plan(now)
-            failed = sorted(request.number for request in engine.failed)
+            failed = sorted(request.number for request in engine.ended)
             finished.setdefault(now, []).extend(failed)
             for request, _ in engine.pulls:
                 ends[request] = now + transfers[request.number].ticks

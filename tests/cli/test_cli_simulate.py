@@ -156,6 +156,7 @@ def test_engines_of_a_file_run_trajectories(route: str, tmp_path: Path) -> None:
 def test_prefill_and_decode_apart() -> None:
     found = document(simulate("--json", engines=ENGINES.with_name("prefill_decode.yaml")))
     asked = {"bandwidth": 25e9, "latency": 1e-4, "lease": 30.0, "local_below": 0, "route": "least-loaded"}
+    asked["push"] = False
     assert found["run"]["kv_transfer"] == asked
     metrics = found["metrics"]
     assert metrics["finished"] == metrics["requests"] - 1 == 11
@@ -166,6 +167,25 @@ def test_prefill_and_decode_apart() -> None:
     ]
     assert found["transfers"]["pulls"] == 12 and found["transfers"]["broken"] == 0
     assert sum(part["mean"] for part in found["transfers"]["ttft"].values()) == pytest.approx(metrics["ttft"]["mean"])
+
+
+def test_kv_that_is_pushed(tmp_path: Path) -> None:
+    """As it is pulled, but for an iteration less; a lease is refused."""
+    given = yaml.safe_load(ENGINES.with_name("prefill_decode.yaml").read_text(encoding="utf-8"))
+    given["kv_transfer"]["push"] = True
+    found = document(simulate("--json", engines=write(tmp_path / "engines.yaml", given)))
+    assert found["run"]["kv_transfer"]["push"] is True
+    assert [engine["requests"] for engine in found["engines"]] == [6] * 4
+    assert next(iter(found["transfers"]["ttft"])) == "waiting for blocks"
+    generated = found["metrics"]["generated_tokens"]
+    assert sum(engine["generated_tokens"] for engine in found["engines"]) == generated
+    given["kv_transfer"]["lease"] = 20.0
+    refused = simulate(engines=write(tmp_path / "leased.yaml", given))
+    assert_refused(refused, "kv_transfer.lease is 20.0; KV that is pushed has none: leave it out")
+    del given["kv_transfer"]["lease"]
+    given["engines"][0]["num_reserved_decode_tokens"] = 64
+    refused = simulate(engines=write(tmp_path / "reserving.yaml", given))
+    assert_refused(refused, "engines.0.num_reserved_decode_tokens is 64, and its role prefill")
 
 
 def test_a_time_limit_stops_it_there_and_says_so() -> None:

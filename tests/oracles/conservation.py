@@ -198,13 +198,17 @@ def _pulls(cluster: SimCluster) -> None:
     assert came <= sent <= sum(it.size for it in begun if it.sent >= 0) <= pairs.transferred_bytes
     assert pairs.transfers == sum(it.came >= 0 for it in begun)
     for it in pairs.handed_over:
-        reached = [it.computed, *(tick for tick in (it.begun, it.sent, it.came) if tick >= 0)]
-        assert reached == sorted(reached) and (it.sent < 0 or it.begun >= 0) and (it.came < 0 or it.sent >= 0)
-        assert it.released < 0 or it.released >= reached[-1]
+        way = [it.computed, it.reserved, it.begun, it.sent, it.came]
+        if pairs.settings.push:
+            way[:2] = reversed(way[:2])
+        reached = [tick for tick in way if tick >= 0]
+        assert reached == sorted(reached) == way[: len(reached)], (it.request, way)
+        assert pairs.settings.push or (it.computed >= 0 and (it.begun < 0 or it.reserved == it.begun))
+        assert it.released < 0 or it.released >= max(reached, default=0)
         assert 0 <= it.size <= it.blocks * _block_bytes(cluster, it.target)
         if not cluster.partial:
             assert it.begun < 0 or it.sent >= 0
-            assert it.released >= 0
+            assert it.released >= 0 or it.computed < 0
     if not cluster.partial:
         assert pairs.idle
 
@@ -266,12 +270,25 @@ def _iterations(ran: Ran) -> None:
         if request.status == "finished" and request.engine is not None:
             config = cluster.specs[request.engine].config
             wanted = request.prompt_tokens + request.generated - 1
+            if request.generated == 1 and _pushed(cluster, request):
+                continue  # its only token came with its KV
             _is_computed(computed.get((request.engine, request.number), 0), wanted, config)
     if cluster.pairs is not None:
         for record in cluster.pairs.handed_over:
             request = next(it for it in cluster.requests if it.number == record.request)
             config = cluster.specs[record.source].config
-            _is_computed(computed.get((record.source, record.request), 0), request.prompt_tokens, config)
+            if record.computed >= 0:
+                _is_computed(computed.get((record.source, record.request), 0), request.prompt_tokens, config)
+
+
+def _pushed(cluster: SimCluster, request: Request) -> bool:
+    """Whether the KV of its prompt, and its first token, came from the engine that computed it."""
+    pairs = cluster.pairs
+    return (
+        pairs is not None
+        and pairs.settings.push
+        and any(it.request == request.number and it.came >= 0 for it in pairs.handed_over)
+    )
 
 
 def _fits(it: Iteration, config: EngineConfig) -> None:

@@ -188,10 +188,15 @@ def faulty_case(kind: Kind, seed: int) -> FaultyCase:
         limits = (config.max_model_len // 2, config.max_model_len)
     config = replace(config, kv_load_failure_policy=random.choice(("fail", "recompute")))
     specs: list[EngineSpec] = []
+    beside = Random(f"push {kind} {seed}")
+    push = apart and beside.random() < 0.5
     for role, of in kinds:
         drawn = replace(config, kv_blocks=config.kv_blocks * random.choice((1, 1, 2)))
         for bucket in range(1 if limits is None else 2):
             specs += random_engines(of, drawn, random, step, role, bucket)
+    if push:
+        reserved = config.block_size * beside.randint(1, 3) + beside.randint(0, 1)
+        specs = [replace(it, config=_reserving(it.config, reserved)) if it.role == DECODE else it for it in specs]
     spare = []
     for role, _ in kinds:
         first = next(it for it in specs if it.role == role)
@@ -213,7 +218,7 @@ def faulty_case(kind: Kind, seed: int) -> FaultyCase:
         2 * max(moments) + 10_000 * step,
         _policies(random, any(it.group is not None for it in specs), apart, work),
         limits,
-        _network(random, step) if apart else None,
+        _network(random, step, push=push) if apart else None,
         {
             "patient": patient,
             "time_limit": random.choice(busy) if random.random() < 0.1 else None,
@@ -225,14 +230,21 @@ def faulty_case(kind: Kind, seed: int) -> FaultyCase:
 # Around engines
 
 
-def _network(random: Random, step: int) -> KVNetwork:
+def _network(random: Random, step: int, *, push: bool) -> KVNetwork:
     seconds = step / TICKS
     return KVNetwork(
+        push=push,
         bandwidth=37.0 / (seconds * random.choice((0.01, 0.2, 2))),  # a token in so many steps
         latency=random.choice((0.0, 0.3, 3)) * seconds,
         lease=random.choice((8, 100, 10_000)) * seconds,
         local_below=random.choice((0, 0, 16)),
     )
+
+
+def _reserving(config: EngineConfig, reserved: int) -> EngineConfig:
+    """One that leaves so many tokens free for each request with KV."""
+    least = config.blocks(config.max_model_len) + config.blocks(reserved) + config.draft_blocks
+    return replace(config, kv_blocks=max(config.kv_blocks, least), num_reserved_decode_tokens=reserved)
 
 
 def _moves(random: Random, step: int) -> KVMoves:

@@ -76,13 +76,14 @@ def apart(
     bandwidth: float = 1e12,
     blocks: int = 600,
     seats: int = 64,
+    push: bool = False,
     before: Callable[[SimCluster], None] | None = None,
     **settings: Any,
 ) -> SimulationResult:
     """Prompts are computed on some engines and tokens generated on others, with a megabyte of KV a token.
     `before` may put something on the clock."""
     config = EngineConfig(max_model_len=4096, kv_blocks=2400, max_num_seqs=64)
-    generating = replace(config, kv_blocks=blocks, max_num_seqs=seats)
+    generating = replace(config, kv_blocks=blocks, max_num_seqs=seats, num_reserved_decode_tokens=64 if push else 0)
     specs = [EngineSpec(f"prefill-{index}", config, COST, role=PREFILL) for index in range(prefill)]
     specs += [EngineSpec(f"decode-{index}", generating, COST, role=DECODE, kv_bytes=1e6) for index in range(decode)]
     watcher = OccupancyRecorder()
@@ -91,7 +92,7 @@ def apart(
         open_loop(count, rate),
         LeastLoaded(),
         watch=watcher,
-        kv_transfer=KVNetwork(bandwidth, latency=1e-4),
+        kv_transfer=KVNetwork(bandwidth, latency=1e-4, push=push),
         decode_route=LeastLoaded(),
         **settings,
     )

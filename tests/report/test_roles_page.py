@@ -76,6 +76,39 @@ def test_a_page_of_roles() -> None:
     assert sum(phase.seconds for phase in view.phases) == pytest.approx(view.metrics.latency.mean)
 
 
+def test_a_page_of_pushes() -> None:
+    view = simulation_view(apart(push=True, bandwidth=2e9))
+    page = simulation_page(view, "apart")
+    said, roles = Page(page).text, view.roles
+    assert roles is not None and roles.bottleneck == "link" and "requests wait for pushes" in roles.why
+    assert marks(figure(page, "KV kept for pushes"), "line") == 2
+    assert "pull" not in said.replace("pulled (", "")
+    assert [phase.name for phase in view.phases] == [
+        *("waiting for blocks", "queueing", "prefill", "KV transfer", "first decode", "decode")
+    ]
+    assert view.metrics.latency is not None
+    assert sum(phase.seconds for phase in view.phases) == pytest.approx(view.metrics.latency.mean)
+
+
+def test_reservations_that_wait_for_prompts_are_charged_to_engines_for_prompts() -> None:
+    few = simulation_view(apart(push=True, prefill=1, decode=12, rate=2000.0, blocks=300)).roles
+    assert few is not None and few.bottleneck == "prefill"
+    assert few.waited_pulls is not None and few.waited_pulls > 0.5
+    assert f"{fine_duration(few.waits['prefill'] + few.waits['decode'])} of" in few.why
+
+
+def test_a_trace_of_pushes(tmp_path: Path) -> None:
+    write_simulation_trace(apart(push=True, bandwidth=2e9), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
+    where = Counter((names[it["pid"]].split("-")[0], it["name"]) for it in events if it["ph"] == "X")
+    assert set(where) <= {
+        *(("prefill", name) for name in ("queued", "prefill", "KV kept")),
+        *(("decode", name) for name in ("waiting for blocks", "blocks reserved", "KV transfer", "decode")),
+    }
+    assert where["decode", "blocks reserved"] == where["decode", "KV transfer"] == where["prefill", "KV kept"] == 150
+
+
 def test_many_engines_are_told_by_the_busiest_and_the_mean() -> None:
     page = simulation_page(simulation_view(apart(40, prefill=5, decode=5)), "apart")
     assert "into decode, busiest" in page and "the busiest and the mean of 10 engines" in page

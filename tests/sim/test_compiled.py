@@ -45,8 +45,20 @@ def test_what_is_to_be_compiled_is_there() -> None:
 @pytest.mark.skipif(not is_built(), reason="build/compiled is not of these sources: make compiled")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_compiled_and_interpreted_give_the_same_bytes(case: list[str]) -> None:
-    simulate = ["-m", "libra.cli.app", "simulate", *case, "--json"]
+    require_same_bytes(case)
     where = ["-c", "import libra.sim.cluster; print(libra.sim.cluster.__file__)"]
     assert run(COMPILED, *where).strip().endswith(".so")
     assert run(ROOT / "src", *where).strip().endswith(".py")
+
+
+@pytest.mark.skipif(not is_built(), reason="build/compiled is not of these sources: make compiled")
+def test_so_they_do_where_kv_is_pushed(tmp_path: Path) -> None:
+    pulled = (ROOT / "examples/prefill_decode.yaml").read_text(encoding="utf-8")
+    engines = tmp_path / "engines.yaml"
+    engines.write_text(pulled.replace("kv_transfer:\n", "kv_transfer:\n  push: true\n"), encoding="utf-8")
+    require_same_bytes([str(engines), *REQUESTS])
+
+
+def require_same_bytes(case: list[str]) -> None:
+    simulate = ["-m", "libra.cli.app", "simulate", *case, "--json"]
     assert run(COMPILED, *simulate) == run(ROOT / "src", *simulate)

@@ -42,6 +42,7 @@ def load(tmp_path: Path, *engines: dict[str, Any], **keys: object) -> Deployment
 
 def test_defaults_are_those_of_an_engine(tmp_path: Path) -> None:
     defaults = {field.name: field.default for field in fields(EngineConfig) if field.default is not MISSING}
+    del defaults["num_reserved_decode_tokens"]  # None in a file: it goes by how KV is transferred
     assert {name: EngineSection.model_fields[name].default for name in defaults} == defaults
     found = load(tmp_path)
     assert (found.route, found.sticky, found.limits, found.turn_tokens) == (DEFAULT_ROUTE, True, None, 1)
@@ -134,6 +135,10 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
     assert [engine.kv_bytes for engine in found.engines] == [2 * 28 * 8 * 128 * 2] * 2  # keys and values, 28 layers
     assert found.kv_transfer == KVNetwork(1.0e9, local_below=64)
     assert found.decode_route == "round-robin"
+    assert [engine.config.num_reserved_decode_tokens for engine in found.engines] == [0, 0]
+    pushed = load(tmp_path, PREFILL, DECODE, kv_transfer={"bandwidth": 1.0e9, "push": True})
+    assert pushed.kv_transfer == KVNetwork(1.0e9, push=True)
+    assert [engine.config.num_reserved_decode_tokens for engine in pushed.engines] == [0, 512]
     latent = {"model": "deepseek-ai/DeepSeek-V2-Lite", "kv_blocks": 20000, "max_model_len": 4096}
     one, other = load(
         tmp_path,

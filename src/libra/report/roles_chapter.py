@@ -20,8 +20,18 @@ from libra.sim.outcome.transfer_metrics import finished_transfers, kept_blocks, 
 from libra.sim.outcome.transfers import Transfers, link_use
 
 # What waits is pale, what works is in full colour.
-_COLOURS = ("#bcdaf0", "#0072b2", "#f6dda0", "#e69f00", "#009e73")
-_STAGES = ("waiting for prefill", "prefill", "waiting to pull", "KV transfer", "decode")
+_COLOURS = {
+    "queueing": "#bcdaf0",
+    "waiting for prefill": "#bcdaf0",
+    "prefill": "#0072b2",
+    "waiting to pull": "#f6dda0",
+    "waiting for blocks": "#f6dda0",
+    "KV transfer": "#e69f00",
+    "first decode": "#009e73",
+    "decode": "#009e73",
+}
+_PULLED = ("waiting for prefill", "prefill", "waiting to pull", "KV transfer", "decode")
+_PUSHED = ("waiting for blocks", "waiting for prefill", "prefill", "KV transfer", "decode")
 _ARRIVALS = 60  # stretches of time whose requests have a column
 
 
@@ -30,7 +40,8 @@ def roles_chapter(view: SimulationView) -> Chapter | None:
     roles, transfers = view.roles, view.result.transfers
     if roles is None or transfers is None:
         return None
-    tables = (_bounds_table(roles), *([_parts_table(roles)] if roles.metrics.ttft else ()))
+    push = transfers.network.push
+    tables = (_bounds_table(roles, push), *([_parts_table(roles, push)] if roles.metrics.ttft else ()))
     return Chapter("Prefill and decode apart", _figures(view, transfers), tables)
 
 
@@ -56,12 +67,13 @@ def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
         _links_figure("Transfers that share a link", Axis("transfers"), view, time, sends.sharing, receives.sharing),
         _ttft_figure(view.result, transfers, time),
         time.lines(
-            "KV kept for pulls",
+            f"KV kept for {'pushes' if transfers.network.push else 'pulls'}",
             "KV blocks of a prefill engine (%)",
             [names[index] for index in prefill],
             100 * np.array([kept.over(time.edges, index) for index in prefill]) / blocks,
             "prefill engines",
-            " From a prompt's end until its KV was pulled, or its lease ended; blocks that prompts share count twice.",
+            " From a prompt's end until its KV was transferred, or nobody asked for it any more; blocks that prompts"
+            " share count twice.",
         ),
     )
 
@@ -70,14 +82,19 @@ def _stages_figure(result: SimulationResult, transfers: Transfers, time: TimeAxi
     """All requests; those that stay where their prompts are computed have no transfer."""
     requests, rows = result.requests, transfers.row
     end = np.where(requests.finish < 0, result.end, requests.finish)
-    moments = [requests.arrival, requests.scheduled, requests.prefill_end, *(requests.prefill_end.copy() for _ in "ab")]
-    moments[3][rows], moments[4][rows] = transfers.begun, np.where(transfers.came < 0, transfers.sent, transfers.came)
+    pushed = transfers.network.push
+    transferred = requests.prefill_end.copy()
+    transferred[rows] = np.where(transfers.came < 0, transfers.sent, transfers.came)
+    waited = (requests.arrival if pushed else requests.prefill_end).copy()
+    waited[rows] = transfers.reserved if pushed else transfers.begun
+    moments = [requests.arrival, requests.scheduled, requests.prefill_end, transferred]
+    moments.insert(1 if pushed else 3, waited)
     reached = [np.where(its < 0, end, np.minimum(its, end)) for its in moments]
     edges = [*np.maximum.accumulate(np.array(reached), axis=0), np.maximum(end, requests.arrival)]
     came = requests.arrival < result.end
     parts = [
-        Series(name, colour, time.points(mean_present(since[came], until[came], time.edges)))
-        for name, colour, since, until in zip(_STAGES, _COLOURS, edges[:-1], edges[1:], strict=True)
+        Series(name, _COLOURS[name], time.points(mean_present(since[came], until[came], time.edges)))
+        for name, since, until in zip(_PUSHED if pushed else _PULLED, edges[:-1], edges[1:], strict=True)
     ]
     note = "Requests in each stage, one above the other. Decode includes waiting there for the first iteration."
     return column_figure("Where requests are", note, parts, time.axis, Axis("requests"), time.markers, wide=True)
@@ -123,32 +140,38 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
     }
     scale, unit = fine_unit(max(float(np.sum(list(parts.values()), axis=0).max()), 1e-9))
     series = [
-        Series(name, colour, list(zip(places, (values / scale).tolist(), strict=True)))
-        for (name, values), colour in zip(parts.items(), _COLOURS, strict=True)
+        Series(name, _COLOURS[name], list(zip(places, (values / scale).tolist(), strict=True)))
+        for name, values in parts.items()
     ]
     note = "Means over the requests of each stretch of time that were handed over and finished."
     return column_figure(title, note, series, time.axis, Axis(f"TTFT ({unit})"), time.markers)
 
 
-def _bounds_table(roles: RolesView) -> CardTable:
+def _bounds_table(roles: RolesView, push: bool) -> CardTable:
     """What may bound the run, and which of it does."""
     found = roles.metrics
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
-    pulls = f"{plural(found.pulls, 'pull')}, {size(found.bytes)}"
+    pulls = f"{plural(found.pulls, 'push', 'pushes') if push else plural(found.pulls, 'pull')}, {size(found.bytes)}"
     if found.broken:
         pulls += f"; {count(found.broken)} broken off"
     if roles.waited_seats is not None:
         engines["decode"] += f"; {percent(roles.waited_seats, 0)} of the wait while seats were taken"
     lines: tuple[tuple[Bottleneck | None, Bar, str], ...] = (
         ("prefill", Bar(f"{percent(roles.busy['prefill'])} busy", roles.busy["prefill"]), engines["prefill"]),
-        (None, Bar(f"{percent(found.kept_share)} of the blocks", found.kept_share), "computed, not pulled yet"),
+        (
+            None,
+            Bar(f"{percent(found.kept_share)} of the blocks", found.kept_share),
+            f"computed, not {'pushed' if push else 'pulled'} yet",
+        ),
         ("link", Bar(f"{percent(roles.links)} of the bandwidth", roles.links), pulls),
         ("decode", Bar(f"{percent(roles.busy['decode'])} busy", roles.busy["decode"]), engines["decode"]),
     )
     bound: Bottleneck = "decode" if roles.bottleneck == "decode blocks" else roles.bottleneck
     rows = [
         (
-            "Blocks of prefill engines, kept for pulls" if name is None else _named(roles, name, bound),
+            f"Blocks of prefill engines, kept for {'pushes' if push else 'pulls'}"
+            if name is None
+            else _named(roles, name, bound),
             used,
             fine_duration(roles.waits[name]) if name is not None and name in roles.waits else MISSING,
             detail,
@@ -164,17 +187,20 @@ def _named(roles: RolesView, name: Bottleneck, bound: Bottleneck) -> str:
     return f"{NAMES[roles.bottleneck].capitalize()}: the bottleneck"
 
 
-def _parts_table(roles: RolesView) -> CardTable:
+def _parts_table(roles: RolesView, push: bool) -> CardTable:
     parts = roles.metrics.ttft
     whole = sum(part.mean for part in parts.values()) or 1.0
     alone = roles.metrics.transfer_alone
     note = (
-        f"Of {count(next(iter(parts.values())).count)} requests that were handed over and finished. To pull takes a"
-        " free seat and blocks on the decode engine. The first decode is the iteration that gives the first token, with"
-        " the wait for it."
+        f"Of {count(next(iter(parts.values())).count)} requests that were handed over and finished."
+        f" To {'push' if push else 'pull'} takes a free seat and blocks on the decode engine."
     )
+    if push:
+        note += " They are reserved before the prompt is computed; the first decode is the wait to be seen there."
+    else:
+        note += " The first decode is the iteration that gives the first token, with the wait for it."
     if alone is not None:
-        note += f" With its links to itself a pull takes {fine_duration(alone.mean)} in the mean."
+        note += f" With its links to itself a transfer takes {fine_duration(alone.mean)} in the mean."
     rows: list[tuple[str | Bar, ...]] = [
         (
             name,

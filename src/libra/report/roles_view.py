@@ -17,7 +17,13 @@ from libra.sim.clock import seconds
 from libra.sim.engine.config import RoleName
 from libra.sim.outcome.metrics import Metrics
 from libra.sim.outcome.result import SimulationResult
-from libra.sim.outcome.transfer_metrics import HeldBlocks, TransferMetrics, kept_blocks, pulled_blocks, transfer_metrics
+from libra.sim.outcome.transfer_metrics import (
+    HeldBlocks,
+    TransferMetrics,
+    kept_blocks,
+    reserved_blocks,
+    transfer_metrics,
+)
 from libra.sim.outcome.transfers import Transfers
 
 WAITS = 0.25  # of a request's mean time: from here on waiting bounds a run
@@ -45,8 +51,10 @@ class RolesView:
     links: float  # share of their bandwidth that prefill engines sent, or decode engines received: the larger
     waits: dict[Bottleneck, float]  # mean seconds for which a request waits for prefill, the link, decode
     waited_seats: float | None  # share of the waiting for decode engines while their seats were taken; None: unseen
-    waited_kept: float | None  # share of prefill engines' blocks that was kept for pulls, mean over the waiting there
-    waited_pulls: float | None  # share of decode engines' blocks that pulls under way took, likewise
+    waited_kept: (
+        float | None
+    )  # share of prefill engines' blocks that was kept for transfers, mean over the waiting there
+    waited_pulls: float | None  # share of decode engines' blocks that were taken for KV to come, likewise
     bottleneck: Bottleneck
     why: str  # a sentence
 
@@ -59,10 +67,12 @@ def roles_view(result: SimulationResult, metrics: Metrics) -> RolesView | None:
     busy, waits = _busy(result), _waits(found)
     seats = _waited_seats(result)
     kept = _waited_beside(result, "prefill", kept_blocks(transfers, result.end))
-    pulls = _waited_beside(result, "decode", pulled_blocks(transfers, result.end))
-    bottleneck, why = _bottleneck(found, metrics, busy, _charged(waits, kept, pulls), seats)
+    pulls = _waited_beside(result, "decode", reserved_blocks(transfers, result.end))
+    pushed = transfers.network.push
+    charged = _charged(waits, kept, pulls, pushed=pushed)
+    bottleneck, why = _bottleneck(found, metrics, busy, charged, seats, "pushes" if pushed else "pulls")
     if waits and bottleneck in ("link", "decode", "decode blocks") and kept is not None and kept >= MOST:
-        why += " KV that is kept for pulls fills the prefill engines."
+        why += f" KV that is kept for {'pushes' if pushed else 'pulls'} fills the prefill engines."
     return RolesView(
         metrics=found,
         engines={role: sum(engine.role == role for engine in result.engines) for role in _ROLES},
@@ -81,16 +91,21 @@ def _waits(found: TransferMetrics) -> dict[Bottleneck, float]:
     if not found.ttft or found.transfer_alone is None:
         return {}
     shared = max(0.0, found.ttft["KV transfer"].mean - found.transfer_alone.mean)
-    return {"prefill": found.ttft["queueing"].mean, "link": shared, "decode": found.ttft["waiting to pull"].mean}
+    return {"prefill": found.ttft["queueing"].mean, "link": shared, "decode": found.decode_wait.mean}
 
 
-def _charged(waits: dict[Bottleneck, float], kept: float | None, pulls: float | None) -> dict[Bottleneck, float]:
-    """Who is to blame for the waiting."""
+def _charged(
+    waits: dict[Bottleneck, float], kept: float | None, pulls: float | None, *, pushed: bool
+) -> dict[Bottleneck, float]:
+    """Who is to blame for the waiting. Blocks are reserved for pushes while prompts wait, too."""
     if not waits:
         return {}
     prefill, link, decode = waits["prefill"], waits["link"], waits["decode"]
     if pulls is not None and pulls >= MOST:
-        link, decode = link + decode, 0.0
+        if pushed and prefill >= link:
+            prefill, decode = prefill + decode, 0.0
+        else:
+            link, decode = link + decode, 0.0
     if kept is not None and kept >= MOST:
         link, decode, prefill = (link + prefill, decode, 0.0) if link >= decode else (link, decode + prefill, 0.0)
     return {"prefill": prefill, "link": link, "decode": decode}
@@ -102,6 +117,7 @@ def _bottleneck(
     busy: dict[RoleName, float],
     waits: dict[Bottleneck, float],
     seats: float | None,
+    transfers: str,
 ) -> tuple[Bottleneck, str]:
     if not waits or metrics.latency is None:
         return "unknown", "No request that was handed over finished, so nothing is known of what bounds it."
@@ -113,9 +129,9 @@ def _bottleneck(
         most = max(waits, key=lambda name: waits[name])
         what = f"for {_of(waits[most], whole)}, and {works}."
         if most == "link":
-            return most, f"Links bound it: requests wait for pulls {what}"
+            return most, f"Links bound it: requests wait for {transfers} {what}"
         if most == "decode" and seats is not None and seats < MOST:
-            return "decode blocks", f"KV blocks of decode engines bound it: pulls wait {what}"
+            return "decode blocks", f"KV blocks of decode engines bound it: {transfers} wait {what}"
         return most, f"{NAMES[most].capitalize()} bound it: requests wait for them {what}"
     if max(busy.values()) < IDLE:
         return "requests", f"A lack of requests bounds it: {works}, and requests hardly wait ({_of(waited, whole)})."

@@ -133,9 +133,16 @@ def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
     where, begins, ends = [requests.engine.copy()], [requests.arrival], [until]
     if transfers is not None:
         where[0][transfers.row] = transfers.source
+        rows = transfers.row
+        reserved = np.where(transfers.reserved < 0, ended[rows], transfers.reserved)
         where.append(transfers.target)
-        begins.append(transfers.computed)
-        ends.append(np.where(transfers.begun < 0, ended[transfers.row], transfers.begun))
+        ends.append(reserved)
+        if transfers.network.push:
+            begins.append(requests.arrival[rows])
+            begins[0] = requests.arrival.copy()
+            begins[0][rows] = reserved
+        else:
+            begins.append(transfers.computed)
     engine, since, till = (np.concatenate(columns) for columns in (where, begins, ends))
     return mean_present_by(engine, len(result.engines), since, till, edges)
 

@@ -30,13 +30,15 @@ _NANOSECOND = TICKS // 10**9
 _NOWHERE = 0  # group of requests that were sent to no engine; those of engines follow
 _PAUSES = 1  # row of a group; those of requests follow
 _PHASES = ("queued", "prefill", "decode")
-_MOST_SLICES = 6  # of a request
+_MOST_SLICES = 7  # of a request
 _LINK_BINS = 1_000  # of a counter
 _COLOURS = {
     "queued": "grey",
     "prefill": "rail_response",
     "KV kept": "rail_idle",
     "waiting to pull": "grey",
+    "waiting for blocks": "grey",
+    "blocks reserved": "rail_load",
     "KV transfer": "yellow",
     "decode": "rail_load",
     "new weights": "thread_state_iowait",
@@ -217,14 +219,24 @@ def _handed_over(
 ) -> Iterator[_Stay]:
     """On the engine that computed the prompt, with its KV until it was let go, and on the one that went on."""
     arrival, scheduled, prefill_end, finish = times
-    columns = (transfers.source, transfers.target, transfers.begun, transfers.sent, transfers.came, transfers.released)
-    source, target, begun, sent, came, released = (int(column[at]) for column in columns)
+    columns = (transfers.source, transfers.target, transfers.sent, transfers.came, transfers.released)
+    source, target, sent, came, released = (int(column[at]) for column in columns)
+    begun, reserved, computed = (
+        int(column[at]) for column in (transfers.begun, transfers.reserved, transfers.computed)
+    )
     first = [("queued", scheduled), ("prefill", prefill_end), ("KV kept", released)]
-    then = [("waiting to pull", begun), ("KV transfer", sent if came < 0 else came), ("decode", finish)]
-    yield _Stay(source + 1, arrival, tuple(_slices(arrival, first, result.end)), about)
-    slices = tuple(_slices(prefill_end, then, result.end, finish))
+    then = [("KV transfer", sent if came < 0 else came), ("decode", finish)]
+    asked, comes = arrival, prefill_end
+    if transfers.network.push:
+        asked, comes = reserved, arrival
+        then = [("waiting for blocks", reserved), ("blocks reserved", computed), *then]
+    else:
+        then = [("waiting to pull", begun), *then]
+    if asked >= 0:
+        yield _Stay(source + 1, asked, tuple(_slices(asked, first, result.end)), about)
+    slices = tuple(_slices(comes, then, result.end, finish))
     if slices:
-        yield _Stay(target + 1, prefill_end, slices, about)
+        yield _Stay(target + 1, comes, slices, about)
 
 
 def _slices(

@@ -133,8 +133,12 @@ def _phases(metrics: Metrics, roles: RolesView | None) -> tuple[LatencyPart, ...
         return ()
     ends = [("queueing", metrics.queueing.mean), ("prefill", metrics.ttft_prefill.mean)]
     if roles is not None and roles.metrics.ttft:
-        to_pull, first = (roles.metrics.ttft[name] for name in ("waiting to pull", "first decode"))
-        ends.append(("waiting to pull", ends[-1][1] + to_pull.mean * to_pull.count / metrics.finished))
+        waiting, first = roles.metrics.decode_wait, roles.metrics.ttft["first decode"]
+        waited = waiting.mean * waiting.count / metrics.finished
+        if "waiting for blocks" in roles.metrics.ttft:
+            ends.insert(0, ("waiting for blocks", waited))
+        else:
+            ends.append(("waiting to pull", ends[-1][1] + waited))
         ends.append(("KV transfer", metrics.ttft.mean - first.mean * first.count / metrics.finished))
     ends += [("first decode", metrics.ttft.mean), ("decode", metrics.latency.mean)]
     made, before = [], 0.0

@@ -27,6 +27,8 @@ from libra.sim.handover import KVMoves
 from libra.sim.kv_network import KVNetwork
 from libra.sim.placement import EngineInstance, Placer
 from libra.sim.prefill_decode import PrefillDecode
+from libra.sim.pull_frontend import PullFrontend
+from libra.sim.push_frontend import PushFrontend
 from libra.sim.workload.caller import Caller
 from libra.sim.workload.requests import Workload
 
@@ -69,7 +71,7 @@ class SimCluster:
         """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
         request of its own, numbered after all others."""
         check_engines(specs, limits)
-        check_roles(specs, kv_transfer is not None, [update.refresh for update in updates], may_come=patient)
+        check_roles(specs, kv_transfer, [update.refresh for update in updates], may_come=patient)
         check_groups(specs, [update.engines for update in updates])
         entries = sum(spec.role.takes == "prompt" for spec in specs)
         if route is None and (entries > 1 or patient):
@@ -91,7 +93,7 @@ class SimCluster:
         self._keep = keep
         self.pairs: PrefillDecode | None = None
         if kv_transfer is not None and decoders is not None:
-            self.pairs = PrefillDecode(
+            self.pairs = (PushFrontend if kv_transfer.push else PullFrontend)(
                 self,
                 self.placer,
                 decoders,
@@ -281,7 +283,7 @@ class SimCluster:
                         events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
                     else:
                         self._go_on(engine)
-                if engine.pulls or engine.failed:
+                if engine.pulls or engine.ended:
                     self.frontend.planned(engine, now)
                 if watch is not None:
                     watch(engine, now)
@@ -303,7 +305,7 @@ class SimCluster:
             rank.plan(now)
             if rank.interrupted:
                 self._go_on(rank)
-            if rank.pulls or rank.failed:
+            if rank.pulls or rank.ended:
                 self.frontend.planned(rank, now)
             self.look_at(rank)
         if group.depart(now):
@@ -333,7 +335,7 @@ class SimCluster:
         """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
         if engine.plan(self.now) is not None:
             self._events.end(engine)
-        if engine.failed:
+        if engine.ended:
             self.frontend.planned(engine, self.now)
         self._go_on(engine)
         if engine.closed:

@@ -63,7 +63,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         check_engines(self.engines, self.limits)
-        check_roles(self.engines, self.kv_transfer is not None, [update.refresh for update in self.updates])
+        check_roles(self.engines, self.kv_transfer, [update.refresh for update in self.updates])
         check_groups(self.engines, [update.engines for update in self.updates])
         check_buckets(self.limits, self.turn_tokens)
         self.policy()
@@ -96,7 +96,7 @@ def check_buckets(limits: Sequence[int] | None, turn_tokens: int) -> None:
 
 
 def check_roles(
-    engines: Sequence[EngineSpec], transfers: bool, refreshes: Sequence[bool], *, may_come: bool = False
+    engines: Sequence[EngineSpec], transfer: KVNetwork | None, refreshes: Sequence[bool], *, may_come: bool = False
 ) -> None:
     """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
     are missing may come later."""
@@ -110,7 +110,7 @@ def check_roles(
             raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
     prefill, decode = ([it for it in engines if it.role.name == role] for role in ("prefill", "decode"))
     if not prefill and not decode:
-        if transfers and not may_come:
+        if transfer is not None and not may_come:
             raise ValueError("kv_transfer is given, and no engine has the role prefill or decode: give them one")
         return
     for bucket in () if may_come else sorted({engine.bucket for engine in (*prefill, *decode)}):
@@ -121,7 +121,7 @@ def check_roles(
                 raise ValueError(
                     f"engines{where} have the role {other}, and none has {role}: add one, or make them colocated"
                 )
-    if not transfers:
+    if transfer is None:
         raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")
     first = prefill[0] if prefill else decode[0]
     for engine in (*prefill, *decode):
@@ -134,10 +134,20 @@ def check_roles(
         if engine.kv_bytes <= 0:
             raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
         config = engine.config
-        if config.kv_blocks < config.blocks(config.max_model_len) + config.draft_blocks:
+        free = {
+            "drafts": config.draft_blocks,
+            "num_reserved_decode_tokens": config.blocks(config.num_reserved_decode_tokens),
+        }
+        if config.kv_blocks < config.blocks(config.max_model_len) + sum(free.values()):
+            left = " and ".join(f"{blocks} blocks free for {what}" for what, blocks in free.items() if blocks)
             raise ValueError(
                 f"kv_blocks of {engine.name} is {config.kv_blocks}: a pull of max_model_len {config.max_model_len}"
-                f" tokens leaves {config.draft_blocks} blocks free for drafts, and would never begin; give more memory"
+                f" tokens leaves {left}, and would never begin; give more memory"
+            )
+        if transfer.push and config.num_reserved_decode_tokens < config.block_size:
+            raise ValueError(
+                f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: KV that is pushed"
+                f" would fill it, and none of it go on; give a block, {config.block_size}, or more"
             )
     if any(refreshes):
         raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")

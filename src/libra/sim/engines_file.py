@@ -26,9 +26,9 @@ from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engines_keys import EnginesFile, UpdatesSection
+from libra.sim.engines_keys import EngineSection, EnginesFile, KVTransferSection, UpdatesSection
 from libra.sim.expert_ranks import check_ranks, ranks_cost
-from libra.sim.kv_network import KVNetwork
+from libra.sim.kv_network import RESERVED_DECODE_TOKENS, KVNetwork
 from libra.sim.rank_balancer import RankBalancer
 
 
@@ -41,12 +41,15 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
         engines = []
         for index, section in enumerate(file.engines):
             key = f"engines.{index}"
+            section = _reserving(section, key, file.kv_transfer)
             engines += _specs(described_engine(section, key, path.parent, note), key)
         _check_models(file)
         transfer = file.kv_transfer
         _check_route(file.route, "route", RankBalancer.NAME, sticky=file.sticky)
         if transfer is not None:
             _check_route(transfer.route, "kv_transfer.route", sticky=file.sticky)
+            if transfer.push and "lease" in transfer.model_fields_set:
+                raise ValueError(f"kv_transfer.lease is {transfer.lease}; KV that is pushed has none: leave it out")
         return Deployment(
             tuple(engines),
             file.limits,
@@ -55,9 +58,7 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
             file.sticky,
             _updates(file.weight_updates),
             file.time_limit,
-            None
-            if transfer is None
-            else KVNetwork(transfer.bandwidth, transfer.latency, transfer.lease, transfer.local_below),
+            None if transfer is None else KVNetwork(**transfer.model_dump(exclude={"route"})),
             DEFAULT_DECODE_ROUTE if transfer is None else transfer.route,
         )
     except ValueError as error:
@@ -74,6 +75,19 @@ def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) 
         raise refusal(path, f"engines are {len(engines)}; a certificate is of one: give a file with a single engine")
     gpus = section.tensor_parallel_size * section.pipeline_parallel_size
     return engines[0], load_model(section.model), f"{gpus} x {gpu_of(section.gpu, 'gpu').name}"
+
+
+def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | None) -> EngineSection:
+    """With what a decode engine leaves free by itself. Raises ValueError that opens with the key."""
+    given, decodes = section.num_reserved_decode_tokens, section.role == "decode"
+    if given and not decodes:
+        raise ValueError(
+            f"{key}.num_reserved_decode_tokens is {given}, and its role {section.role}: it is of engines with role"
+            " decode; leave it out"
+        )
+    if given is None:
+        given = RESERVED_DECODE_TOKENS if decodes and transfer is not None and transfer.push else 0
+    return section.model_copy(update={"num_reserved_decode_tokens": given})
 
 
 def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:

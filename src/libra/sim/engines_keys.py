@@ -172,6 +172,7 @@ class EngineSection(RanksSection):
     kv_tiers: tuple[KVTierSection, ...] = ()  # the nearest first
     role: RoleName = "colocated"
     kv_load_failure_policy: FailurePolicy = "fail"
+    num_reserved_decode_tokens: _Index | None = None  # None: 512 where KV is pushed, otherwise none
     enforce_eager: _Flag = False  # no CUDA graphs
     host: str = "none"  # what comes to times of kernels: none, default, or a file of a fit beside this one
     overhead: OverheadSection = OverheadSection()
@@ -192,6 +193,7 @@ class KVTransferSection(Section):
 
     bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
+    push: _Flag = False  # as SGLang's engines; otherwise it is pulled, as vLLM's
     lease: Annotated[float, Field(gt=0, le=86_400)] = DEFAULT_LEASE
     local_below: _Index = 0
     route: str = DEFAULT_DECODE_ROUTE

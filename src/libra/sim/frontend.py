@@ -135,7 +135,7 @@ class Frontend:
         return request.cancel_at is None or request.cancel_at >= now
 
     def planned(self, engine: SimEngine, now: int) -> None:
-        """Pulls of KV that begin, or failed, with an engine's plan: there are none."""
+        """Blocks that an engine took for KV with its plan, and requests that ended with it: there are none."""
 
     def cancel(self, request: Request) -> None:
         if request.status not in ("waiting", "running"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 DEFAULT_LEASE = 30.0  # seconds, as vLLM's `kv_lease_duration`
+RESERVED_DECODE_TOKENS = 512  # where KV is pushed: SGLang's `num_reserved_decode_tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +15,9 @@ class KVNetwork:
 
     bandwidth: float  # bytes/s of the network of each of an engine's devices, in each direction
     latency: float = 0.0  # seconds from the last byte's sending to its arrival
-    lease: float = DEFAULT_LEASE  # seconds that KV is kept for a request of which nothing is heard
+    lease: float = DEFAULT_LEASE  # seconds that KV is kept for a request of which nothing is heard; of pulls only
     local_below: int = 0  # prompts with fewer tokens to compute stay on the engine that generates
+    push: bool = False  # blocks are reserved before a prompt is computed, and whoever computed it sends its KV
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "lease"):

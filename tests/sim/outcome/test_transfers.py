@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,13 @@ from libra.sim.kv_network import KVNetwork
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.over_time import mean_present, mean_present_by
 from libra.sim.outcome.result import result_of
-from libra.sim.outcome.transfer_metrics import TTFT_PARTS, finished_transfers, transfer_metrics, ttft_parts
+from libra.sim.outcome.transfer_metrics import (
+    PULLED_TTFT,
+    PUSHED_TTFT,
+    finished_transfers,
+    transfer_metrics,
+    ttft_parts,
+)
 from libra.sim.outcome.transfers import link_use
 from libra.sim.workload.distributions import LogNormal, Poisson
 from libra.sim.workload.generated import generated_requests
@@ -28,17 +35,23 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.intege
 
 
 def cluster(
-    *, bandwidth: float = 4e9, latency: float = 1e-3, limit: float | None = None, failing: float | None = None
+    *,
+    bandwidth: float = 4e9,
+    latency: float = 1e-3,
+    limit: float | None = None,
+    failing: float | None = None,
+    push: bool = False,
 ) -> SimCluster:
     """Two engines of two GPUs compute prompts, three of one generate; the first of them may die at a second."""
     config = EngineConfig(max_model_len=4096, kv_blocks=1200, max_num_seqs=32)
     specs = [EngineSpec(f"p{place}", config, COST, role=PREFILL, devices=2) for place in range(2)]
-    specs += [EngineSpec(f"d{place}", config, COST, role=DECODE, kv_bytes=1e6) for place in range(3)]
+    reserving = replace(config, num_reserved_decode_tokens=512 if push else 0)
+    specs += [EngineSpec(f"d{place}", reserving, COST, role=DECODE, kv_bytes=1e6) for place in range(3)]
     made = SimCluster(
         specs,
         generated_requests(60, Poisson(20.0), LogNormal(300, 0.8, 3000), LogNormal(40, 0.8, 400), 3),
         RoundRobin(),
-        kv_transfer=KVNetwork(bandwidth, latency),
+        kv_transfer=KVNetwork(bandwidth, latency, push=push),
         decode_route=RoundRobin(),
         time_limit=None if limit is None else round(limit * TICKS),
     )
@@ -48,10 +61,11 @@ def cluster(
     return made
 
 
+@pytest.mark.parametrize("push", [False, True])
 @pytest.mark.parametrize("case", [{}, {"limit": 2.0}, {"failing": 1.5}, {"latency": 0.0}, {"bandwidth": 1e12}])
-def test_links_carry_what_is_pulled(case: dict[str, float]) -> None:
-    """Sent again, the pulls end when they did, and what passed is what was asked for."""
-    ran = cluster(**case)
+def test_links_carry_what_is_transferred(case: dict[str, float], push: bool) -> None:
+    """Sent again, the transfers end when they did, and what passed is what was asked for."""
+    ran = cluster(**case, push=push)
     result = result_of(ran)
     found, transfers = transfer_metrics(result), result.transfers
     assert found is not None and transfers is not None and ran.pairs is not None
@@ -73,14 +87,15 @@ def test_links_carry_what_is_pulled(case: dict[str, float]) -> None:
         assert (use.sharing * np.diff(edges)).sum() == pytest.approx(during, rel=1e-6)
 
 
-def test_a_first_token_waits_for_its_parts() -> None:
-    result = result_of(cluster(failing=1.5))
+@pytest.mark.parametrize(("push", "names"), [(False, PULLED_TTFT), (True, PUSHED_TTFT)])
+def test_a_first_token_waits_for_its_parts(push: bool, names: tuple[str, ...]) -> None:
+    result = result_of(cluster(failing=1.5, push=push))
     found, metrics, requests = transfer_metrics(result), metrics_of(result), result.requests
     assert found is not None and result.transfers is not None
     handed = finished_transfers(requests, result.transfers)
     parts = ttft_parts(requests, result.transfers, handed)
     rows = result.transfers.row[handed]
-    assert list(parts) == list(TTFT_PARTS) == list(found.ttft)
+    assert list(parts) == list(names) == list(found.ttft)
     assert all((ticks >= 0).all() for ticks in parts.values())
     assert (sum(parts.values()) == requests.first_token[rows] - requests.arrival[rows]).all()
     assert metrics.failed and len(handed) == metrics.finished  # who failed is in none of them

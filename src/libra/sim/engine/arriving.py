@@ -3,7 +3,7 @@ or is kept for an engine that pulls it.
 
 Invariant: what holds blocks waits in front of all others, and is never preempted. An end of a transfer is seen at the
 end of the iteration under way, as an arrival is. The rules are those of vLLM's NIXL connector in pull mode, and of its
-`OffloadingConnector`.
+`OffloadingConnector`. KV that is pushed brings the first token of its request with it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def start_pull(state: EngineState, request: Request) -> bool:
         found, unheld = find(state, request.path, (request.prompt_tokens - 1) // config.block_size)
     needed = config.blocks(request.prompt_tokens)
     free = pool.free - _low(state) - _reserved(state)
+    if config.num_reserved_decode_tokens:
+        holders = len(state.running) + len(state.arriving) + 1
+        free -= config.blocks(holders * config.num_reserved_decode_tokens)
     if needed - found + unheld > free:
         return False
     if found:
@@ -123,8 +126,7 @@ def admit_arrived(
         if came == "to compute":
             return budget, contexts, request
         tokens, there = request.prompt_tokens + request.generated, request.target
-        if pool.caching and (request.chain is not None or state.tiers is not None or pool.knows(request)):
-            pool.write_arrived(request, there // config.block_size)
+        _write(state, request)
         state.arriving[request] = "written"
         computed = min(there, tokens - 1)
         new, padding = tokens - computed, 0
@@ -168,6 +170,11 @@ def see(state: EngineState, now: int) -> None:
             _let_go(state, request)
         elif request in state.arriving:
             if notice.failure is None:
+                if notice.first_token and request not in state.leaving:
+                    request.generated, request.first_token = 1, now
+                if request.generated == request.output_tokens:
+                    _end_arrived(state, request, now)
+                    continue
                 state.arriving[request] = "come"
             elif state.config.kv_load_failure_policy == "recompute" or request in state.leaving:
                 state.arriving[request] = "failed"
@@ -176,10 +183,28 @@ def see(state: EngineState, now: int) -> None:
                 _let_go(state, request)
                 request.status, request.reason, request.finish = "failed", notice.failure, now
                 state.carry(-request.prompt_tokens)
-                state.failed.append(request)
+                state.ended.append(request)
                 continue
             state.ready += 1
     state.blocked = False
+
+
+def _end_arrived(state: EngineState, request: Request, now: int) -> None:
+    """The token that came with its KV is all that a request asked for."""
+    del state.arriving[request]
+    _write(state, request)
+    state.let_go_blocks(request, request.target, request.target)
+    request.path = ()
+    request.status, request.finish = "finished", now
+    state.carry(-request.prompt_tokens)
+    state.ended.append(request)
+
+
+def _write(state: EngineState, request: Request) -> None:
+    """Let other requests find what has come."""
+    pool = state.pool
+    if pool.caching and (request.chain is not None or state.tiers is not None or pool.knows(request)):
+        pool.write_arrived(request, request.target // state.config.block_size)
 
 
 def give_up(state: EngineState, request: Request) -> None:
@@ -187,7 +212,8 @@ def give_up(state: EngineState, request: Request) -> None:
     came = state.arriving.pop(request)
     if came == "under way":
         state.orphans.append(request)
-        state.blocked = state.blocked and state.config.speculative is None  # nothing is reserved for it any more
+        if state.config.speculative is not None or state.config.num_reserved_decode_tokens:
+            state.blocked = False  # nothing is reserved for it any more
         return
     state.ready -= 1
     if came == "written":

@@ -37,6 +37,8 @@ class EngineConfig(Value):
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
     kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
+    # That an engine leaves free for each request with KV before it takes blocks for one more prompt to come: SGLang's
+    num_reserved_decode_tokens: int = 0
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
     speculative: Speculative | None = None  # drafts that are verified with each token
     kv_tiers: tuple[KVTier, ...] = ()  # where KV is kept beside the GPU, the nearest first
@@ -72,6 +74,8 @@ class EngineConfig(Value):
                 f"kv_blocks is {self.kv_blocks}: {self.kv_blocks * self.block_size} tokens, less than one request of"
                 f" max_model_len {self.max_model_len}; give more memory, or a shorter max_model_len"
             )
+        if self.num_reserved_decode_tokens < 0:
+            raise ValueError(f"num_reserved_decode_tokens is {self.num_reserved_decode_tokens}; give tokens, 0 or more")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}:"

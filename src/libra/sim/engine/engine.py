@@ -31,12 +31,13 @@ class SimEngine(EngineState):
     at that tick. After any of them but `ask` an engine that is not busy, or is open, is to be planned; after `adopt`
     too.
 
-    Pulls of KV begin with a plan; `pull_ended` says that one is over, `sent` that a request's kept KV is not needed.
+    Blocks for KV are taken with a plan; `pull_ended` says that it came or never will, `sent` that KV which a request
+    keeps is not needed.
 
     `asked` are the running requests that reached their `ask_at` with the last commit; `interrupted` those that left,
-    unfinished, with the last plan; `pulls` those whose KV is to be pulled from then on, and of how many blocks;
-    `failed` those that ended because theirs did not come. All are cleared by the next commit or plan, whichever comes
-    first.
+    unfinished, with the last plan; `pulls` those for whose KV there are blocks from then on, and how many;
+    `ended` those that came to an end without running: theirs did not come, or its first token was all they asked for.
+    All are cleared by the next commit or plan, whichever comes first.
     """
 
     open: bool = field(default=False, init=False)  # may decide on more before `end`
@@ -147,10 +148,10 @@ class SimEngine(EngineState):
             steps = 1
         return cut_to(self, steps)
 
-    def pull_ended(self, request: Request, now: int, failure: str | None = None) -> bool:
-        """The KV of a request's prompt has come, or did not, and why: seen at the end of the iteration under way. Of a
-        request that was given up meanwhile, its blocks are free then."""
-        self.notices.append(PullEnd(request, failure))
+    def pull_ended(self, request: Request, now: int, failure: str | None = None, *, first_token: bool = False) -> bool:
+        """The KV of a request's prompt has come, maybe with its first token, or did not, and why: seen at the end of
+        the iteration under way. Of a request that was given up meanwhile, its blocks are free then."""
+        self.notices.append(PullEnd(request, failure, first_token))
         return cut_stretch(self, now)
 
     def sent(self, request: Request, now: int) -> bool:
@@ -246,7 +247,7 @@ class SimEngine(EngineState):
     def plan(self, now: int) -> int | None:
         """Decide at an iteration's boundary what to do until when. None: there is nothing to do, and if the engine
         closes, it is closed now."""
-        if self.asked or self.interrupted or self.pulls or self.failed:
+        if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         if now > self.seen:
             self.count_held(now)
@@ -326,7 +327,7 @@ class SimEngine(EngineState):
 
     def commit(self) -> list[Request]:
         """Make happen what was planned; returns the requests that finished with it, in order."""
-        if self.asked or self.interrupted or self.pulls or self.failed:
+        if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         self.busy = False
         if self.waits:
@@ -369,7 +370,7 @@ class SimEngine(EngineState):
 
     def _forget_told(self) -> None:
         """Start new lists; a caller that has the old ones keeps them."""
-        self.asked, self.interrupted, self.pulls, self.failed = [], [], [], []
+        self.asked, self.interrupted, self.pulls, self.ended = [], [], [], []
 
     def _close(self, now: int) -> None:
         """Give back all unfinished requests at the last boundary."""

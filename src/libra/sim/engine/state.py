@@ -41,10 +41,11 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class PullEnd:
-    """A pull has ended since the last boundary."""
+    """A transfer of KV has ended since the last boundary."""
 
     request: Request
     failure: str | None  # why nothing came
+    first_token: bool = False  # came with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class EngineState:
     asked: list[Request] = field(default_factory=list, init=False)
     interrupted: list[Request] = field(default_factory=list, init=False)
     pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # that begin, and of how many blocks
-    failed: list[Request] = field(default_factory=list, init=False)
+    ended: list[Request] = field(default_factory=list, init=False)  # without running: their KV did not come, or was all
     # Of what is planned
     busy: bool = field(default=False, init=False)  # until `end`
     start: int = field(default=0, init=False)  # tick
@@ -296,6 +297,8 @@ class EngineState:
         whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
+        if self.config.num_reserved_decode_tokens:  # less is left free
+            self.blocked = False
         if row and self.defers:
             last = self.flights.under_way[-1] if self.overlapping and self.flights.under_way else self.under_way
             if last is not None:

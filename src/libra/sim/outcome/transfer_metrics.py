@@ -12,7 +12,8 @@ from libra.sim.outcome.over_time import Ticks, mean_present
 from libra.sim.outcome.result import RequestColumns, SimulationResult
 from libra.sim.outcome.transfers import Transfers
 
-TTFT_PARTS = ("queueing", "prefill", "waiting to pull", "KV transfer", "first decode")
+PULLED_TTFT = ("queueing", "prefill", "waiting to pull", "KV transfer", "first decode")
+PUSHED_TTFT = ("waiting for blocks", "queueing", "prefill", "KV transfer", "first decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,16 @@ class TransferMetrics:
     pulls: int
     broken: int  # off: nothing came
     bytes: int  # that came
-    kept_share: float  # of prefill engines' blocks, mean over the makespan: of computed prompts, until they are pulled
-    ttft: dict[str, Spread]  # by `TTFT_PARTS`, which add up to it
-    transfer_alone: Spread | None  # what a pull takes with its links to itself
+    kept_share: (
+        float  # of prefill engines' blocks, mean over the makespan: of computed prompts, until they are transferred
+    )
+    ttft: dict[str, Spread]  # by `PULLED_TTFT` or `PUSHED_TTFT`, which add up to it
+    transfer_alone: Spread | None  # what a transfer takes with its links to itself
+
+    @property
+    def decode_wait(self) -> Spread:
+        """For blocks (and a seat) on the engine that goes on. There is a TTFT."""
+        return self.ttft[next(name for name in ("waiting to pull", "waiting for blocks") if name in self.ttft)]
 
 
 def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
@@ -59,16 +67,17 @@ def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
 
 def ttft_parts(requests: RequestColumns, transfers: Transfers, handed: Ticks) -> dict[str, NDArray[np.int64]]:
     """Ticks, for each of these rows of transfers."""
-    its = transfers.row[handed]
-    moments = (
+    its, pushed = transfers.row[handed], transfers.network.push
+    moments = [
         requests.arrival[its],
         requests.scheduled[its],
         requests.prefill_end[its],
-        transfers.begun[handed],
         transfers.came[handed],
         requests.first_token[its],
-    )
-    return {name: after - before for name, before, after in zip(TTFT_PARTS, moments[:-1], moments[1:], strict=True)}
+    ]
+    moments.insert(1 if pushed else 3, transfers.reserved[handed])
+    names = PUSHED_TTFT if pushed else PULLED_TTFT
+    return {name: after - before for name, before, after in zip(names, moments[:-1], moments[1:], strict=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,17 +96,20 @@ class HeldBlocks:
 
 
 def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """On prefill engines, for pulls; as of tick `end`."""
-    until = np.where(transfers.released < 0, end, transfers.released)
-    return HeldBlocks(transfers.source, transfers.computed, until, transfers.blocks.astype(np.float64))
+    """On prefill engines, until it is transferred; as of tick `end`."""
+    its = np.flatnonzero(transfers.computed >= 0)
+    released = transfers.released[its]
+    until = np.where(released < 0, end, released)
+    return HeldBlocks(transfers.source[its], transfers.computed[its], until, transfers.blocks[its].astype(np.float64))
 
 
-def pulled_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """On decode engines, of pulls under way."""
-    its = np.flatnonzero(transfers.begun >= 0)
-    over = np.where(transfers.came < 0, transfers.sent, transfers.came)[its]
-    until = np.where(over < 0, end, over)
-    return HeldBlocks(transfers.target[its], transfers.begun[its], until, transfers.blocks[its].astype(np.float64))
+def reserved_blocks(transfers: Transfers, end: int) -> HeldBlocks:
+    """On decode engines, for KV to come."""
+    pushed = transfers.network.push
+    its = np.flatnonzero((transfers.reserved if pushed else transfers.begun) >= 0)
+    over = transfers.released if pushed else np.where(transfers.came < 0, transfers.sent, transfers.came)
+    until = np.where(over[its] < 0, end, over[its])
+    return HeldBlocks(transfers.target[its], transfers.reserved[its], until, transfers.blocks[its].astype(np.float64))
 
 
 def _kept_share(result: SimulationResult, transfers: Transfers) -> float:

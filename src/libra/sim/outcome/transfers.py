@@ -20,17 +20,18 @@ from libra.sim.outcome.over_time import Means, Ticks, mean_present_by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Read-only arrays of one entry a prompt, in the order in which they were computed. Times are ticks; what never
+    """Read-only arrays of one entry a prompt, in the order in which its KV was asked for. Times are ticks; what never
     happened is -1."""
 
     row: Ticks  # of the request, in `RequestColumns`
-    source: Ticks  # engine that computed the prompt
+    source: Ticks  # engine that computes the prompt
     target: Ticks  # and that went on with it
     blocks: Ticks  # that the source kept
     computed: Ticks
-    size: Ticks  # bytes to pull
-    begun: Ticks  # with blocks taken for it
-    sent: Ticks  # the last byte; or the pull was broken off
+    reserved: Ticks  # blocks for it, on the target
+    size: Ticks  # bytes to transfer
+    begun: Ticks  # the transfer
+    sent: Ticks  # the last byte; or it was broken off
     came: Ticks
     released: Ticks  # by the source
     network: KVNetwork
@@ -40,7 +41,7 @@ class Transfers:
         return len(self.row)
 
     def alone(self) -> NDArray[np.float64]:
-        """Ticks of each pull if nothing else were on its links."""
+        """Ticks of each transfer if nothing else were on its links."""
         devices = np.array(self.devices, np.float64)
         rate = self.network.bandwidth * np.minimum(devices[self.source], devices[self.target])
         ticks: NDArray[np.float64] = (self.size / rate + self.network.latency) * TICKS

@@ -1,4 +1,4 @@
-"""KV of prompts on its way from the engine that computed it to the one that goes on with it.
+"""KV of prompts on its way from the engine that computed it to the one that goes on with it, pulled or pushed.
 
 Invariant: an engine divides its bandwidth evenly among its transfers, in each direction; an end is told at the tick of
 the last byte, or a latency later.
@@ -22,15 +22,16 @@ class HandedOver:
     """What became of the KV of one prompt. Ticks; -1 where that never happened."""
 
     request: int  # number
-    source: int  # engine that computed the prompt
+    source: int  # engine that computes the prompt
     target: int  # and that goes on with it
     blocks: int  # that the source keeps
-    computed: int  # the prompt
-    size: int = 0  # bytes to pull
-    begun: int = -1  # the pull, with blocks for it
+    computed: int = -1  # the prompt
+    reserved: int = -1  # blocks for it on the target: before the prompt is computed where it is pushed
+    size: int = 0  # bytes to transfer
+    begun: int = -1  # the transfer
     sent: int = -1  # its last byte; or it was broken off, and nothing came
     came: int = -1
-    released: int = -1  # by the source
+    released: int = -1  # by the source; or it was given up before it was computed
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,7 @@ class Prefill:
     part: Request = field(init=False)
     decoder: SimEngine | None = None  # that goes on with it
     known_since: int | None = None  # tick from which on the decoder sends heartbeats
+    blocks: int = 0  # of the decoder that wait for its KV
     record: HandedOver | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class Prefill:
         )
 
 
-class Pulls:
+class KVTransfers:
     """Those of a cluster, whose engines these `specs` are. `at` does something at a tick; `came` is told whose KV has
     come, and when."""
 
@@ -90,8 +92,8 @@ class Pulls:
         moved = [(out, it.moved) for (_, out), it in self._links.items()]
         return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
 
-    def begin(self, prefill: Prefill, target: SimEngine, blocks: int, now: int) -> None:
-        size = round(blocks * target.config.block_size * self._specs[target.index].kv_bytes)
+    def begin(self, prefill: Prefill, target: SimEngine, now: int) -> None:
+        size = round(prefill.blocks * target.config.block_size * self._specs[target.index].kv_bytes)
         self.bytes += size
         self._network.begin(prefill, self._link(prefill.engine, True), self._link(target, False), max(1, size), now)
         if prefill.record is not None:

@@ -1,0 +1,112 @@
+"""KV is pushed by the engine that computes a prompt, into blocks that the engine that goes on has reserved before.
+
+Invariant: a request is on the engine that goes on with it from its arrival, and its prompt is computed once there are
+blocks for its KV. That comes with the first token, so that `n` tokens take `n - 1` iterations. SGLang's order of
+events; whoever sends knows when nobody listens any more, so there are no leases.
+"""
+
+from __future__ import annotations
+
+from libra.sim.engine.admission import refusal
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.request import Request
+from libra.sim.kv_transfers import HandedOver, Prefill
+from libra.sim.prefill_decode import PrefillDecode, copy_prompt
+
+_FIRST_ASKED = 2  # generated tokens: the first one comes from elsewhere
+
+
+class PushFrontend(PrefillDecode):
+    def hand_over(self, prefill: Prefill) -> None:
+        request, source, host = prefill.request, prefill.engine, self.host
+        if request.prompt_tokens >= source.config.max_model_len:
+            request.status, request.finish = "refused", host.now
+            request.reason = refusal(request, source.config)
+            host.ended(request)
+            return
+        decoder = prefill.decoder = self._decoder(prefill)
+        if decoder is None:
+            self.not_placed(request)
+            return
+        if request.ask_at is not None:
+            request.ask_at = max(request.ask_at, _FIRST_ASKED)
+        request.pull = True
+        host.changed(decoder, decoder.submit(request, host.now))
+        if request.status == "refused":
+            host.ended(request)
+            return
+        self._prefills[request] = prefill
+        if self._keep:
+            blocks = source.config.blocks(request.prompt_tokens)
+            prefill.record = HandedOver(request.number, source.index, decoder.index, blocks)
+            self.handed_over.append(prefill.record)
+
+    def reserved(self, prefill: Prefill, now: int) -> None:
+        """Its prompt is asked for at this tick, after all that is decided at it."""
+        self.host.at(now, lambda tick: self._ask(prefill, tick))
+
+    def _ask(self, prefill: Prefill, now: int) -> None:
+        source = prefill.engine
+        if self._prefills.get(prefill.request) is not prefill:
+            return  # it was given up at that very tick
+        if source.closing:
+            self._start_anew(prefill, now)
+        elif source.index in self._broken:
+            self._lost(prefill, self._why(source), now)
+        else:
+            prefill.part.arrival = now
+            self.host.changed(source, source.submit(prefill.part, now))
+
+    def prefilled(self, prefill: Prefill, now: int) -> None:
+        """Its KV is sent."""
+        request, source, decoder = prefill.request, prefill.engine, prefill.decoder
+        if prefill.record is not None:
+            prefill.record.computed = now
+        if self._prefills.get(request) is not prefill:
+            self._let_go(prefill, now)
+            return
+        assert decoder is not None
+        copy_prompt(prefill.part, request)
+        if self._unreadable(source):
+            self._lost(prefill, self._why(source), now)
+        else:
+            self._transfers.begin(prefill, decoder, now)
+            self._transfers.look_again(now)
+
+    def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
+        """What is being sent of it is sent, and its blocks stay until then."""
+        prefill, now = self._prefills.get(request), self.host.now
+        if prefill is not None and prefill.part.finish is None:
+            self.host.changed(engine, engine.pull_ended(request, now, "it was given up"))
+            self.forget(prefill, now)
+        super().give_up(request, engine, submitted)
+
+    def resume(self, engine: SimEngine, request: Request, now: int) -> None:
+        if not isinstance(request.owner, Prefill):
+            super().resume(engine, request, now)
+        elif self._prefills.get(request.owner.request) is request.owner:
+            # Others may have decided at this tick, or be at a boundary that nobody had to visit.
+            self.host.at(now + 1, lambda tick, it=request.owner: self._start_anew(it, tick))  # type: ignore[misc]
+
+    def _start_anew(self, prefill: Prefill, now: int) -> None:
+        """Who was to compute a prompt is gone: the request goes on elsewhere, from its beginning."""
+        request, decoder = prefill.request, prefill.decoder
+        if self._prefills.pop(request, None) is not prefill or decoder is None:
+            return
+        if prefill.record is not None:
+            prefill.record.released = now
+        self.host.changed(decoder, decoder.pull_ended(request, now, self._why(prefill.engine)))
+        self.host.changed(decoder, decoder.interrupt(request, now))
+
+    def forget(self, prefill: Prefill, now: int) -> None:
+        self._transfers.drop(prefill, now)
+        self._prefills.pop(prefill.request, None)
+        prefill.decoder = None
+        part, source = prefill.part, prefill.engine
+        if part.finish is not None:
+            self._let_go(prefill, now)
+            return
+        if prefill.record is not None:
+            prefill.record.released = now
+        if part.engine is not None and not source.closing:
+            self.host.changed(source, source.cancel(part, now))
