@@ -62,6 +62,11 @@ class GPU:
             if not low <= value <= high:
                 raise ValueError(f"{field} is {value:g}; a GPU has {low:g} to {high:g}: check its unit")
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether kernels that are made for Hopper run on it, by its name."""
+        return self.name in ("H100", "H800", "H200")
+
 
 # Speeds are without sparsity, with which data sheets double them. Memory is what the driver reports: a data sheet's
 # gigabytes are binary ones, less what error correction and the driver take (nvidia-smi: A100 81,920 MiB, H100 81,559,

@@ -205,7 +205,6 @@ _MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A10
 # FlashAttention-3 on Hopper, 570 to 610 TFLOP/s) and passes over activations. So narrow layers train slower: at 2,048
 # wide 260 TFLOP/s are left of 600, at 2,560 in bf16 360. Memory as fused AdamW moves it, 1.9 to 2.2 TB/s.
 _EAGER, _EAGER_ATTENTION, _EAGER_MEMORY, _PASSES = 0.61, 0.60, 0.61, 4.57
-_HOPPER = ("H100", "H800", "H200")
 
 
 def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fused") -> TrainingRates:
@@ -232,7 +231,7 @@ def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fuse
 
 def _eager_rates(gpu: GPU, flops: float) -> TrainingRates:
     """FlashAttention-3 is for Hopper: others keep what FlashAttention-2 reaches on them."""
-    attention = _EAGER_ATTENTION if gpu.name in _HOPPER else _ATTENTION.get(gpu.name, min(_ATTENTION.values()))
+    attention = _EAGER_ATTENTION if gpu.is_hopper else _ATTENTION.get(gpu.name, min(_ATTENTION.values()))
     origin = "measured on an H100" if gpu.name == "H100" else "not measured, the shares of an H100"
     return TrainingRates(
         linear=_EAGER * flops,

@@ -208,7 +208,6 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
 _WEIGHTS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 # Their fp8 experts are those of ModelOpt, whose activations have fixed scales: on Hopper FlashInfer's kernels, twice as
 # slow as bf16. vLLM's `fp8` scales as it goes, and runs Triton's there, as with fp8 in blocks, which the tables have.
-_HOPPER = ("H100", "H800", "H200")
 _BLOCK = 128
 
 
@@ -222,7 +221,7 @@ def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[
             )
         modes["gemm_quant_mode"] = _WEIGHTS[weights]
         if model.experts is not None:
-            in_blocks = weights == "fp8" and gpu.name in _HOPPER
+            in_blocks = weights == "fp8" and gpu.is_hopper
             modes["moe_quant_mode"] = "fp8_block" if in_blocks else _WEIGHTS[weights]
     if quantization.kv_number != UNQUANTIZED.kv_number:
         if quantization.kv_number.bytes != 1:
