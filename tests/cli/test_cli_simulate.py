@@ -176,7 +176,7 @@ def test_kv_that_is_pushed(tmp_path: Path) -> None:
     found = document(simulate("--json", engines=write(tmp_path / "engines.yaml", given)))
     assert found["run"]["kv_transfer"]["push"] is True
     assert [engine["requests"] for engine in found["engines"]] == [6] * 4
-    assert next(iter(found["transfers"]["ttft"])) == "waiting for blocks"
+    assert next(iter(found["transfers"]["ttft"])) == "waiting for decode"
     generated = found["metrics"]["generated_tokens"]
     assert sum(engine["generated_tokens"] for engine in found["engines"]) == generated
     given["kv_transfer"]["lease"] = 20.0

@@ -11,12 +11,19 @@ import pytest
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.serving import ServingOption, ServingProblem, solve_serving
 
+ROLES = ("colocated", "prefill", "decode")
+
 
 def serves(problem: ServingProblem, counts: tuple[int, ...]) -> bool:
     def total(role: str, of: str) -> float:
         rates = zip(problem.options, counts, strict=True)
         return sum(int(getattr(it, of) * 1000) * count for it, count in rates if it.role == role)
 
+    there_are = {
+        role: any(n for it, n in zip(problem.options, counts, strict=True) if it.role == role) for role in ROLES
+    }
+    if there_are["prefill"] != there_are["decode"]:
+        return False
     apart = min(total(role, of) for role in ("prefill", "decode") for of in ("rate", "link"))
     used = {
         name: sum(it.gpus * n for it, n in zip(problem.options, counts, strict=True) if it.nodes == name)
@@ -118,6 +125,18 @@ def test_the_cheapest_plan_is_that_of_an_integer_program(seed: int) -> None:
     for _ in range(10):
         problem = random_problem(generator, 12, 64)
         assert least(problem) == pytest.approx(integer_program(problem))
+
+
+def test_a_cut_is_not_met_by_half_a_pair() -> None:
+    """The cheapest engine by far only computes prompts, which nobody goes on with."""
+    options = (
+        ServingOption("alone", "colocated", "a", 1, 10, 5),
+        ServingOption("first", "prefill", "a", 1, 1, 5, 5),
+        ServingOption("then", "decode", "a", 1, 12, 5, 5),
+    )
+    problem = ServingProblem(5, options, {"a": 8})
+    assert solve_serving(problem).counts == (1, 0, 0)
+    assert solve_serving(problem.without((1, 0, 0))).counts == (0, 1, 1)
 
 
 def test_what_there_is_too_little_for_says_so() -> None:

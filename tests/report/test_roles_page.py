@@ -82,9 +82,10 @@ def test_a_page_of_pushes() -> None:
     said, roles = Page(page).text, view.roles
     assert roles is not None and roles.bottleneck == "link" and "requests wait for pushes" in roles.why
     assert marks(figure(page, "KV kept for pushes"), "line") == 2
-    assert "pull" not in said.replace("pulled (", "")
+    assert "pull" not in said
+    assert "kv_transfer.push true" in said and "kv_transfer.bandwidth 2000000000.0" in said
     assert [phase.name for phase in view.phases] == [
-        *("waiting for blocks", "queueing", "prefill", "KV transfer", "first decode", "decode")
+        *("waiting for decode", "waiting for prefill", "prefill", "KV transfer", "first decode", "decode")
     ]
     assert view.metrics.latency is not None
     assert sum(phase.seconds for phase in view.phases) == pytest.approx(view.metrics.latency.mean)
@@ -104,7 +105,7 @@ def test_a_trace_of_pushes(tmp_path: Path) -> None:
     where = Counter((names[it["pid"]].split("-")[0], it["name"]) for it in events if it["ph"] == "X")
     assert set(where) <= {
         *(("prefill", name) for name in ("queued", "prefill", "KV kept")),
-        *(("decode", name) for name in ("waiting for blocks", "blocks reserved", "KV transfer", "decode")),
+        *(("decode", name) for name in ("waiting for decode", "blocks reserved", "KV transfer", "decode")),
     }
     assert where["decode", "blocks reserved"] == where["decode", "KV transfer"] == where["prefill", "KV kept"] == 150
 

@@ -9,11 +9,15 @@ import pytest
 
 from libra.plan.serving import ServingPlan, ServingProblem, solve_serving
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing import mix
+from libra.sizing import mix, search
+from libra.sizing.bound import STEPS
+from libra.sizing.candidate import EnginePool, ServingCandidate
 from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import plan_mix, repeated
+from libra.sizing.mix import plan_mix
 from libra.sizing.objective import parse_objectives
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import LASTING, SizingQuestion
+from libra.sizing.search import highest_rate, repeated
+from libra.sizing.trial import trial
 from tests.sizing.small_questions import question, requests
 
 MENU = ServingMenu(
@@ -24,6 +28,7 @@ MENU = ServingMenu(
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> SizingQuestion:
     monkeypatch.setattr(mix, "_ARRIVALS", 200)
+    monkeypatch.setattr(search, "LASTING", 4)  # what lasts as long as that is enough for so few
     recorded = requests(np.random.default_rng(3), 60)
     return question(recorded, *parse_objectives("ttft_p99=1,tpot_p99=0.06"), rate=60.0)
 
@@ -59,6 +64,24 @@ def test_a_plan_that_misses_is_cut(asked: SizingQuestion, monkeypatch: pytest.Mo
     assert len(found.missed) == len(tried) - 1 > 0
     assert [it.cost for it in tried] == sorted(it.cost for it in tried)
     assert f"{len(found.missed)} cheaper plans missed" in found.claim()
+
+
+def test_what_single_engines_serve_lasts(asked: SizingQuestion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 requests are over so soon that an engine serves them at rates at which it falls behind all the time."""
+    monkeypatch.setattr(search, "LASTING", LASTING)
+    options, shapes = mix.single_engines(
+        asked, ServingMenu(MENU.file.model_copy(update={"architectures": ("colocated",)}))
+    )
+    alone = replace(asked, rate=None)
+    short = 0
+    for option, shape in zip(options, shapes, strict=True):
+        candidate = ServingCandidate((EnginePool("colocated", shape, 1),))
+        rung_below = option.rate / 2 ** (1 / STEPS)
+        assert trial(alone, candidate, rung_below, requests=repeated(asked.requests, 10_000)).passed
+        once, _, _ = highest_rate(alone, candidate)
+        assert once is not None
+        short += once.rate > option.rate
+    assert short
 
 
 def test_a_record_is_repeated_at_its_own_rate() -> None:

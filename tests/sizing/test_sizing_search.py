@@ -75,6 +75,14 @@ def test_nothing_cheaper_is_proven_where_the_bound_says_so() -> None:
     assert cheapest.claim() == "nothing with fewer GPUs on the menu can (bound)"
 
 
+def test_requests_that_are_over_soon_are_told_of() -> None:
+    """60 requests may wait half a second: they say something of 15 requests/s at most."""
+    assert found(gpus=4, rate=14.9).caution() is None
+    caution = found(gpus=4, rate=16.0).caution()
+    assert caution is not None and "the 60 requests come within 3.75 s, and may wait 0.5 s" in caution
+    assert caution.endswith("give 256 requests or more")
+
+
 def test_simulation_alone_proves_nothing() -> None:
     most = found(gpus=4)
     assert not most.proven

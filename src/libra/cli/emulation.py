@@ -41,7 +41,8 @@ def emulate(
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
-    from libra.sim.engines_file import load_engines  # imported here: `--help` must not wait for what simulating needs
+    from libra.sim.engine.config import COLOCATED  # imported here: `--help` must not wait for what simulating needs
+    from libra.sim.engines_file import load_engines
 
     notes: list[str] = []
     try:
@@ -49,6 +50,12 @@ def emulate(
         specs = load_engines(engines, notes.append).engines
         if any(spec.group is not None for spec in specs):
             raise ValueError(f"{engines}: ranks with data_parallel_size wait for each other, and are not emulated")
+        apart = next((spec for spec in specs if spec.role != COLOCATED), None)
+        if apart is not None:
+            raise ValueError(
+                f"{engines}: the role of {apart.name} is {apart.role.name}; KV goes from engine to engine only where it"
+                " is simulated: leave the role out"
+            )
         for note in notes:
             typer.echo(f"note: {note}", err=True)
         with needing("http", "aiohttp", "prometheus_client"):

@@ -133,6 +133,8 @@ def search(
                 shown.tell(done + best)
 
             found = find(question, ServingMenu(file), jobs=processes, progress=tell)
+        if (caution := found.caution()) is not None:
+            notes.append(caution)
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
         if output is not None:
             write_text(output, text)

@@ -18,6 +18,7 @@ prefill     sum over prefill o of rate[o] n[o]   >=  d
 decode      sum over decode o of rate[o] n[o]    >=  d
 sent        sum over prefill o of link[o] n[o]   >=  d
 received    sum over decode o of link[o] n[o]    >=  d
+both        some prefill engine is there  <=>  some decode engine is
 class[c]    sum over o of c of gpus[o] n[o]      <=  GPUS[c]
 gpus        sum over o of gpus[o] n[o]           <=  GPUS
 cost        sum over o of cost[o] n[o]           <=  COST
@@ -110,6 +111,9 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
         model.add(sum(rate[o] * n[o] for o in of[role]) >= d).with_name(role)
     for role, name in (("prefill", "sent"), ("decode", "received")):
         model.add(sum(link[o] * n[o] for o in of[role]) >= d).with_name(name)
+    engines = sum(most) + 1
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        model.add(sum(n[o] for o in of[role]) <= engines * sum(n[o] for o in of[other])).with_name(f"both_{role}")
     for nodes, there in problem.there_are.items():
         here = [o for o, it in enumerate(options) if it.nodes == nodes]
         model.add(sum(options[o].gpus * n[o] for o in here) <= there).with_name(f"class_{nodes}")
@@ -125,7 +129,6 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
         model.add_bool_or(more).with_name(f"cut_{k}")
 
     # Objective
-    engines = sum(most) + 1
     model.minimize(total * engines + sum(n))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1

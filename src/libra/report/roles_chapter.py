@@ -25,13 +25,13 @@ _COLOURS = {
     "waiting for prefill": "#bcdaf0",
     "prefill": "#0072b2",
     "waiting to pull": "#f6dda0",
-    "waiting for blocks": "#f6dda0",
+    "waiting for decode": "#f6dda0",
     "KV transfer": "#e69f00",
     "first decode": "#009e73",
     "decode": "#009e73",
 }
 _PULLED = ("waiting for prefill", "prefill", "waiting to pull", "KV transfer", "decode")
-_PUSHED = ("waiting for blocks", "waiting for prefill", "prefill", "KV transfer", "decode")
+_PUSHED = ("waiting for decode", "waiting for prefill", "prefill", "KV transfer", "decode")
 _ARRIVALS = 60  # stretches of time whose requests have a column
 
 
@@ -196,7 +196,9 @@ def _parts_table(roles: RolesView, push: bool) -> CardTable:
         f" To {'push' if push else 'pull'} takes a free seat and blocks on the decode engine."
     )
     if push:
-        note += " They are reserved before the prompt is computed; the first decode is the wait to be seen there."
+        note += (
+            " They are reserved before the prompt is computed; the first decode is the wait until its engine sees it."
+        )
     else:
         note += " The first decode is the iteration that gives the first token, with the wait for it."
     if alone is not None:

@@ -91,7 +91,7 @@ def _waits(found: TransferMetrics) -> dict[Bottleneck, float]:
     if not found.ttft or found.transfer_alone is None:
         return {}
     shared = max(0.0, found.ttft["KV transfer"].mean - found.transfer_alone.mean)
-    return {"prefill": found.ttft["queueing"].mean, "link": shared, "decode": found.decode_wait.mean}
+    return {"prefill": found.prefill_wait.mean, "link": shared, "decode": found.decode_wait.mean}
 
 
 def _charged(

@@ -122,6 +122,8 @@ def _engine(engine: EngineMetrics, *, roles: bool) -> list[str | Bar]:
 def _settings(view: SimulationView) -> Iterator[tuple[str, str]]:
     for key, value in flatten(dict(view.result.workload), "workload"):
         yield key, value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]} …"
+    if view.result.transfers is not None:
+        yield from flatten(asdict(view.result.transfers.network), "kv_transfer")
     configs: dict[EngineConfig, list[str]] = {}
     for engine in view.result.engines:
         configs.setdefault(engine.config, []).append(engine.name)

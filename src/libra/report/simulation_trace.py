@@ -37,7 +37,7 @@ _COLOURS = {
     "prefill": "rail_response",
     "KV kept": "rail_idle",
     "waiting to pull": "grey",
-    "waiting for blocks": "grey",
+    "waiting for decode": "grey",
     "blocks reserved": "rail_load",
     "KV transfer": "yellow",
     "decode": "rail_load",
@@ -229,7 +229,7 @@ def _handed_over(
     asked, comes = arrival, prefill_end
     if transfers.network.push:
         asked, comes = reserved, arrival
-        then = [("waiting for blocks", reserved), ("blocks reserved", computed), *then]
+        then = [("waiting for decode", reserved), ("blocks reserved", computed), *then]
     else:
         then = [("waiting to pull", begun), *then]
     if asked >= 0:

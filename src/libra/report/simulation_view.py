@@ -135,8 +135,9 @@ def _phases(metrics: Metrics, roles: RolesView | None) -> tuple[LatencyPart, ...
     if roles is not None and roles.metrics.ttft:
         waiting, first = roles.metrics.decode_wait, roles.metrics.ttft["first decode"]
         waited = waiting.mean * waiting.count / metrics.finished
-        if "waiting for blocks" in roles.metrics.ttft:
-            ends.insert(0, ("waiting for blocks", waited))
+        if roles.metrics.pushed:
+            ends[0] = "waiting for prefill", metrics.queueing.mean
+            ends.insert(0, ("waiting for decode", waited))
         else:
             ends.append(("waiting to pull", ends[-1][1] + waited))
         ends.append(("KV transfer", metrics.ttft.mean - first.mean * first.count / metrics.finished))

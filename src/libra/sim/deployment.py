@@ -103,8 +103,8 @@ def check_roles(
     for engine in engines:
         if engine.config.kv_tiers and engine.role.takes == "context":
             raise ValueError(
-                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: it pulls KV from"
-                " the engines that compute prompts; give them to those, or leave them out"
+                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: its KV comes"
+                " from the engines that compute prompts; give them to those, or leave them out"
             )
         if engine.config.kv_tiers and any(refreshes):
             raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
@@ -140,9 +140,14 @@ def check_roles(
         }
         if config.kv_blocks < config.blocks(config.max_model_len) + sum(free.values()):
             left = " and ".join(f"{blocks} blocks free for {what}" for what, blocks in free.items() if blocks)
+            lower = (
+                "max_model_len, or num_reserved_decode_tokens"
+                if free["num_reserved_decode_tokens"]
+                else "max_model_len"
+            )
             raise ValueError(
-                f"kv_blocks of {engine.name} is {config.kv_blocks}: a pull of max_model_len {config.max_model_len}"
-                f" tokens leaves {left}, and would never begin; give more memory"
+                f"kv_blocks of {engine.name} is {config.kv_blocks}: KV of max_model_len {config.max_model_len} tokens"
+                f" comes only if it leaves {left}, which it never does; give more memory, or lower {lower}"
             )
         if transfer.push and config.num_reserved_decode_tokens < config.block_size:
             raise ValueError(

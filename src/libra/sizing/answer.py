@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Any, Literal
 
 from libra.sizing.bound import RateBound
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import LASTING, SizingQuestion
 from libra.sizing.trial import Trial
 
+_BRIEF = 8  # times the longest wait that is allowed: requests that are over before that say little
 _BUSY = 0.8  # share from which on a network is told of
 
 By = Literal["bound", "simulation", "dominated"]
@@ -109,6 +110,18 @@ class SizingAnswer:
                 f" ({near.draws} draws of arrivals)"
             )
         return text
+
+    def caution(self) -> str | None:
+        """Where requests are over so soon that a deployment may serve them and fall behind all the time."""
+        if not self.points:
+            return None
+        count, rate, wait = len(self.question.requests), self.points[0].trial.rate, self.question.longest_wait
+        if count >= _BRIEF * rate * wait:
+            return None
+        return (
+            f"at {rate:,.3g} requests/s the {count:,} requests come within {count / rate:.3g} s, and may wait {wait:g}"
+            f" s: who serves them need not keep up for long; give {ceil(LASTING * rate * wait):,} requests or more"
+        )
 
     def document(self) -> dict[str, Any]:
         """JSON values."""

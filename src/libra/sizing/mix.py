@@ -17,17 +17,17 @@ from libra.cost.transfer import fabric
 from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Instance
-from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import bottleneck
 from libra.sizing.bound import Bounds
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.menu import ServingMenu
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import refuse_empty, refuse_impossible, simulator
+from libra.sizing.search import lasting_rate, refuse_empty, refuse_impossible, repeated, simulator
 from libra.sizing.trial import Trial, trial
 
 _AMPLE = 16  # engines of the other role, where one role is asked what it serves
+_BOUNDED = 4_000  # requests, at least, by which what one engine serves is bounded
 _ARRIVALS = 20_000  # requests that a plan is simulated with, unless there are more
 _PLANS = 40  # that are simulated before it is given up
 
@@ -125,9 +125,9 @@ def plan_mix(
 def single_engines(
     question: SizingQuestion, menu: ServingMenu, jobs: int = 1
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
-    """What one engine of each shape serves in each role, found by simulation with more than enough engines of the other
-    role; those that serve nothing are left out, and of tiers all but those that serve most. A role that takes the KV of
-    others, or gives it, is priced at the slowest network of the menu."""
+    """What one engine of each shape serves in each role for long, found by simulation with more than enough engines of
+    the other role; those that serve nothing are left out, and of tiers all but those that serve most. A role that takes
+    the KV of others, or gives it, is priced at the slowest network of the menu."""
     if "attention-ffn" in menu.file.architectures:
         raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
     if "prefill-decode" in menu.file.architectures and len(menu.file.speculative) > 1:
@@ -136,7 +136,7 @@ def single_engines(
             " drafts: give one, leave prefill-decode out, or --plan"
         )
     alone = replace(question, rate=None, gpus=None, budget=None)
-    bounds = Bounds(alone)
+    bounds = Bounds(replace(alone, requests=repeated(alone.requests, _BOUNDED)))
     shapes = list(dict.fromkeys(menu.shapes(question)))
     apart = list(dict.fromkeys(replace(it, kv_tiers=()) for it in shapes if it.pipeline_parallel_size == 1))
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
@@ -162,7 +162,7 @@ def single_engines(
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
     kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
-    with simulator(alone, jobs) as simulate:
+    with simulator(alone, jobs, lasting_rate) as simulate:
         for candidate, served, _, _ in simulate([(it, rate) for it, rate in possible.items() if rate]):
             if served is None:
                 continue
@@ -182,14 +182,6 @@ def single_engines(
             if alike not in found or worth > (found[alike][0].rate, -len(found[alike][1].kv_tiers)):
                 found[alike] = option, shape
     return tuple(option for option, _ in found.values()), tuple(shape for _, shape in found.values())
-
-
-def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
-    """The record again and again, at its own rate, until it has so many requests."""
-    span = requests[-1].arrival - requests[0].arrival
-    period = span + span // (len(requests) - 1)
-    times = max(1, -(-least // len(requests)))
-    return tuple(replace(it, arrival=it.arrival + turn * period) for turn in range(times) for it in requests)
 
 
 def _routes(

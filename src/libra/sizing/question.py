@@ -19,6 +19,8 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.objective import Objective, check_objectives
 
+LASTING = 32  # times the longest wait that is allowed: a rate that is served for so long counts as lasting
+
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
@@ -93,6 +95,11 @@ class SizingQuestion:
     def natural_rate(self) -> float:
         """Requests/s of the record."""
         return (len(self.requests) - 1) / seconds(self.requests[-1].arrival - self.requests[0].arrival)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a request may take to its first token, or to its end, by the objective that allows most."""
+        return max(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
     def longest(self) -> int:

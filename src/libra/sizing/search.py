@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
@@ -32,12 +32,13 @@ from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_o
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import Drafter, Origin, SizingQuestion
+from libra.sizing.question import LASTING, Drafter, Origin, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 _WAVE = 16  # candidates that are simulated between two looks at what is left
 _DRAWS = 5  # of arrivals, for the next best
 _NEXT = 4  # candidates that may be the next best
+_ARRIVALS = 20_000  # that are enough for a rate to count as lasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +298,24 @@ def highest_rate(
     if question.rate is not None:
         one = trial(question, candidate, question.rate)
         return (one, "", 1) if one.passed else (None, one.missed, 1)
+    return _highest(lambda rate: trial(question, candidate, rate), bound)
+
+
+def lasting_rate(
+    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
+) -> tuple[Trial | None, str, int]:
+    """As `highest_rate`, of rates that last: the requests come again and again. A record that is over soon is served
+    although the backlog grows."""
+
+    def lasting(rate: float) -> Trial:
+        least = min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
+        return trial(question, candidate, rate, requests=repeated(question.requests, least))
+
+    return _highest(lasting, bound)
+
+
+def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
+    """By bisection."""
     low, high, runs = LOWEST - 1, HIGHEST + 1, 0
     passed, missed = None, ""
     while high - low > 1:
@@ -304,7 +323,7 @@ def highest_rate(
         if rate_of(middle) > bound:
             high = middle
             continue
-        one = trial(question, candidate, rate_of(middle))
+        one = asked(rate_of(middle))
         runs += 1
         if one.passed:
             low, passed = middle, one
@@ -313,36 +332,45 @@ def highest_rate(
     return passed, missed, runs
 
 
+def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
+    """The record again and again, at its own rate, until it has so many requests."""
+    span = requests[-1].arrival - requests[0].arrival
+    period = span + span // (len(requests) - 1)
+    times = max(1, -(-least // len(requests)))
+    return tuple(replace(it, arrival=it.arrival + turn * period) for turn in range(times) for it in requests)
+
+
+_Find = Callable[[SizingQuestion, ServingCandidate, float], tuple[Trial | None, str, int]]
 _Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
 
 
 @contextmanager
 def simulator(
-    question: SizingQuestion, jobs: int
+    question: SizingQuestion, jobs: int, find: _Find = highest_rate
 ) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
     if jobs <= 1:
-        yield lambda wave: [_simulate(question, it) for it in wave]
+        yield lambda wave: [_simulate(question, find, it) for it in wave]
         return
-    with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question, find)) as pool:
         yield lambda wave: pool.map(_simulate_remembered, wave)
 
 
 def _simulate(
-    question: SizingQuestion, one: tuple[ServingCandidate, float]
+    question: SizingQuestion, find: _Find, one: tuple[ServingCandidate, float]
 ) -> tuple[ServingCandidate, Trial | None, str, int]:
     candidate, bound = one
-    return candidate, *highest_rate(question, candidate, bound)
+    return candidate, *find(question, candidate, bound)
 
 
-_asked: list[SizingQuestion] = []  # in a process of the pool
+_asked: list[tuple[SizingQuestion, _Find]] = []  # in a process of the pool
 
 
-def _remember(question: SizingQuestion) -> None:
-    _asked[:] = [question]
+def _remember(question: SizingQuestion, find: _Find) -> None:
+    _asked[:] = [(question, find)]
 
 
 def _simulate_remembered(one: tuple[ServingCandidate, float]) -> tuple[ServingCandidate, Trial | None, str, int]:
-    return _simulate(_asked[0], one)
+    return _simulate(*_asked[0], one)
 
 
 def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequest, ...]:

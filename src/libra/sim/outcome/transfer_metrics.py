@@ -13,7 +13,7 @@ from libra.sim.outcome.result import RequestColumns, SimulationResult
 from libra.sim.outcome.transfers import Transfers
 
 PULLED_TTFT = ("queueing", "prefill", "waiting to pull", "KV transfer", "first decode")
-PUSHED_TTFT = ("waiting for blocks", "queueing", "prefill", "KV transfer", "first decode")
+PUSHED_TTFT = ("waiting for decode", "waiting for prefill", "prefill", "KV transfer", "first decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,18 @@ class TransferMetrics:
 
     @property
     def decode_wait(self) -> Spread:
-        """For blocks (and a seat) on the engine that goes on. There is a TTFT."""
-        return self.ttft[next(name for name in ("waiting to pull", "waiting for blocks") if name in self.ttft)]
+        """For a seat and blocks on the engine that goes on. There is a TTFT."""
+        return self.ttft["waiting for decode" if self.pushed else "waiting to pull"]
+
+    @property
+    def prefill_wait(self) -> Spread:
+        """For the engine that computes the prompt. There is a TTFT."""
+        return self.ttft["waiting for prefill" if self.pushed else "queueing"]
+
+    @property
+    def pushed(self) -> bool:
+        """Whether KV was. There is a TTFT."""
+        return "waiting for decode" in self.ttft
 
 
 def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
