@@ -165,7 +165,7 @@ def test_prefill_and_decode_apart() -> None:
         *[("prefill", 6)] * 2,  # prompts that were computed there
         *[("decode", 6)] * 2,
     ]
-    assert found["transfers"]["pulls"] == 12 and found["transfers"]["broken"] == 0
+    assert found["transfers"]["begun"] == 12 and found["transfers"]["broken"] == 0
     assert sum(part["mean"] for part in found["transfers"]["ttft"].values()) == pytest.approx(metrics["ttft"]["mean"])
 
 
@@ -372,7 +372,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(max_num_batched_tokens=500_000),
         ("engines.0.max_num_batched_tokens is 500000: Qwen/Qwen3-14B leaves KV memory for 0 tokens", "lower it"),
     ),
-    ("two of one name", {**BASE, "engines": [GROUP, GROUP]}, ("two engines have the same name; name each once",)),
+    ("two of one name", {**BASE, "engines": [GROUP, GROUP]}, ("2 engines have the name a100-0: give each its own",)),
     ("limits that fall", {**BASE, "limits": [8192, 4096]}, ("limits is [8192, 4096]; list numbers of tokens that",)),
     (
         "a bucket without a limit",

@@ -94,6 +94,13 @@ def test_a_batch_below_the_threshold_goes_round_whole() -> None:
     assert divides.fills(9, 16) and not divides.fills(8, 16)
 
 
+def test_an_empty_micro_batch_is_padded_to_a_token_of_each_rank() -> None:
+    whole, divided = (AfdCost(stages(), CONFIG, AttentionFFN(4, 2, 1e9, 1e-6, count)) for count in (1, 3))
+    assert divided.stages(4, 3) == divided.stages(12, 3) == whole.stages(4, 1)
+    own = 10**6
+    assert iteration(divided, own, 4) > iteration(whole, own, 4)
+
+
 def test_all_that_bounds_an_iteration_is_named() -> None:
     def bound(cost: AfdCost, own: int, tokens: int = 64) -> str:
         together = cost.together(GRAPH, tokens, tokens // 4, cost.host.seconds(tokens // 4), 0)

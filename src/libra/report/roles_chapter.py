@@ -151,7 +151,7 @@ def _bounds_table(roles: RolesView, push: bool) -> CardTable:
     """What may bound the run, and which of it does."""
     found = roles.metrics
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
-    pulls = f"{plural(found.pulls, 'push', 'pushes') if push else plural(found.pulls, 'pull')}, {size(found.bytes)}"
+    pulls = f"{plural(found.begun, 'push', 'pushes') if push else plural(found.begun, 'pull')}, {size(found.bytes)}"
     if found.broken:
         pulls += f"; {count(found.broken)} broken off"
     if roles.waited_seats is not None:

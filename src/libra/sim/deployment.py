@@ -7,6 +7,7 @@ new weights, or none is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -184,8 +185,9 @@ def check_engines(engines: Sequence[EngineSpec], limits: Sequence[int] | None) -
     """Raises ValueError unless there are engines, of different names, in buckets that `limits` name."""
     if not engines:
         raise ValueError("engines is empty: give one or more")
-    if len({engine.name for engine in engines}) < len(engines):
-        raise ValueError("two engines have the same name; name each once")
+    name, count = Counter(engine.name for engine in engines).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} engines have the name {name}: give each its own")
     buckets = 1 if limits is None else len(limits)
     for engine in engines:
         if not 0 <= engine.bucket < buckets:

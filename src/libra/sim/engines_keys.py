@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from libra.config.recipe import KVCacheDtype, WeightQuantization
 from libra.config.yaml_file import Section
@@ -144,7 +144,7 @@ class RanksSection(Section):
 class EngineSection(RanksSection):
     """`count` engines that are alike, or as many groups of ranks."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
     model: str  # config.json, its directory, or a known name
     gpu: Any  # a known name, or a mapping as in a cluster file

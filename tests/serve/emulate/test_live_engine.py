@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
@@ -89,18 +89,35 @@ def simulated(spec: EngineSpec, requests: list[Request], cancelled: dict[int, in
         ended = engine.busy and engine.end == now
         if ended:
             engine.commit()
+        came = False
         while orders and orders[0][0] == now:
             _, kind, number = orders.pop(0)
             if kind:
                 engine.submit(copies[number], now)
-            else:
+            elif copies[number].status in ("waiting", "running"):
                 engine.cancel(copies[number], now)
-        if ended or not engine.busy or engine.open:
+            else:
+                continue  # nobody cancels what has ended, and that is no occasion to plan
+            came = True
+        if ended or (came and (not engine.busy or engine.open)):
             engine.plan(now)
     return copies
 
 
+# While nothing runs in one of the stages, a request that was preempted waits, and another's deadline passes that has
+# finished.
+_PREEMPTED = [
+    Turn(0.0, 199, 137, 2, None),
+    Turn(0.072, 64, 32, 0, 0.115001005),
+    Turn(0.093, 1, 15, 0, None),
+    Turn(0.111, 82, 32, 0, None),
+    Turn(0.111, 71, 32, 0, None),
+    Turn(0.18, 64, 1, 0, None),
+]
+
+
 @settings(deadline=None, max_examples=60)
+@example(_PREEMPTED, 2, 0.5)
 @given(_turns, st.sampled_from([1, 2]), st.sampled_from([0.5, 1.0, 4.0]))
 def test_it_is_the_simulators_engine(turns: list[Turn], stages: int, speed: float) -> None:
     spec = replace(SPEC, config=replace(CONFIG, pipeline_parallel_size=stages))

@@ -72,7 +72,7 @@ def test_links_carry_what_is_transferred(case: dict[str, float], push: bool) -> 
     edges = np.unique(np.linspace(0, result.end + 1, 40).round().astype(np.int64))
     whole = transfers.sent >= 0
     came = int(transfers.size[transfers.came >= 0].sum())
-    assert found.bytes == came and found.pulls == int((transfers.begun >= 0).sum())
+    assert found.bytes == came and found.begun == int((transfers.begun >= 0).sum())
     assert (found.broken > 0) == ("failing" in case)
     for use, moved in zip(link_use(transfers, edges), ran.pairs.moved_bytes, strict=True):
         rates = 4e9 * np.array(transfers.devices) if "bandwidth" not in case else 1e12 * np.array(transfers.devices)

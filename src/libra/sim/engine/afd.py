@@ -5,8 +5,9 @@ rank; attention ranks are a data-parallel group, FFN ranks work for all of them 
 
 An FFN rank starts on a micro-batch of a layer when it has it of all its attention ranks, and these wait for each other
 at every layer: so the slowest attention rank is the stage. Micro-batches are taken to be alike, each with its share of
-a rank's tokens: vLLM cuts a batch by tokens, prompts included. Layers without experts, and the output head, come before
-and after; their attention takes as long as that of the others.
+a rank's tokens: vLLM cuts a batch by tokens, prompts included. One that would be empty is padded to a token of each
+rank. Layers without experts, and the output head, come before and after; their attention takes as long as that of the
+others.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class AfdCost:
 
     def stages(self, tokens: int, count: int) -> tuple[int, int]:
         """Ticks of FFN, and of a link, for one of `count` micro-batches of so many tokens of all attention ranks."""
-        afd, each = self._afd, tokens / count
+        afd = self._afd
+        each = max(tokens / count, afd.attention)
         link = each * self._stages.token_bytes / self._rate + afd.latency
         return ticks(self._stages.experts_seconds(each)), ticks(link)
 

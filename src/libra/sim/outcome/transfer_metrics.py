@@ -1,4 +1,4 @@
-"""The numbers of handing over KV: what a first token waits for, and what came of the pulls."""
+"""The numbers of handing over KV: what a first token waits for, and what came of the transfers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PUSHED_TTFT = ("waiting for decode", "waiting for prefill", "prefill", "KV trans
 class TransferMetrics:
     """`ttft` and what follows are of finished requests that were handed over; None, or no entry, where none is."""
 
-    pulls: int
+    begun: int
     broken: int  # off: nothing came
     bytes: int  # that came
     kept_share: (
@@ -53,7 +53,7 @@ def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
     came = transfers.came >= 0
     handed = finished_transfers(result.requests, transfers)
     return TransferMetrics(
-        pulls=int((transfers.begun >= 0).sum()),
+        begun=int((transfers.begun >= 0).sum()),
         broken=int(((transfers.sent >= 0) & ~came).sum()),
         bytes=int(transfers.size[came].sum()),
         kept_share=_kept_share(result, transfers),
