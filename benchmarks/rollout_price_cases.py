@@ -13,7 +13,7 @@ from pathlib import Path
 
 from libra.config.recipe import Recipe
 from libra.cost.grid import EngineProfile
-from libra.cost.sources.roofline import node_roofline
+from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
@@ -90,7 +90,7 @@ def make_case(
         for gpu in kinds
     )
     # An engine may be forbidden some degrees, as a run's images or habits do.
-    profiles = tuple(_some(node_roofline(n, model, recipe), draw) for n in nodes)
+    profiles = tuple(_some(profile, draw) for profile in _profiles(Cluster(nodes), model, recipe))
     agents = FAMILIES[family](draw, max_length)
 
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
@@ -105,9 +105,10 @@ def logged_cases() -> list[Case]:
     model = load_model("Qwen/Qwen3-14B")
     nodes = NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, 25e9)
     recipe = Recipe(batch=256, samples_per_prompt=8, max_length=32768, mode="sync")
-    profile = node_roofline(nodes, model, recipe)
+    cluster = Cluster((nodes,))
+    profiles = _profiles(cluster, model, recipe)
     return [
-        Case(path.stem, Cluster((nodes,)), model, recipe, (profile,), _drawn_from(path, recipe.max_length))
+        Case(path.stem, cluster, model, recipe, profiles, _drawn_from(path, recipe.max_length))
         for path in sorted(LOGS.glob("*.jsonl"))
     ]
 
@@ -120,6 +121,11 @@ def _drawn_from(path: Path, longest: int) -> Make:
         return tuple(replace(it, id=f"{it.id} {copy}") for copy, it in enumerate(drawn))
 
     return make
+
+
+def _profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+    """The data sheet's kernels, so that no random case lacks them, with what vLLM's process adds."""
+    return engine_profiles(cluster, model, recipe, "roofline", host="default")
 
 
 def _some(profile: EngineProfile, draw: random.Random) -> EngineProfile:

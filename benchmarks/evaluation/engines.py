@@ -10,12 +10,13 @@ from pathlib import Path
 
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import BLOCK
+from libra.cost.grid import EngineProfile
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.plan.options.engines import engine_kv_tokens
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.grid_cost import GridCost
+from libra.sim.planned_engines import captured
 
 GPUS_OF_NODE = 8
 _INTER = 200e9 / 8  # bytes/s of a node: 200 Gb/s, as in Libra (arXiv 2606.03077)
@@ -27,15 +28,22 @@ def a800_nodes(count: int) -> Cluster:
     return Cluster((NodeClass("a800", count, GPUS_OF_NODE, gpu, gpu.link, _INTER),))
 
 
-def engines_of(
-    model: ModelSpec, cluster: Cluster, recipe: Recipe, tp: int, max_num_seqs: int, source: str = "tables"
-) -> tuple[EngineSpec, ...]:
-    """As many engines of `tp` GPUs as the cluster holds, each of at most `max_num_seqs` sequences at once.
+def profiles_of(
+    cluster: Cluster, model: ModelSpec, recipe: Recipe, source: str = "tables"
+) -> tuple[EngineProfile, ...]:
+    """Engine times of all systems alike: kernels, and what vLLM's process adds to them.
 
     `source` is that of `engine_profiles`; the default is no `auto`, so that numbers do not depend on what is installed.
     """
+    return engine_profiles(cluster, model, recipe, source, host="default")
+
+
+def engines_of(
+    model: ModelSpec, cluster: Cluster, recipe: Recipe, tp: int, max_num_seqs: int, source: str = "tables"
+) -> tuple[EngineSpec, ...]:
+    """As many engines of `tp` GPUs as the cluster holds, each of at most `max_num_seqs` sequences at once."""
     (nodes,) = cluster.nodes
-    (profile,) = engine_profiles(cluster, model, recipe, source)
+    (profile,) = profiles_of(cluster, model, recipe, source)
     kv = engine_kv_tokens(model, nodes, recipe, tp)
     config = EngineConfig(
         max_model_len=min(kv, recipe.max_length),
@@ -44,7 +52,7 @@ def engines_of(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
-    cost = GridCost(profile.grid(tp), config)
+    config, cost = captured(profile.grid(tp), config)
     return tuple(EngineSpec(f"tp{tp}-{number}", config, cost) for number in range(cluster.devices // tp))
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evaluation.engines import a800_nodes
+from benchmarks.evaluation.engines import a800_nodes, profiles_of
 from benchmarks.evaluation.intervals import bootstrap_interval
 from benchmarks.evaluation.routing_real_data import halves, read_log, without_waits
 from benchmarks.evaluation.routing_real_rank import Array, Ranked, explained, rank_correlation
 from libra.config.recipe import Recipe
-from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.model_file import load_model
 from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
@@ -185,7 +184,7 @@ def makespan(log: str, waits: bool, seed: int, routes: Sequence[str]) -> dict[st
     known, judged = halves(trajectories, seed)
     recipe = Recipe(batch=BATCH, samples_per_prompt=SAMPLES, max_length=longest, max_buckets=2)
     model, cluster = load_model(MODEL), a800_nodes(NODES)
-    planner = Planner(cluster, model, recipe, engine_profiles(cluster, model, recipe, "tables"))
+    planner = Planner(cluster, model, recipe, profiles_of(cluster, model, recipe))
     tracker, before = planner.tracker(), _step(known, longest, seed)
     for trajectory in before:
         tracker.observe(trajectory)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluation.by_step import ByStep
-from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, shape_file
+from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, profiles_of, shape_file
 from benchmarks.workloads.definition import FILES, read
 from libra.config.recipe import Recipe
 from libra.cost.grid import EngineProfile
-from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
 from libra.plan.planner import Planner
@@ -88,7 +87,7 @@ class Setting:
 
     @cached_property
     def profiles(self) -> tuple[EngineProfile, ...]:
-        return engine_profiles(a800_nodes(self.nodes), load_model(self.model), self.recipe(), "tables")
+        return profiles_of(a800_nodes(self.nodes), load_model(self.model), self.recipe())
 
     def planner(self, **changes: Any) -> Planner:
         """`changes` are of the recipe."""

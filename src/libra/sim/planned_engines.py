@@ -129,7 +129,7 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]
-    return _captured(profile.grid(group.devices), config)
+    return captured(profile.grid(group.devices), config)
 
 
 def _lent(
@@ -146,10 +146,10 @@ def _lent(
         max_num_batched_tokens=max(lent.batched_tokens, max_num_seqs),
     )
     grid = request.lent_profiles[request.lenders.index(lent.lender)].grid(lent.lender.devices)
-    return _captured(grid if granted else grid.slowed(1 / lent.share), config)
+    return captured(grid if granted else grid.slowed(1 / lent.share), config)
 
 
-def _captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, IterationCost]:
+def captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, IterationCost]:
     """With the CUDA graphs that vLLM captures, where the host has a price; without one nothing is launched."""
     if grid.host.priced:
         sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens)
