@@ -57,6 +57,16 @@ def test_a_chunk_takes_what_it_takes_the_simulator_beside_what_the_host_takes_an
     assert whole_iterations(grid_of(), 512, 8192).prefill_seconds(chunk, prefix) == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 68, 200, 2000])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_however_few_sequences_an_engine_has_its_decodes_are_whole_graphs(max_num_seqs: int, tp: int) -> None:
+    grid = replace(roofline(GPUS["A800"], load_model("Qwen3-14B"), [tp]).grid(tp), host=HOST, terms=TERMS)
+    whole = whole_iterations(grid, max_num_seqs, 8192)
+    for batch in {1, max_num_seqs - 1 or 1, max_num_seqs}:
+        wanted = grid.decode_seconds(batch, 300) + HOST.seconds(batch)
+        assert whole.decode_seconds(batch, 300) == pytest.approx(wanted)
+
+
 def test_kernels_alone_stay_as_they_are() -> None:
     assert whole_iterations(KERNELS, 512, 8192) == KERNELS
     uneven = KernelTerms(spread=0.7, shared=0.5)  # which no planner sees

@@ -105,6 +105,8 @@ def whole_iterations(grid: EngineGrid, max_num_seqs: int, max_num_batched_tokens
     sizes = capture_sizes(max_num_seqs, max_num_batched_tokens)
 
     def launching(tokens: int, *, uniform: bool) -> float:
+        if uniform:
+            tokens = min(tokens, max_num_seqs)  # no larger batch runs: its time is for those between it and the last
         kind, _ = graph_of(tokens, sizes, max_num_seqs, "FULL_AND_PIECEWISE", uniform=uniform)
         return host.launching(kind)
 
