@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.cost.graphs import capture_sizes
-from libra.cost.grid import EngineGrid, whole_iterations
+from libra.cost.grid import EngineGrid
 from libra.cost.host import NO_HOST, HostCost, default_host
 from libra.cost.kernels import NO_TERMS, KernelTerms, default_terms
 from libra.cost.lines import iteration_lines, prefill_line
@@ -18,8 +19,10 @@ from libra.cost.sources.engine_fit import EngineFit
 from libra.cost.sources.files import load_fit, save_fit
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.sources.roofline import roofline
+from libra.cost.whole_iterations import RunningBatch, running_batch, whole_iterations
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.lengths import TrajectoryClass
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost
@@ -65,6 +68,58 @@ def test_however_few_sequences_an_engine_has_its_decodes_are_whole_graphs(max_nu
     for batch in {1, max_num_seqs - 1 or 1, max_num_seqs}:
         wanted = grid.decode_seconds(batch, 300) + HOST.seconds(batch)
         assert whole.decode_seconds(batch, 300) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("sequences", [2, 24, 128, 256])
+@pytest.mark.parametrize(("turns", "tokens", "above"), [(0.002, 300, 0.06), (0.02, 100, 0.06), (0.01, 1500, 0.17)])
+def test_turns_that_are_admitted_meanwhile_cost_what_they_cost_the_simulator(
+    sequences: int, turns: float, tokens: int, above: float
+) -> None:
+    """In the mean over Poisson arrivals of chunks with exponential lengths: all that iterations take beyond the
+    prefill's own price, by its tokens in full chunks. Long chunks save the weights that decodes read anyway, which is
+    not priced."""
+    context, uneven = 3000, 0.6
+    cost, draw = GridCost(grid_of(), CONFIG), np.random.default_rng(sequences)
+    whole = whole_iterations(grid_of(), 512, 8192, RunningBatch(uneven, turns, tokens))
+    batch = DecodeBatch(sequences, spread=round(uneven * context) * sequences)
+    token = whole.prefill_seconds(8192, 0) / 8192
+    base, slope, _ = cost.line(batch, sequences * context)
+    total = 0.0
+    for admitted in draw.poisson(sequences * turns, 1500).tolist():
+        chunks = [(min(8000, 1 + round(length)), 0) for length in draw.exponential(tokens, admitted)]
+        room = 8192 - sequences
+        while sum(new for new, _ in chunks) > room:
+            chunks.pop()
+        ticks = cost.mixed(batch, sequences * context, chunks) if chunks else base + slope * sequences * context
+        total += ticks / TICKS - token * sum(new for new, _ in chunks)
+    assert -0.06 < whole.decode_seconds(sequences, context) / (total / 1500) - 1 < above
+
+
+def test_a_running_batch_is_that_of_a_random_token() -> None:
+    one = TrajectoryClass(0.5, 1000, 1000.0, 500.0, 0.0, 250_000.0, 700.0, 2.0, 0.0, 0.0, 0.5)
+    two = TrajectoryClass(0.5, 4000, 4000.0, 1500.0, 0.0, 4_500_000.0, 2700.0, 6.0, 0.0, 0.0, 0.5)
+    draw = np.random.default_rng(0)
+    # Contexts of the first go from 0 to 1,000, of the other, met three times as often, from 2,000 to 4,000.
+    contexts = np.concatenate([draw.uniform(0, 1000, 100_000), draw.uniform(2000, 4000, 300_000)])
+    running = running_batch((one, two), overlapping=True)
+    assert running.uneven == pytest.approx(contexts.std() / contexts.mean(), rel=0.01)
+    assert (running.turns, running.tokens) == (pytest.approx(4 / 1000), pytest.approx(1700 / 4))
+    assert running_batch((one, two), overlapping=False) == replace(running, uneven=0.0)
+    assert running_batch((), overlapping=True) == RunningBatch()
+
+
+@pytest.mark.parametrize("terms", [TERMS, replace(TERMS, longest=0.0), replace(TERMS, spread=0.0, longest=0.0)])
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-14B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("budget", [512, 8192])
+def test_no_host_makes_times_that_fall_below_0(name: str, terms: KernelTerms, budget: int) -> None:
+    model = load_model(name)
+    for gpu, tp in (("A800", 2), ("H100", 1), ("L40S", 8)):
+        grid = replace(roofline(GPUS[gpu], model, [tp]).grid(tp), host=default_host(model.layers), terms=terms)
+        for max_num_seqs in (4, 68, 500):
+            running = RunningBatch(0.8, 0.004 if max_num_seqs > 4 else 0.0, 900)
+            whole = whole_iterations(grid, max_num_seqs, budget, running)
+            below = grid.decode_seconds(max_num_seqs, 2000)
+            assert whole.decode_seconds(max_num_seqs, 2000) > below
 
 
 def test_kernels_alone_stay_as_they_are() -> None:

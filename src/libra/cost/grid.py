@@ -18,7 +18,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from libra.cost.graphs import capture_sizes, graph_of
 from libra.cost.host import NO_HOST, HostCost
 from libra.cost.kernels import NO_TERMS, KernelTerms
 
@@ -90,46 +89,6 @@ class EngineGrid:
     def prefill_seconds_at(self, chunks: ArrayLike, prefixes: ArrayLike) -> Array:
         """`prefill_seconds` of every chunk after every prefix: [chunks, prefixes]."""
         return _resample(self.chunks, self.prefixes, self.prefill, chunks, prefixes)
-
-
-def whole_iterations(grid: EngineGrid, max_num_seqs: int, max_num_batched_tokens: int) -> EngineGrid:
-    """The grid of an engine with vLLM's CUDA graphs, as a planner looks at it: a decode takes what the host adds to its
-    kernels, a chunk what launching takes if that is longer, and neither has terms or a host any more.
-
-    A chunk rides with decodes, so what an iteration takes the host anyway is not in it; nor is admitting, which turns
-    pay (`EngineTiming`). How even contexts are, and what they share, is for the simulator alone.
-    """
-    host, terms = grid.host, grid.terms
-    if not host.priced and terms.linear is None and not terms.longest and terms.decode == 1:
-        return replace(grid, terms=NO_TERMS, host=NO_HOST)
-    sizes = capture_sizes(max_num_seqs, max_num_batched_tokens)
-
-    def launching(tokens: int, *, uniform: bool) -> float:
-        if uniform:
-            tokens = min(tokens, max_num_seqs)  # no larger batch runs: its time is for those between it and the last
-        kind, _ = graph_of(tokens, sizes, max_num_seqs, "FULL_AND_PIECEWISE", uniform=uniform)
-        return host.launching(kind)
-
-    decode = tuple(
-        tuple(
-            host.beside(
-                max(one + (terms.decode - 1) * grid.decode_seconds(batch, 0), launching(batch, uniform=True)),
-                host.seconds(batch),
-            )
-            for one in row
-        )
-        for batch, row in zip(grid.batches, grid.decode, strict=True)
-    )
-    more = 0.0 if terms.linear is None else terms.linear - 1
-    linear = linear_layers(grid, grid.chunks[-1])
-    prefill = tuple(
-        tuple(
-            max(one + more * float(linear[chunk]) + terms.longest * prefix, launching(chunk, uniform=False))
-            for prefix, one in zip(grid.prefixes, row, strict=True)
-        )
-        for chunk, row in zip(grid.chunks, grid.prefill, strict=True)
-    )
-    return replace(grid, decode=decode, prefill=prefill, terms=NO_TERMS, host=NO_HOST)
 
 
 @dataclass(frozen=True, slots=True)

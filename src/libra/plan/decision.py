@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from libra.cost.device import SwitchCost
-from libra.cost.grid import whole_iterations
 from libra.cost.lines import prefill_line
 from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import fabric, weight_sync
+from libra.cost.whole_iterations import whole_iterations
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price

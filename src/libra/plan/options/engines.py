@@ -17,7 +17,7 @@ from typing import Any
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.grid import EngineGrid, EngineProfile, whole_iterations
+from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import (
@@ -32,6 +32,7 @@ from libra.cost.rollout import (
 )
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
+from libra.cost.whole_iterations import EVEN, RunningBatch, running_batch, whole_iterations
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
@@ -115,9 +116,10 @@ def shape_options(
 ) -> list[EngineOption]:
     """Options of engines with `kv` tokens of memory, none of which `holds` a longer context. All that they do takes
     `slowed` times as long, and `recalls` a second put out whatever they have under way."""
-    engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds)
-    timing, max_num_seqs = engine.timing, engine.max_num_seqs
     served = [cls for cls in classes if cls.peak_context <= holds]
+    running = running_batch(served, overlapping=recipe.staleness > 0)
+    engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds, running)
+    timing, max_num_seqs = engine.timing, engine.max_num_seqs
     longest = max([1.0, *(cls.context_sum / cls.generated for cls in served if cls.generated)])
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
@@ -148,13 +150,18 @@ class PricedEngine:
 
 
 def priced_engine(
-    recipe: Recipe, classes: Sequence[TrajectoryClass], grid: EngineGrid, kv: int, holds: int
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    grid: EngineGrid,
+    kv: int,
+    holds: int,
+    running: RunningBatch = EVEN,
 ) -> PricedEngine:
-    """Of an engine with `kv` tokens of memory that holds contexts of up to `holds`."""
+    """Of an engine with `kv` tokens of memory that holds contexts of up to `holds`; `running` is what decodes on it."""
     contexts = [c.context_sum / c.generated for c in classes if c.peak_context <= holds and c.generated] or [1.0]
     max_num_seqs = min(int(kv / max(1.0, min(contexts))), grid.batches[-1])
     host = grid.host
-    grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens)
+    grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens, running)
     try:
         prefill = prefill_line(grid, recipe.max_batched_tokens)
     except ValueError as error:
