@@ -14,7 +14,7 @@ from libra.cost.host import HostCost
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, DecodeBatch
+from libra.sim.engine.iteration_cost import UNLIMITED, Admitted, AffineCost, DecodeBatch
 from libra.sim.engine.speculative import Speculative
 
 GRID = EngineGrid(
@@ -71,9 +71,26 @@ def test_between_the_points_times_are_linear_in_batch_and_context(batch: int, co
     assert decode_ticks(COST, batch, batch * context) == wanted
 
 
-@given(st.integers(1, 4096), st.integers(0, 8192))
+@given(st.integers(2, 4096), st.integers(0, 8192))
 def test_one_chunk_alone_is_the_grid_s_prefill(new: int, before: int) -> None:
     assert COST.mixed(DecodeBatch(0), 0, [(new, before)]) == rounded(GRID.prefill_seconds(new, before))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("each", [1, 3])
+def test_chunks_of_as_many_tokens_as_a_decode_has_are_decoded(overlapped: bool, each: int) -> None:
+    host = HostCost(2e-3, 20e-6, overlapped, admission=1e-3, piecewise=0.05, eager=0.2)
+    drafts = {"speculative": Speculative("ngram", each - 1, accepted=(1,))} if each > 1 else {}
+    cost = cost_of(host, capture_sizes=(1, 2, 4, 8, 16, 32, 64), **drafts)
+    both = [(each, 999), (each, 1999)]
+    base, slope, _ = cost.line(DecodeBatch(7, each), 5000 + 1000 + 2000 + 2 * (each - 1))
+    decoded = base + slope * (5000 + 1000 + 2000 + 2 * (each - 1))
+    assert cost.mixed(DecodeBatch(5, each), 5000, both) == decoded < 0.05 * TICKS
+    hidden = max(decoded, round((host.seconds(7) + 2e-3) * TICKS))
+    assert cost.mixed(DecodeBatch(5, each), 5000, both, Admitted(2)) == (
+        hidden if overlapped else decoded + 2e-3 * TICKS
+    )
+    assert cost.mixed(DecodeBatch(5, each), 5000, [both[0], (each + 1, 1999)]) >= 0.05 * TICKS
 
 
 @given(st.integers(1, 64), st.integers(1, 8000))
@@ -134,7 +151,7 @@ def test_drafts_are_verified_on_the_whole_graph(requests: int) -> None:
 @given(
     st.integers(0, 64),
     st.integers(1, 6000),
-    st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 6000)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(2, 1000), st.integers(0, 6000)), min_size=1, max_size=4),
 )
 def test_parts_together_take_as_long_as_the_longest_and_no_longer_than_one_after_the_other(
     decoding: int, context: int, chunks: list[tuple[int, int]]

@@ -270,7 +270,9 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
         launching = np.where(np.arange(most + 1) <= largest, host.piecewise, host.eager)
         mixed = np.maximum(mixed, launching)
     least = mixed.copy()
-    if not chunked:
+    if chunked:  # a chunk of no more tokens than a request that decodes has is as if it did
+        least[: each + 1] = np.minimum(least[: each + 1], decode[1:].min())
+    else:
         np.minimum.at(least, tokens[1:], decode[1:])
     return np.minimum.accumulate(np.maximum(0.0, least)[::-1])[::-1]
 

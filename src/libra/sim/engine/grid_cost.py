@@ -119,6 +119,8 @@ class GridCost:
         self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
     ) -> int:
         requests = batch.requests
+        if all(new == batch.tokens_each for new, _ in chunks):
+            return self._uniform(batch, context, chunks, admitted)
         decoded = tokens = requests * batch.tokens_each
         ticks = 0
         for chunk in chunks:
@@ -156,6 +158,20 @@ class GridCost:
         return max(
             1, round(host.beside(seconds, host.seconds(requests + len(chunks)) + host.admitting(*admitted)) * TICKS)
         )
+
+    def _uniform(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted) -> int:
+        """Of chunks that have as many tokens as a request which decodes: for vLLM all of them decode. So does a request
+        whose KV came from elsewhere, and which computes the last token of its prompt."""
+        batch = batch._replace(requests=batch.requests + len(chunks))
+        context += sum(new + before for new, before in chunks)
+        base, slope, _ = self.line(batch, context)
+        ticks, host = base + slope * context, self._host
+        if not admitted.requests:
+            return ticks
+        admitting = host.admitting(*admitted)
+        if host.overlapped:
+            return max(ticks, round((host.seconds(batch.requests) + admitting) * TICKS))
+        return ticks + round(admitting * TICKS)
 
     def _uneven_line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         """`line` of a batch that says how its contexts differ."""
