@@ -11,7 +11,7 @@ the mean time of an iteration, weighted by tokens, is no longer than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,17 +30,10 @@ from libra.sim.engine.speculative import Draws, Speculative
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import NoRoomError, configuration, drafter_of, experts_of, grid_of, group_cost, network
 from libra.sizing.floor import Floor, Prices, group_prices, prices, prices_of_rank
+from libra.sizing.ladder import HIGHEST, LOWEST, rate_of
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import SHOWN, statistic
-
-STEPS = 16  # rates of an octave that are told apart
-LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
-
-
-def rate_of(rung: int) -> float:
-    """Requests/s of a rung of the ladder of rates: so many sixteenths of an octave above 1."""
-    return float(2 ** (rung / STEPS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,3 +378,14 @@ class _ShapeFloor:
             together = max(1.0, float(beyond.sum() / work.iterations.sum()))
             if together < seqs:
                 yield "TPOT", np.minimum(work.iterations, (2 * work.iterations - beyond / together) / together)
+
+
+def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
+    """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
+    for objective in question.objectives:
+        least = min(bounds.least(it, objective) for it in candidates)
+        if objective.limit < least < inf:
+            raise ValueError(
+                f"{objective.name} is {objective.limit:g} s; without any queue nothing on the menu is faster than"
+                f" {least:.3g} s: raise it, or add larger engines"
+            )
