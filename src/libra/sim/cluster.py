@@ -24,8 +24,9 @@ from libra.sim.engine.tier_transfers import SharedTiers
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.frontend import Frontend
 from libra.sim.handover import KVMoves
+from libra.sim.instances import EngineInstance
 from libra.sim.kv_network import KVNetwork
-from libra.sim.placement import EngineInstance, Placer
+from libra.sim.placement import Placer
 from libra.sim.prefill_decode import PrefillDecode
 from libra.sim.pull_frontend import PullFrontend
 from libra.sim.push_frontend import PushFrontend
