@@ -178,7 +178,7 @@ def _blocks(cluster: SimCluster) -> None:
             continue
         assert pool.held == pool.shared == 0, name
         assert all(not run.holders for runs in pool._runs.values() for run in runs), name
-        assert not pool._own_copies, name
+        assert not pool.copies.own, name
         assert not (engine.arriving or engine.sending or engine.orphans or engine.ready or engine.notices), name
 
 
