@@ -15,9 +15,9 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.group import RankGroup
 from libra.sim.engine.group_cost import GroupSpec
+from libra.sim.engine.messages import Iteration, Pause
 from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration, Pause
 from libra.sim.engine.tier_transfers import SharedTiers
 from libra.sim.events import EventQueue
 from libra.sim.frontend import Frontend
