@@ -18,7 +18,7 @@ from setuptools import setup
 SIM, ROUTE = Path("src/libra/sim"), Path("src/libra/route")
 INTERPRETED = ("__init__.py", "queues.py")  # of an engine's modules; mypyc takes no class that derives from `deque`
 CLUSTER = (
-    *("clock", "cluster", "events", "frontend", "granted_engine", "handover"),
+    *("clock", "cluster", "cluster_state", "events", "frontend", "granted_engine", "handover", "instances"),
     *("kv_transfers", "link", "placement", "prefill_decode", "pull_frontend", "push_frontend"),
     "workload/caller",
 )

@@ -38,11 +38,12 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import Point, bottleneck
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.engines import NoRoomError, configuration
+from libra.sizing.ladder import simulator
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.mix import plan_mix, single_engines
 from libra.sizing.objective import parse_objectives
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer, simulator
+from libra.sizing.search import answer
 
 MODEL = "Qwen/Qwen3-14B"
 THREE = "ttft_p99=2,tpot_p99=0.05,latency_p99=40"

@@ -31,11 +31,11 @@ from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.candidate import Architecture, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.ladder import highest_rate, repeated
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.mix import plan_mix
 from libra.sizing.objective import parse_objectives
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import highest_rate, repeated
 from libra.sizing.trial import trial
 
 MODEL, SYSTEM, VLLM = "Qwen/Qwen3-14B", "h100_sxm", "0.24.0"

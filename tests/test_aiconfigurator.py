@@ -10,8 +10,9 @@ import pytest
 
 from libra.cost.quantization import UNQUANTIZED, Quantization
 from libra.cost.sources.expert_tables import routed_evenly
+from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import rates
-from libra.cost.sources.roofline import all_reduce_seconds, roofline
+from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import Experts, LatentAttention, ModelSpec

@@ -34,8 +34,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 _KINDS = {"NONE": 0, "PIECEWISE": 3, "FULL": 1}  # ticks of launching

@@ -23,8 +23,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.kv_network import KVNetwork
 from libra.sim.link import Network, link
 from libra.sim.workload.requests import Requests

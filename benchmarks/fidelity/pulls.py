@@ -19,8 +19,8 @@ from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 
 
 @dataclass(frozen=True, slots=True)

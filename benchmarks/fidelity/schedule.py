@@ -25,8 +25,8 @@ from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"

@@ -13,8 +13,8 @@ from benchmarks.fidelity.clocked import ClockedEngine, TierWorker
 from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.tiered import Tiered, tiered_cluster
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 
 
 def vllm_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:

@@ -11,8 +11,9 @@ import pytest
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import UNQUANTIZED, Quantization
 from libra.cost.sources.files import load_calibration, save_calibration
+from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import Calibration, Measured, Rates, rates
-from libra.cost.sources.roofline import all_reduce_seconds, roofline
+from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
 

@@ -17,8 +17,8 @@ from oracles.faulty_simulation import FaultyCase, Ran
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Iteration
 from libra.sim.engine.tier_transfers import TierTransfers
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.result import result_of
@@ -178,7 +178,7 @@ def _blocks(cluster: SimCluster) -> None:
             continue
         assert pool.held == pool.shared == 0, name
         assert all(not run.holders for runs in pool._runs.values() for run in runs), name
-        assert not pool._own_copies, name
+        assert not pool.copies.own, name
         assert not (engine.arriving or engine.sending or engine.orphans or engine.ready or engine.notices), name
 
 

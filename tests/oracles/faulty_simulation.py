@@ -23,8 +23,8 @@ from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import COLOCATED, DECODE, PREFILL, EngineConfig, EngineRole, EngineSpec
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.handover import KVMoves
 from libra.sim.kv_network import KVNetwork
 from libra.sim.rank_balancer import RankBalancer

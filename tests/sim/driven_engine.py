@@ -20,8 +20,8 @@ from test_batching_equality import affine_costs, knee_costs, small_configs
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
+from libra.sim.engine.messages import Iteration, Pause
 from libra.sim.engine.request import Chain, Request, Stop
-from libra.sim.engine.state import Iteration, Pause
 
 _OUTCOME = [
     *map(attrgetter, ("status", "scheduled", "prefill_end", "first_token", "finish", "generated")),

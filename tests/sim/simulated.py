@@ -11,8 +11,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 Make = Callable[[], Sequence[Request]]  # new requests, the same each time

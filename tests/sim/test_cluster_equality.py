@@ -27,8 +27,8 @@ from libra.sim.engine.iteration_cost import (
     DecodeBatch,
     IterationCost,
 )
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Iteration
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Pause
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Pause
 
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
 TEN = AffineCost(10)  # ticks for any iteration

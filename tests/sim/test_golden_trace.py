@@ -7,8 +7,8 @@ from simulated import naive, simulate
 
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Iteration
 
 # Six blocks of 4 tokens; an iteration computes up to 8 tokens, and takes 10 ticks and one for each of a prompt.
 CONFIG = EngineConfig(max_model_len=24, kv_blocks=6, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)

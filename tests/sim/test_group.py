@@ -20,9 +20,9 @@ from libra.sim.deployment import Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.group_cost import Graph, GroupSpec, MicroBatching, Together
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, IterationCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.rank import Rank
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.rank_balancer import RankBalancer
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests

@@ -15,8 +15,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 COST = AffineCost(5000, 20, 3, 25, 1)

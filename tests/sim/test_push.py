@@ -17,8 +17,8 @@ from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec, FailurePolicy
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Iteration
 from libra.sim.kv_network import KVNetwork
 from libra.sim.workload.requests import Requests
 

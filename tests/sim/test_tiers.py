@@ -19,8 +19,8 @@ from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import DECODE, EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.kv_tier import KVTier
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Iteration
 from libra.sim.engine.tiers import Tiers
 from libra.sim.workload.requests import Requests
 

@@ -15,8 +15,9 @@ from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import HIGHEST, LOWEST, Bounds, RateBound, rate_of
+from libra.sizing.bound import Bounds, RateBound
 from libra.sizing.candidate import ServingCandidate
+from libra.sizing.ladder import HIGHEST, LOWEST, rate_of
 from libra.sizing.objective import Objective
 from libra.sizing.question import Drafter, SizingQuestion
 from libra.sizing.trial import trial

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import Bounds, rate_of
+from libra.sizing.bound import Bounds
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.ladder import rate_of
 from libra.sizing.objective import Objective
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import CLUSTER, question, requests, simulations_within

@@ -9,14 +9,13 @@ import pytest
 
 from libra.plan.serving import ServingPlan, ServingProblem, solve_serving
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing import mix, search
-from libra.sizing.bound import STEPS
+from libra.sizing import ladder, mix
 from libra.sizing.candidate import EnginePool, ServingCandidate
+from libra.sizing.ladder import STEPS, highest_rate, repeated
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.mix import plan_mix
 from libra.sizing.objective import parse_objectives
 from libra.sizing.question import LASTING, SizingQuestion
-from libra.sizing.search import highest_rate, repeated
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import question, requests
 
@@ -28,7 +27,7 @@ MENU = ServingMenu(
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> SizingQuestion:
     monkeypatch.setattr(mix, "_ARRIVALS", 200)
-    monkeypatch.setattr(search, "LASTING", 4)  # what lasts as long as that is enough for so few
+    monkeypatch.setattr(ladder, "LASTING", 4)  # what lasts as long as that is enough for so few
     recorded = requests(np.random.default_rng(3), 60)
     return question(recorded, *parse_objectives("ttft_p99=1,tpot_p99=0.06"), rate=60.0)
 
@@ -68,7 +67,7 @@ def test_a_plan_that_misses_is_cut(asked: SizingQuestion, monkeypatch: pytest.Mo
 
 def test_what_single_engines_serve_lasts(asked: SizingQuestion, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 requests are over so soon that an engine serves them at rates at which it falls behind all the time."""
-    monkeypatch.setattr(search, "LASTING", LASTING)
+    monkeypatch.setattr(ladder, "LASTING", LASTING)
     options, shapes = mix.single_engines(
         asked, ServingMenu(MENU.file.model_copy(update={"architectures": ("colocated",)}))
     )

@@ -14,10 +14,11 @@ from libra.plan.problem import InfeasiblePlanError
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import Point, SizingAnswer, bottleneck
 from libra.sizing.engines import NoRoomError
+from libra.sizing.ladder import highest_rate
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Metric, Objective, parse_objectives
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer, highest_rate, question_of, search
+from libra.sizing.search import answer, question_of, search
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import CLUSTER, MODEL, question, requests
 

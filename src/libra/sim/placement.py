@@ -1,4 +1,4 @@
-"""Which engine gets a request: the engines in service as a routing policy sees them, and what it is asked and told.
+"""Which engine gets a request: the engines in service, and what a routing policy is asked and told.
 
 Invariant: a policy is told of each tool return and of each end once, and only of engines in service.
 """
@@ -6,117 +6,15 @@ Invariant: a policy is told of each tool return and of each end once, and only o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from libra.route import policy
 from libra.route.loads import IndexedFleet
-from libra.route.policy import Instance, Placement, Policy
-from libra.sim.clock import TICKS
+from libra.route.policy import Placement, Policy
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
-from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
+from libra.sim.instances import EngineInstance, PairInstance, SimulatedFleet
 from libra.sim.workload.caller import Caller
-
-
-class EngineInstance:
-    """An engine as a routing policy sees it: always the present."""
-
-    __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
-
-    def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int]) -> None:
-        self._now = now  # tick
-        self.id = spec.name
-        self.bucket = spec.bucket
-        self.capacity_tokens = spec.config.max_model_len
-        self.engine = engine
-
-    @property
-    def load_tokens(self) -> int:
-        return self.engine.load_tokens
-
-    @property
-    def token_seconds(self) -> float:
-        return self.engine.token_seconds(self._now())
-
-    @property
-    def recall_rate(self) -> float:
-        return self.engine.recall_rate(self._now())
-
-    @property
-    def prompt_wait_seconds(self) -> float:
-        return 0.0
-
-    @property
-    def requests(self) -> tuple[int, int]:
-        """(waiting, running)"""
-        return len(self.engine.waiting) + len(self.engine.arriving), len(self.engine.running)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks that are held."""
-        return self.engine.kv_usage(self._now())
-
-    def watch(self, changed: Callable[[], object]) -> bool:
-        if self.engine.borrowed:
-            return False
-        self.engine.load_changed = changed
-        return True
-
-
-class PairInstance(EngineInstance):
-    """An engine that hands over to those of its bucket that decode. Of several buckets a policy has to know what the
-    next request would find there: how fast the least loaded of them generates, what it has to do besides the
-    prompts here, and how long its own prompt waits for these. In a single bucket all hand over to the same, and only
-    prompts count.
-    """
-
-    __slots__ = ("_config", "_cost", "_decoders")
-
-    def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int], decoders: Placer) -> None:
-        super().__init__(spec, engine, now)
-        self._config, self._cost = spec.config, spec.cost
-        self._decoders = decoders
-
-    @property
-    def load_tokens(self) -> int:
-        load, _ = self._least()
-        return self.engine.load_tokens + load
-
-    @property
-    def token_seconds(self) -> float:
-        _, decoder = self._least()
-        told = None if decoder is None else decoder.token_seconds
-        return super().token_seconds if told is None else told
-
-    @property
-    def prompt_wait_seconds(self) -> float:
-        """In which the prompts that are here are computed as if nothing of them were cached. A turn that ends leaves
-        room in the cache to all others, and they come in turn: once they are more than the cache holds, each finds that
-        the others have put its context out."""
-        load = self.engine.load_tokens
-        if not load or len(self._decoders.fleet.limits) == 1:
-            return 0.0
-        most = self._config.max_num_batched_tokens
-        chunk = self._cost.mixed(DecodeBatch(0), 0, [(most, load // max(1, len(self.engine.unfinished)) // 2)])
-        return chunk / TICKS * load / most
-
-    def watch(self, changed: Callable[[], object]) -> bool:
-        return len(self._decoders.fleet.limits) == 1 and super().watch(changed)
-
-    def _least(self) -> tuple[int, Instance | None]:
-        """The least loaded engine of the bucket that decodes, and its load."""
-        fleet = self._decoders.fleet
-        return (0, None) if len(fleet.limits) == 1 else fleet.loads(0).least.get((self.bucket, False), (0, None))
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedFleet:
-    """Some of the engines in service, as a routing policy sees them."""
-
-    instances: tuple[EngineInstance, ...]
-    limits: tuple[int, ...]
-    turn_tokens: int
 
 
 class Placer:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from libra.route.baselines import Baseline
 from libra.route.policy import Instance
-from libra.sim.placement import EngineInstance
+from libra.sim.instances import EngineInstance
 
 
 class RankBalancer(Baseline):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NoReturn, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,7 @@ from libra.cost.collectives import AllToAll
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
+from libra.plan.problem import InfeasiblePlanError
 from libra.sim.described_tiers import DescribedTier
 from libra.sim.engines_keys import KVTierSection, SpeculativeSection
 from libra.sizing.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
@@ -261,3 +262,19 @@ def _may_be_ahead(stages: int, drafts: Drafts | None) -> bool:
 
 def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
     return question.refusal(candidate) is None
+
+
+def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
+    """Raises ValueError, as the menu has nothing for the question: `InfeasiblePlanError` where more GPUs or money would
+    give it something."""
+    more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
+    if not more:
+        raise ValueError(
+            "no engine of the menu can be on this cluster: a pipeline is without drafts and does not decode for others,"
+            " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
+            " experts, and the cluster has the GPUs of all `engines`"
+        )
+    least = min(more, key=question.cost)
+    raise InfeasiblePlanError(
+        f"the menu has nothing so small: {least} {question.refusal(least)}; raise gpus or budget, or add smaller ones"
+    )

@@ -18,12 +18,12 @@ from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Instance
 from libra.sizing.answer import bottleneck
-from libra.sizing.bound import Bounds
+from libra.sizing.bound import Bounds, refuse_impossible
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.menu import ServingMenu
+from libra.sizing.ladder import lasting_rate, repeated, simulator
+from libra.sizing.menu import ServingMenu, refuse_empty
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import lasting_rate, refuse_empty, refuse_impossible, repeated, simulator
 from libra.sizing.trial import Trial, trial
 
 _AMPLE = 16  # engines of the other role, where one role is asked what it serves

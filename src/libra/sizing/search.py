@@ -7,14 +7,10 @@ is the one that simulating everything would give, since only what a bound proves
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
-from multiprocessing import get_context
+from math import inf
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -24,21 +20,20 @@ from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.plan.problem import InfeasiblePlanError
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, bottleneck, could_matter, pareto
-from libra.sizing.bound import HIGHEST, LOWEST, STEPS, Bounds, RateBound, rate_of
+from libra.sizing.bound import Bounds, RateBound, refuse_impossible
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu
+from libra.sizing.ladder import LOWEST, STEPS, rate_of, simulator
+from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu, refuse_empty
 from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import LASTING, Drafter, Origin, SizingQuestion
+from libra.sizing.question import Drafter, Origin, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 _WAVE = 16  # candidates that are simulated between two looks at what is left
 _DRAWS = 5  # of arrivals, for the next best
 _NEXT = 4  # candidates that may be the next best
-_ARRIVALS = 20_000  # that are enough for a rate to count as lasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +144,6 @@ def answer(
         for wave in found.waves():
             found.take(simulate(wave))
         return found.answer(candidates)
-
-
-def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
-    more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
-    if not more:
-        raise ValueError(
-            "no engine of the menu can be on this cluster: a pipeline is without drafts and does not decode for others,"
-            " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
-            " experts, and the cluster has the GPUs of all `engines`"
-        )
-    least = min(more, key=question.cost)
-    raise InfeasiblePlanError(
-        f"the menu has nothing so small: {least} {question.refusal(least)}; raise gpus or budget, or add smaller ones"
-    )
 
 
 class _Found:
@@ -289,104 +270,9 @@ class _Found:
         return max(misses, key=lambda it: it.seconds / it.limit)
 
 
-def highest_rate(
-    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
-) -> tuple[Trial | None, str, int]:
-    """At the highest rung of the ladder of rates that the candidate serves (or at the rate that is asked for): what
-    came of it, or None and the objective that it misses; and the number of simulations. Rungs above `bound` are
-    missed."""
-    if question.rate is not None:
-        one = trial(question, candidate, question.rate)
-        return (one, "", 1) if one.passed else (None, one.missed, 1)
-    return _highest(lambda rate: trial(question, candidate, rate), bound)
-
-
-def lasting_rate(
-    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
-) -> tuple[Trial | None, str, int]:
-    """As `highest_rate`, of rates that last: the requests come again and again. A record that is over soon is served
-    although the backlog grows."""
-
-    def lasting(rate: float) -> Trial:
-        least = min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
-        return trial(question, candidate, rate, requests=repeated(question.requests, least))
-
-    return _highest(lasting, bound)
-
-
-def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
-    """By bisection."""
-    low, high, runs = LOWEST - 1, HIGHEST + 1, 0
-    passed, missed = None, ""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if rate_of(middle) > bound:
-            high = middle
-            continue
-        one = asked(rate_of(middle))
-        runs += 1
-        if one.passed:
-            low, passed = middle, one
-        else:
-            high, missed = middle, one.missed
-    return passed, missed, runs
-
-
-def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
-    """The record again and again, at its own rate, until it has so many requests."""
-    span = requests[-1].arrival - requests[0].arrival
-    period = span + span // (len(requests) - 1)
-    times = max(1, -(-least // len(requests)))
-    return tuple(replace(it, arrival=it.arrival + turn * period) for turn in range(times) for it in requests)
-
-
-_Find = Callable[[SizingQuestion, ServingCandidate, float], tuple[Trial | None, str, int]]
-_Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
-
-
-@contextmanager
-def simulator(
-    question: SizingQuestion, jobs: int, find: _Find = highest_rate
-) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
-    if jobs <= 1:
-        yield lambda wave: [_simulate(question, find, it) for it in wave]
-        return
-    with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question, find)) as pool:
-        yield lambda wave: pool.map(_simulate_remembered, wave)
-
-
-def _simulate(
-    question: SizingQuestion, find: _Find, one: tuple[ServingCandidate, float]
-) -> tuple[ServingCandidate, Trial | None, str, int]:
-    candidate, bound = one
-    return candidate, *find(question, candidate, bound)
-
-
-_asked: list[tuple[SizingQuestion, _Find]] = []  # in a process of the pool
-
-
-def _remember(question: SizingQuestion, find: _Find) -> None:
-    _asked[:] = [(question, find)]
-
-
-def _simulate_remembered(one: tuple[ServingCandidate, float]) -> tuple[ServingCandidate, Trial | None, str, int]:
-    return _simulate(*_asked[0], one)
-
-
 def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequest, ...]:
     """The same requests with the gaps between them in another order."""
     arrivals = np.array([it.arrival for it in requests])
     gaps = np.random.default_rng(seed).permutation(np.diff(arrivals))
     times = np.concatenate([arrivals[:1], arrivals[0] + np.cumsum(gaps)]).tolist()
     return tuple(replace(it, arrival=time) for it, time in zip(requests, times, strict=True))
-
-
-def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
-    """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
-    for objective in question.objectives:
-        least = min(bounds.least(it, objective) for it in candidates)
-        if objective.limit < least < inf:
-            raise ValueError(
-                f"{objective.name} is {objective.limit:g} s; without any queue nothing on the menu is faster than"
-                f" {least:.3g} s: raise it, or add larger engines"
-            )

@@ -15,8 +15,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Iteration
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
 from libra.sim.workload.requests import Requests
 

@@ -25,7 +25,7 @@ from libra.route.admission import Admission
 from libra.sim import cluster as sim_cluster
 from libra.sim.clock import ticks
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
-from libra.sim.engine.state import Iteration
+from libra.sim.engine.messages import Iteration
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
 from libra.sim.training_run.episodes import Episodes

@@ -3,9 +3,9 @@
 Invariant: every set of rates says where it comes from. Some GPUs were measured; the others deliver the same shares of
 their data sheets as those, and their rates say so. A calibration takes the place of what it measured, of nothing else.
 
-The measured sets are fits of the model in `roofline` to the kernel times of vLLM that aiconfigurator-core 0.12 ships
-(NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of Qwen3-8B/14B/32B at tp 1 to 8,
-with mean errors by kind of kernel: linear layers 7 to 9 %, decode attention 5 to 7 %, prefill attention 5 to 7 %.
+The measured sets are fits of the model in `layer_kernels` to the kernel times of vLLM that aiconfigurator-core 0.12
+ships (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of Qwen3-8B/14B/32B at tp 1
+to 8, with mean errors by kind of kernel: linear layers 7 to 9 %, decode attention 5 to 7 %, prefill attention 5 to 7 %.
 Grouped products are read off Qwen3-30B-A3B, L40S off Qwen3-14B. Bus bandwidths are those of `transfer`, fixed times
 of all-reduces those of vLLM's own kernel.
 

@@ -23,8 +23,9 @@ import numpy as np
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile
 from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
+from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import rates
-from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOKENS, all_reduce_seconds, require_degree
+from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOKENS, require_degree
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
 

@@ -12,8 +12,9 @@ from typing import Literal
 
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
+from libra.sim.engine.messages import Sent
 from libra.sim.engine.request import Path, Request
-from libra.sim.engine.state import EngineState, Sent
+from libra.sim.engine.state import EngineState
 
 Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # to who looks for KV in a tier
 

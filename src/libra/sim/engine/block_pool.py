@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from libra.sim.engine.block_reads import BlockReads
-from libra.sim.engine.block_run import Block, Run
+from libra.sim.engine.block_run import Block, BlockCopies, Run
 from libra.sim.engine.request import Chain, Owner, Path, Request
 
 _END = 1 << 62  # of a context: it has none
@@ -24,14 +24,13 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_copies",
         "_free",
-        "_own_copies",
         "_runs",
         "blank",
         "block_size",
         "blocks",
         "caching",
+        "copies",
         "findable",
         "reads",
         "shared",
@@ -47,8 +46,7 @@ class BlockPool:
         self.reads = BlockReads()
         self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
-        self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
-        self._own_copies: dict[Request, list[Run]] = {}  # blocks that it has although other copies of them were found
+        self.copies = BlockCopies()
 
     @property
     def free(self) -> int:
@@ -132,12 +130,13 @@ class BlockPool:
             return
         blocks -= blank
         self.findable -= blocks
+        copied = self.copies.further
         while blocks:
             run = next(iter(self._free), None)
             if run is None:
                 raise ValueError(f"{blocks} blocks are asked for that are not free")
             owner = run.owner
-            if self._copies and owner in self._copies:
+            if copied and owner in copied:
                 self._forget_last(run)
                 blocks -= 1
                 continue
@@ -169,7 +168,7 @@ class BlockPool:
         """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. With
         `again` some of them were there already, and were not held but computed anew."""
         written, request.written = request.written, full
-        own_copy = request in self._own_copies
+        own_copy = request in self.copies.own
         for owner, start, end in request.path:
             if end <= written:
                 continue
@@ -215,9 +214,7 @@ class BlockPool:
         runs = self._runs[owner]
         known = max(begin, min(end, runs[-1].high))
         for block in range(begin, known):
-            copy = Run(owner, block, block + 1, 1)
-            self._own_copies.setdefault(request, []).append(copy)
-            self._copies.setdefault(owner, {}).setdefault(block, []).append(copy)
+            self.copies.add(request, owner, block)
         if known < end:
             runs.append(Run(owner, known, end, 1))
 
@@ -242,7 +239,7 @@ class BlockPool:
     def release(self, request: Request, held: int) -> None:
         """Let go of the `held` blocks of a request; those that it has written stay findable."""
         self.blank += held - request.written
-        self._let_go(request.path, request.written, self._own_copies.pop(request, ()))
+        self._let_go(request.path, request.written, self.copies.own.pop(request, ()))
 
     def _let_go(self, path: Path, blocks: int, copies: Sequence[Run]) -> None:
         """One holder less of the first `blocks` blocks of a context; of some of them it may have held copies."""
@@ -309,46 +306,40 @@ class BlockPool:
         self.blank, self.findable = self.blocks, 0
         self._free.clear()
         self._runs.clear()
-        self._copies.clear()
+        self.copies.further.clear()
 
     def _forget_last(self, run: Run) -> None:
-        """Forget the last block of a run of an owner that has copies."""
+        """Forget the last block of a run of an owner that has copies: the oldest copy takes its place."""
         owner = run.owner
         assert owner is not None
-        copies = self._copies[owner]
         runs = self._runs[owner]
         block = run.high - 1
-        others = copies.get(block)
         main = next(index for index, other in enumerate(runs) if other.low <= block < other.high)
         if runs[main] is not run:  # a copy
-            assert others is not None
             del self._free[run]
-            others.remove(run)
+            self.copies.forget(owner, block, run)
             self.reads.give_block(run)
-        else:
-            run.high = block
-            if self.reads.reading:
-                self.reads.give(owner, block, block + 1)
-                if others:
-                    self.reads.rename(others[0], (owner, block))
-            if run.low == block:
-                del self._free[run]
-                del runs[main]
-                main -= 1
-            if others:
-                runs.insert(main + 1, others.pop(0))
-            elif main + 1 < len(runs):
-                raise AssertionError(f"{owner}: block {block} is forgotten before those that follow it")
-            elif not runs:
-                del self._runs[owner]
-        if others is not None and not others:
-            del copies[block]
-            if not copies:
-                del self._copies[owner]
+            return
+        run.high = block
+        copy = self.copies.oldest(owner, block)
+        if self.reads.reading:
+            self.reads.give(owner, block, block + 1)
+            if copy is not None:
+                self.reads.rename(copy, (owner, block))
+        if run.low == block:
+            del self._free[run]
+            del runs[main]
+            main -= 1
+        if copy is not None:
+            self.copies.forget(owner, block, copy)
+            runs.insert(main + 1, copy)
+        elif main + 1 < len(runs):
+            raise AssertionError(f"{owner}: block {block} is forgotten before those that follow it")
+        elif not runs:
+            del self._runs[owner]
 
     def block_of(self, request: Request, owner: Owner, block: int) -> Block:
         """The one that a request holds of these tokens."""
-        mine = (it for it in self._own_copies.get(request, ()) if it.owner is owner and it.low == block)
-        copy = next(mine, None)
+        copy = self.copies.of(request, owner, block)
         main = (owner, block)
         return main if copy is None or copy in self._runs.get(owner, ()) else copy

@@ -15,10 +15,11 @@ from libra.sim.engine.ahead import complete_ahead, drain_ahead, plan_ahead
 from libra.sim.engine.arriving import see
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.jump import catch_up, cut_stretch, cut_to, ended_by, settle
+from libra.sim.engine.messages import Pause, PullEnd, Sent
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
-from libra.sim.engine.state import EngineState, Pause, PullEnd, Sent
+from libra.sim.engine.state import EngineState
 from libra.sim.engine.tiers import Tiers
 
 

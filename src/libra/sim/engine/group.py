@@ -23,9 +23,10 @@ import numpy as np
 from libra.sim.engine.group_cost import GroupSpec
 from libra.sim.engine.iteration_cost import UNLIMITED
 from libra.sim.engine.jump import after, count_stretch, cut, end_of, ticks_of
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.rank_batches import RankBatches, RankWork, Stretch
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import EngineState, Iteration, Piece
+from libra.sim.engine.state import EngineState, Piece
 
 if TYPE_CHECKING:
     from libra.sim.engine.rank import Rank

@@ -13,9 +13,10 @@ from math import sqrt
 
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Ints
-from libra.sim.engine.state import EngineState, Iteration, Piece
+from libra.sim.engine.state import EngineState, Piece
 from libra.sim.engine.tiers import Tiers
 
 LISTED = 256  # iterations whose ticks are listed at once

@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from libra.sim.engine.admission import admit, may_admit
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk
 from libra.sim.engine.jump import count_stretch, plan_stretch
+from libra.sim.engine.messages import Iteration
 from libra.sim.engine.preemption import make_room, stop_generating
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import EngineState, Iteration
+from libra.sim.engine.state import EngineState
 
 
 def schedule(state: EngineState, now: int, most: int) -> bool:

@@ -16,6 +16,7 @@ from libra.sim.engine.drawn_ahead import DrawnAhead
 from libra.sim.engine.flight import Deferred, Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
+from libra.sim.engine.messages import Iteration, Notice
 from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
@@ -24,46 +25,6 @@ _KEPT = 1024
 _BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
 Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """What one iteration did, for `trace`. Requests are told by their numbers."""
-
-    engine: int
-    start: int  # ticks
-    end: int
-    scheduled: tuple[tuple[int, int], ...]  # (request, tokens), in the scheduler's order
-    preempted: tuple[int, ...]
-    cached: tuple[tuple[int, int], ...]  # (request, tokens found), of those admitted
-    free_blocks: int  # after scheduling
-
-
-@dataclass(frozen=True, slots=True)
-class PullEnd:
-    """A transfer of KV has ended since the last boundary."""
-
-    request: Request
-    failure: str | None  # why nothing came
-    first_token: bool = False  # came with it
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Nobody will pull the KV of this request any more."""
-
-    request: Request
-
-
-Notice = PullEnd | Sent
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """An engine stops between two iterations, for new weights."""
-
-    ticks: int
-    refresh: bool  # contexts are computed again, with the new weights
 
 
 class Clock(Protocol):

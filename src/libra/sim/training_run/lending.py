@@ -17,8 +17,8 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.messages import Pause
 from libra.sim.engine.request import Request
-from libra.sim.engine.state import Pause
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.kv_loan import KVLoan
 from libra.sim.tenant import ServingTenant, latencies, misses

@@ -25,8 +25,8 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, WeightUpdate
 from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.messages import Pause
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.state import Pause
 from libra.sim.handover import KVMoves
 from libra.sim.planned_engines import planned_network
 from libra.sim.training_run.episodes import Episodes

@@ -14,7 +14,7 @@ from libra.plan.plan import Plan
 from libra.sim.clock import ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.placement import EngineInstance
+from libra.sim.instances import EngineInstance
 from libra.sim.planned_engines import lent_engines, planned_engines
 from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.system import System

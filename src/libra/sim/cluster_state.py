@@ -1,0 +1,275 @@
+"""The engines of a simulation, where requests enter them, and what may be done to both while it runs.
+
+Invariant: an engine has its number for good, whether or not it is in service still. Whoever touches an engine sees to
+it that it decides what is next at this tick, and that the end of what it has planned is an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from libra.route.policy import Policy
+from libra.sim.deployment import WeightUpdate, check_engines, check_groups, check_roles
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.group import RankGroup
+from libra.sim.engine.group_cost import GroupSpec
+from libra.sim.engine.messages import Iteration, Pause
+from libra.sim.engine.rank import Rank
+from libra.sim.engine.request import Request
+from libra.sim.engine.tier_transfers import SharedTiers
+from libra.sim.events import EventQueue
+from libra.sim.frontend import Frontend
+from libra.sim.handover import KVMoves
+from libra.sim.instances import EngineInstance
+from libra.sim.kv_network import KVNetwork
+from libra.sim.placement import Placer
+from libra.sim.prefill_decode import PrefillDecode
+from libra.sim.pull_frontend import PullFrontend
+from libra.sim.push_frontend import PushFrontend
+from libra.sim.workload.caller import Caller
+from libra.sim.workload.requests import Workload
+
+EngineMaker = Callable[..., SimEngine]  # as `SimEngine(config, cost, index, exact=, trace=, defers=)`
+
+
+class ClusterState:
+    """What `SimCluster` runs.
+
+    `limits` are the largest final contexts of the buckets, shortest first; without them all engines are one bucket.
+    `trace` is told every iteration, also those that nobody had to visit; `watch` is shown each engine after it decided
+    what is next, at that tick. `exact` visits every iteration: the same outcome of every request, slower.
+
+    What happens may also add and close engines: see `at`. A request that no engine can hold is refused, or with
+    `patient` waits until engines change. With `kv_moves` a trajectory's KV follows it to another engine where that is
+    quicker than to compute it again. Engines may have roles: `kv_transfer` says how KV goes from prefill to decode, and
+    `decode_route` where. Without `keep`, `requests` stays empty.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        workload: Workload,
+        route: Policy | None = None,
+        *,
+        limits: tuple[int, ...] | None = None,
+        turn_tokens: int = 1,
+        updates: Sequence[WeightUpdate] = (),
+        time_limit: int | None = None,
+        exact: bool = False,
+        trace: Callable[[Iteration], None] | None = None,
+        watch: Callable[[SimEngine, int], None] | None = None,
+        patient: bool = False,
+        keep: bool = True,
+        kv_moves: KVMoves | None = None,
+        kv_transfer: KVNetwork | None = None,
+        decode_route: Policy | None = None,
+        interrupted: Callable[[Request, int], Request] | None = None,
+    ) -> None:
+        """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
+        request of its own, numbered after all others."""
+        check_engines(specs, limits)
+        check_roles(specs, kv_transfer, [update.refresh for update in updates], may_come=patient)
+        check_groups(specs, [update.engines for update in updates])
+        entries = sum(spec.role.takes == "prompt" for spec in specs)
+        if route is None and (entries > 1 or patient):
+            raise ValueError(f"there are {entries} engines and no policy: say where requests go")
+        if decode_route is None and len(specs) - entries > 1:
+            raise ValueError(f"there are {len(specs) - entries} engines that decode, and no decode_route: say where to")
+        if limits is None:
+            limits = (max(spec.config.max_model_len for spec in specs),)
+        self.engines: list[SimEngine] = []  # all that there ever were
+        self.groups: list[RankGroup] = []
+        self.specs: list[EngineSpec] = []
+        self.requests: list[Request] = []  # all that came, in the order in which they did
+        self.now = 0
+        self.partial = False  # the time limit came before the end
+        self.workload = workload
+        decoders = None if kv_transfer is None else Placer(decode_route, limits, turn_tokens)
+        self.placer = Placer(route, limits, turn_tokens, decoders)
+        self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
+        self._keep = keep
+        self.pairs: PrefillDecode | None = None
+        if kv_transfer is not None and decoders is not None:
+            self.pairs = (PushFrontend if kv_transfer.push else PullFrontend)(
+                self,
+                self.placer,
+                decoders,
+                kv_transfer,
+                keep=keep,
+                patient=patient,
+                kv_moves=kv_moves,
+                interrupted=interrupted,
+            )
+        self._shared_tiers = SharedTiers()
+        self.frontend = self.pairs or Frontend(
+            self, self.placer, patient=patient, kv_moves=kv_moves, interrupted=interrupted
+        )
+        self._add(specs)
+        self._events = EventQueue(updates)
+        self._deciding: set[int] = set()  # engines that have to at this tick
+        self._draining: dict[int, Callable[[int], None]] = {}  # engines that take nothing new, and what follows
+
+    # What whoever makes the workload may do to the cluster while it runs
+
+    @property
+    def moved_tokens(self) -> int:
+        """Tokens whose KV followed a trajectory from one engine to another."""
+        return self.frontend.moved_tokens
+
+    @property
+    def instances(self) -> tuple[EngineInstance, ...]:
+        """All engines in service, whatever their role."""
+        return tuple(instance for placer in self.frontend.placers for instance in placer.fleet.instances)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the caches of the engines in service hold."""
+        configs = (self.specs[instance.engine.index].config for instance in self.placer.fleet.instances)
+        return sum(config.kv_blocks * config.block_size for config in configs)
+
+    def generated(self, request: Request) -> int:
+        """Tokens that a request has generated by now."""
+        if request.engine is None or request.status not in ("running", "waiting"):
+            return request.generated
+        return self.engines[request.engine].generated_by(request, self.now)
+
+    def at(self, tick: int, action: Callable[[int], None]) -> None:
+        """Do something at a tick that is not over: after what ends at that instant, before what arrives."""
+        if tick < self.now:
+            raise ValueError(f"tick {tick} is over, it is {self.now}")
+        self._events.act(tick, action)
+
+    def submit(self, request: Request) -> None:
+        """A request that arrives now or later, besides those that the workload makes."""
+        self._events.arrive(request)
+
+    def update(self, update: WeightUpdate) -> None:
+        """One more weight update, now."""
+        if update.refresh:
+            self.frontend.refreshed()
+        for engine in [engine for placer in self.frontend.placers for engine in placer.engines()]:
+            if update.engines is None or engine.index in update.engines:
+                self.changed(engine, engine.pause(Pause(update.pause, update.refresh), self.now))
+
+    def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
+        """From now on the engines, by name, serve these buckets."""
+        for placer in self.frontend.placers:
+            placer.reallocate(limits, buckets)
+        self.frontend.look_again()
+
+    def add(self, spec: EngineSpec, make: EngineMaker = SimEngine) -> SimEngine:
+        """An engine is ready. Returns it. Raises ValueError for a rank: groups are there from the beginning."""
+        if spec.group is not None:
+            raise ValueError(f"{spec.name} is a rank of {spec.group.name}: a group is there from the beginning")
+        self._add([spec], make)
+        self.frontend.look_again()
+        return self.engines[-1]
+
+    def close(self, name: str) -> None:
+        """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere. With a rank of
+        a group the whole group does."""
+        self._close(self._out_of_service(name))
+
+    def drain(self, name: str, then: Callable[[int], None]) -> None:
+        """An engine takes nothing new, and is closed once it has done what it has, and nothing is kept there for
+        others: `then` is told the tick. Weights are as they were. Raises ValueError for a rank of a group."""
+        engine = self._out_of_service(name)
+        if isinstance(engine.clock, RankGroup):
+            raise ValueError(f"engine {name} is a rank of a group, which is not drained: close it")
+        self._draining[engine.index] = then
+        self._close_if_drained(engine)
+
+    def _out_of_service(self, name: str) -> SimEngine:
+        return next((it for it in self.frontend.placers if name in it), self.placer).remove(name)
+
+    def _close(self, first: SimEngine) -> None:
+        group = first.clock
+        engines: Sequence[SimEngine] = group.ranks if isinstance(group, RankGroup) else (first,)
+        for engine in engines:
+            if engine is not first:
+                self._out_of_service(self.specs[engine.index].name)
+            self.changed(engine, engine.close(self.now))
+            if not engine.busy:
+                self._empty(engine)
+
+    def _close_if_drained(self, engine: SimEngine) -> None:
+        if not (engine.busy or engine.unfinished or engine.sending or engine.orphans):
+            then = self._draining.pop(engine.index)
+            self._close(engine)
+            self.at(self.now + 1, then)
+
+    def _add(self, specs: Sequence[EngineSpec], make: EngineMaker = SimEngine) -> None:
+        known = len(self.engines)
+        engines = [
+            (make if spec.group is None else Rank)(
+                spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace, defers=spec.defers
+            )
+            for place, spec in enumerate(specs)
+        ]
+        for spec, engine in zip(specs, engines, strict=True):
+            if engine.tiers is not None:
+                self._shared_tiers.join(engine.tiers.transfers, spec.node or spec.name)
+                engine.tiers.transfers.look_at = partial(self._tier_changed, engine)
+        self._group(specs, engines)
+        self.frontend.add(specs, engines)
+        self.engines += engines
+        self.specs += specs
+
+    def _group(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
+        """Give the ranks of each group their clock."""
+        ranks: dict[str, tuple[GroupSpec, list[Rank]]] = {}
+        for spec, engine in zip(specs, engines, strict=True):
+            if isinstance(engine, Rank) and spec.group is not None:
+                ranks.setdefault(spec.group.name, (spec.group, []))[1].append(engine)
+        self.groups += [
+            RankGroup(group, of_it, exact=self._exact, trace=self._trace) for group, of_it in ranks.values()
+        ]
+
+    def _empty(self, engine: SimEngine) -> None:
+        """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
+        if engine.plan(self.now) is not None:
+            self._events.end(engine)
+        if engine.ended:
+            self.frontend.planned(engine, self.now)
+        self._go_on(engine)
+        if engine.closed:
+            self.frontend.closed(engine, self.now)
+
+    def _go_on(self, engine: SimEngine) -> None:
+        """What was stopped on an engine arrives anew, now."""
+        stopped, engine.interrupted = engine.interrupted, []
+        self.frontend.go_on(engine, stopped, self.now)
+
+    # What the front end asks for
+
+    def cancel_at(self, tick: int, request: Request) -> None:
+        self._events.cancel(tick, request)
+
+    def _tier_changed(self, engine: SimEngine, now: int) -> None:
+        if engine.tier_changed(now):
+            self._events.end(engine)
+
+    def look_at(self, engine: SimEngine) -> None:
+        if engine.index in self._draining and engine.index not in self._deciding:
+            self._close_if_drained(engine)
+        if self._watch is not None:
+            self._watch(engine, self.now)
+
+    def changed(self, engine: SimEngine, sooner: bool) -> None:
+        if sooner:
+            self._events.end(engine.group if isinstance(engine, Rank) else engine)
+        if not engine.busy or engine.open:
+            self._deciding.add(engine.index)
+
+    def ended(self, request: Request) -> None:
+        """Finished, given up or refused: see what follows."""
+        for placer in self.frontend.placers:
+            placer.ended(request)
+        following = self.workload.finished(request, self.now)
+        if following is not None:
+            owner, after = request.owner, following.owner
+            if isinstance(owner, Caller) and isinstance(after, Caller) and after.trajectory is owner.trajectory:
+                after.engine = owner.engine
+            self.submit(following)

@@ -1,0 +1,111 @@
+"""The ladder of rates, and how high on it candidates serve in simulation.
+
+Invariant: candidates are compared by rungs that all have in common; what is found of one does not depend on the others,
+nor on the process that simulates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil, inf
+from multiprocessing import get_context
+
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.question import LASTING, SizingQuestion
+from libra.sizing.trial import Trial, trial
+
+STEPS = 16  # rates of an octave that are told apart
+LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
+_ARRIVALS = 20_000  # that are enough for a rate to count as lasting
+
+
+def rate_of(rung: int) -> float:
+    """Requests/s of a rung: so many sixteenths of an octave above 1."""
+    return float(2 ** (rung / STEPS))
+
+
+def highest_rate(
+    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
+) -> tuple[Trial | None, str, int]:
+    """At the highest rung that it serves (or at the rate that is asked for): what came of it, or None and the objective
+    that it misses; and the number of simulations. Rungs above `bound` are missed."""
+    if question.rate is not None:
+        one = trial(question, candidate, question.rate)
+        return (one, "", 1) if one.passed else (None, one.missed, 1)
+    return _highest(lambda rate: trial(question, candidate, rate), bound)
+
+
+def lasting_rate(
+    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
+) -> tuple[Trial | None, str, int]:
+    """As `highest_rate`, of rates that last: the requests come again and again. A record that is over soon is served
+    although the backlog grows."""
+
+    def lasting(rate: float) -> Trial:
+        least = min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
+        return trial(question, candidate, rate, requests=repeated(question.requests, least))
+
+    return _highest(lasting, bound)
+
+
+def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
+    """By bisection."""
+    low, high, runs = LOWEST - 1, HIGHEST + 1, 0
+    passed, missed = None, ""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if rate_of(middle) > bound:
+            high = middle
+            continue
+        one = asked(rate_of(middle))
+        runs += 1
+        if one.passed:
+            low, passed = middle, one
+        else:
+            high, missed = middle, one.missed
+    return passed, missed, runs
+
+
+def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
+    """The record again and again, at its own rate, until it has so many requests."""
+    span = requests[-1].arrival - requests[0].arrival
+    period = span + span // (len(requests) - 1)
+    times = max(1, -(-least // len(requests)))
+    return tuple(replace(it, arrival=it.arrival + turn * period) for turn in range(times) for it in requests)
+
+
+_Find = Callable[[SizingQuestion, ServingCandidate, float], tuple[Trial | None, str, int]]
+_Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
+
+
+@contextmanager
+def simulator(
+    question: SizingQuestion, jobs: int, find: _Find = highest_rate
+) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
+    if jobs <= 1:
+        yield lambda wave: [_simulate(question, find, it) for it in wave]
+        return
+    with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question, find)) as pool:
+        yield lambda wave: pool.map(_simulate_remembered, wave)
+
+
+def _simulate(
+    question: SizingQuestion, find: _Find, one: tuple[ServingCandidate, float]
+) -> tuple[ServingCandidate, Trial | None, str, int]:
+    candidate, bound = one
+    return candidate, *find(question, candidate, bound)
+
+
+_asked: list[tuple[SizingQuestion, _Find]] = []  # in a process of the pool
+
+
+def _remember(question: SizingQuestion, find: _Find) -> None:
+    _asked[:] = [(question, find)]
+
+
+def _simulate_remembered(one: tuple[ServingCandidate, float]) -> tuple[ServingCandidate, Trial | None, str, int]:
+    return _simulate(*_asked[0], one)

@@ -1,0 +1,150 @@
+"""What the requests take on one engine, from below: the floors of its iterations, and how many iterations there are.
+
+Invariant: no schedule of the simulated engine does the work in less. A request's price has a part for the iterations
+that it takes part in, of which each has a fixed cost: they are at least as many as what the engine holds allows
+(`max_num_seqs`, `max_num_batched_tokens`, KV), and as TPOT allows, for the mean time of an iteration, weighted by
+tokens, is no longer than that. Of those that may miss an objective the dearest are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from libra.cost.engine_memory import BLOCK
+from libra.cost.grid import Array
+from libra.sim.engine.config import EngineConfig, RoleName
+from libra.sizing.floor import Floor, Prices
+from libra.sizing.request_work import RequestWork, WorkDeadline
+
+
+@dataclass
+class PricedWork:
+    """One engine's prices of the requests."""
+
+    config: EngineConfig
+    prices: Prices
+    work: RequestWork
+
+    @cached_property
+    def prompt_seconds(self) -> Array:
+        """Of each prompt alone: chunk by chunk, each in an iteration that takes what the cheapest such does. The stages
+        of a pipeline may have a chunk each."""
+        work, most = self.work, self.config.max_num_batched_tokens
+        seconds = np.zeros(len(work))
+        for least, pair in self.prices.prompt:
+            each = np.minimum.accumulate(least[1:] / np.arange(1, len(least)))
+            longest = np.minimum(work.new, most).astype(int)
+            seconds = np.maximum(seconds, work.new * each[longest - 1] + pair * work.pairs)
+        seconds = seconds + self.prices.admission + self.prices.admitted_token * work.new
+        stages = self.config.pipeline_parallel_size
+        staged: Array = (seconds + (stages - 1) * self.first_seconds) / stages
+        return staged
+
+    @cached_property
+    def first_seconds(self) -> float:
+        """The iteration that makes the first token of a prompt whose KV was pulled."""
+        return max((float(least[1]) for least, _ in self.prices.prompt), default=0.0)
+
+    @cached_property
+    def token_seconds(self) -> Array:
+        """Mean of each request's iterations after the first token."""
+        work = self.work
+        # Where a chunk may take the place of a verification, it has a token at least.
+        rows = 1 if self._preempts else self.config.tokens_each
+        seconds = np.zeros(len(work))
+        context = np.where(work.decoded > 0, work.own / np.maximum(1, work.iterations), 0.0)
+        for least, slope, chunk in self.prices.alone:
+            if slope and self._preempts:
+                continue
+            # Prompts that are completed beside it may take less than nothing in tables, but have tokens.
+            prompts = np.arange(1 + (len(least) - 1) // int(work.new.min())) if chunk else np.zeros(1, dtype=int)
+            tokens = np.maximum(min(rows, len(least) - 1), prompts * int(work.new.min()))
+            cheapest = (least[tokens] - chunk * prompts).min()
+            seconds = np.maximum(seconds, max(0.0, float(cheapest)) + slope * context)
+        each: Array = seconds * np.divide(work.iterations, np.maximum(1, work.decoded))
+        return each
+
+    @cached_property
+    def _preempts(self) -> bool:
+        """Whether blocks may run out while `max_num_seqs` requests run; with tiers others hold some, too, whose
+        KV is loaded."""
+        ahead = self.config.lookahead + 2 * (self.config.tokens_each - 1)
+        blocks = np.sort(-(-(self.work.longest + ahead) // BLOCK) + 1)
+        holders = len(blocks) if self.config.kv_tiers else self.config.max_num_seqs
+        return bool(blocks[-holders:].sum() > self.config.kv_blocks)
+
+    def demands(self, role: RoleName, deadline: WorkDeadline) -> Iterator[tuple[Array, float, str]]:
+        """(seconds of each request, seconds that come off all of them together, what they are of): each the dearest of
+        its kind."""
+        best: dict[str, tuple[float, Array, float]] = {}
+        for floor in self.prices.floors:
+            price, credit = self._priced(floor, "prefill" if deadline.of == "prompt" else role)
+            for what, iterations in self._iterations(floor, role, deadline):
+                total = price + floor.iteration * iterations
+                left = float(np.sort(total)[: max(0, len(total) - deadline.misses)].sum()) - credit
+                if what not in best or left > best[what][0]:
+                    best[what] = left, total, credit
+        dearest = max(best.items(), key=lambda it: it[1][0], default=None)
+        if dearest is not None and dearest[1][0] > 0:
+            yield dearest[1][1], dearest[1][2], dearest[0]
+
+    def _priced(self, floor: Floor, role: RoleName) -> tuple[Array, float]:
+        """What requests take beyond the fixed cost of iterations.
+
+        A preempted request gets its next token with the chunk that computes its context again: that pays for the token,
+        but not for the context. There are no more preemptions than blocks that requests grow by, twice over for a
+        prompt that is under way. With drafts they grow by the same block again and again, so every iteration pays only
+        what such a chunk does.
+        """
+        work = self.work
+        price = np.full(len(work), floor.output + self.prices.admission)
+        credit = 0.0
+        if role != "decode":
+            price = price + floor.token * work.new + floor.pair * work.pairs - floor.chunk
+            price = price + self.prices.admitted_token * work.new
+        else:
+            price = price - floor.chunk
+        if role != "prefill":
+            price = price + self._step(floor) * work.iterations
+            if not (self._preempts and self.config.speculative):
+                price = price + floor.context * work.own
+                if self._preempts:
+                    grown = float((-(-work.output // BLOCK) + 1).sum())
+                    credit = 2 * grown * (floor.chunk + floor.context * float(work.longest.max()))
+        return price, credit
+
+    def _step(self, floor: Floor) -> float:
+        """What a request takes in each iteration after its first token, beyond its context."""
+        replaced = self._preempts and self.config.speculative is not None
+        return floor.output + floor.token + (-floor.chunk if replaced else floor.drafts)
+
+    def _iterations(self, floor: Floor, role: RoleName, deadline: WorkDeadline) -> Iterator[tuple[str, Array]]:
+        """How many iterations each request accounts for at least."""
+        work, config = self.work, self.config
+        seqs, most = config.max_num_seqs, config.max_num_batched_tokens
+        prompts = role == "prefill" or deadline.of == "prompt"
+        if prompts:
+            yield "max_num_batched_tokens", work.new / most
+            yield "max_num_seqs", np.full(len(work), 1 / seqs)
+            return
+        yield "max_num_seqs", (1 + work.iterations) / seqs
+        yield "KV memory", work.own / (config.kv_blocks * config.block_size)
+        if role == "colocated":
+            yield "max_num_batched_tokens", (work.new + work.decoded) / most
+            rows = config.tokens_each
+            if rows > 1 and not self._preempts:  # a full iteration counts as having room for all drafts
+                yield "max_num_batched_tokens", (work.new + rows * work.iterations) / (most + seqs * (rows - 1))
+        # Tokens that follow a preemption have no context to pay; prompts must not make an iteration cheaper.
+        each = self._step(floor) + (0.0 if self._preempts else floor.context * work.contexts[0])
+        if deadline.tpot < inf and each > 0 and floor.token * work.new.min() >= floor.chunk:
+            # Of an iteration of d requests, 1 >= (2 - d / together) * d / together; whatever `together` is, and tight
+            # where it is d. What all d add up to follows from the time that they may take.
+            beyond = (deadline.tpot * work.decoded - floor.iteration * work.iterations) / each
+            together = max(1.0, float(beyond.sum() / work.iterations.sum()))
+            if together < seqs:
+                yield "TPOT", np.minimum(work.iterations, (2 * work.iterations - beyond / together) / together)
