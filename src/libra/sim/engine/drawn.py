@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from heapq import heappush
 from math import isqrt
+from typing import Final
 
 import numpy as np
 
@@ -18,14 +19,16 @@ from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Request
 from libra.sim.engine.speculative import Draws, Ints, Speculative
 
-ATTENDED, BLOCKS, ROWS = range(3)
+ATTENDED: Final = 0  # tokens that are attended to
+BLOCKS: Final = 1  # held from an iteration on
+ROWS: Final = 2  # tokens in it
 _FEWEST = 1024  # iterations for which there is room
 
 
 class Course:
     """One request's iterations from `start` on."""
 
-    __slots__ = ("blocks", "generated", "held", "known", "offset", "start", "sums", "tokens", "undrawn")
+    __slots__ = ("generated", "held", "known", "offset", "start", "sums", "tokens", "undrawn")
 
     def __init__(
         self,
@@ -34,7 +37,6 @@ class Course:
         generated: int,
         held: int,
         tokens: Ints,
-        blocks: Ints,
         sums: Ints,
         undrawn: int,
         offset: int,
@@ -43,8 +45,7 @@ class Course:
         self.known = known  # tokens that others may know of before it
         self.generated = generated  # before it
         self.held = held  # blocks, before it
-        self.tokens = tokens  # of the context before each iteration, the one to compute next too
-        self.blocks = blocks  # that it holds from each iteration on
+        self.tokens = tokens  # of the context before each iteration, the one to compute next too; and after the last
         self.sums = sums  # what it adds to those of the batch
         self.undrawn = undrawn  # iterations that verify nothing: 1 if its first one does not
         self.offset = offset
@@ -54,19 +55,40 @@ class Drawn(Generation):
     """As vLLM schedules: a running request gets its next token and `num_speculative_tokens` drafts, or as many as
     `max_model_len` allows; the blocks for them, and for what the drafter looks ahead, stay when drafts are rejected."""
 
-    __slots__ = ("_draws", "_end", "_length", "_offsets", "_origin", "_size", "_speculative", "_squares", "_sums")
+    __slots__ = (
+        "_block",
+        "_draws",
+        "_each",
+        "_end",
+        "_held",
+        "_length",
+        "_lookahead",
+        "_mean",
+        "_more",
+        "_offsets",
+        "_origin",
+        "_size",
+        "_slack",
+        "_squares",
+        "_sums",
+    )
 
     def __init__(self, config: EngineConfig, speculative: Speculative) -> None:
         super().__init__()
-        self._speculative, self._draws = speculative, Draws(speculative)
+        self._draws, self._mean = Draws(speculative), speculative.mean_tokens
         self._size, self._length = config.block_size, config.max_model_len
-        self._sums = np.zeros((3, _FEWEST), np.int64)
-        self._origin = self._end = 0  # iteration of the first column, and of the first that has nothing
+        self._each, self._lookahead = speculative.tokens_each, speculative.lookahead
+        # What is added to arrays, or divides them: numpy would make an array of a number each time.
+        self._more, self._slack = np.array(self._each - 1), np.array(self._lookahead + self._size - 1)
+        self._block = np.array(self._size)
+        self._sums = np.zeros((_FEWEST, 3), np.int64)
+        self._origin = self._end = 0  # iteration of the first line, and of the first that has nothing
+        self._held = 0  # blocks, before the next iteration
         self._offsets = self._squares = 0
 
     @property
     def rows(self) -> int:
-        return self._sums.item(ROWS, self.iteration - self._origin) if self.count else 0
+        return self._sums.item(self.iteration - self._origin, ROWS) if self.count else 0
 
     def spread(self, absent: Collection[Request] = ()) -> int:
         """Of contexts that all grow by the mean."""
@@ -85,29 +107,29 @@ class Drawn(Generation):
         size = self._size
         if row:
             tokens = int(course.tokens[at])
-            slots = min(tokens - 1 + row + self._speculative.lookahead, self._length)
+            slots = min(tokens - 1 + row + self._lookahead, self._length)
             return max(slots, held_by(course, at) * size), tokens
         return held_by(course, at) * size, _known(course, at)
 
     def computed(self, request: Request, more: int = 0) -> int:
         course = _course(request)
-        return _known(course, min(self.iteration + more - course.start, len(course.tokens)))
+        return _known(course, min(self.iteration + more - course.start, len(course.tokens) - 1))
 
     def generated(self, request: Request, more: int = 0) -> int:
         course = _course(request)
         at = self.iteration + more - course.start
         if at <= 0:
             return course.generated
-        return int(course.tokens[at]) - request.prompt_tokens if at < len(course.tokens) else request.output_tokens
+        return course.tokens.item(min(at, len(course.tokens) - 1)) - request.prompt_tokens
 
     def row(self, request: Request, after: int = 0) -> int:
         course = _course(request)
-        return int(course.sums[ROWS, self.iteration + after - course.start])
+        return course.sums.item(self.iteration + after - course.start, ROWS)
 
     def needs(self, request: Request, row: int) -> int:
         course = _course(request)
         at = self.iteration - course.start
-        slots = min(int(course.tokens[at]) - 1 + row + self._speculative.lookahead, self._length)
+        slots = min(course.tokens.item(at) - 1 + row + self._lookahead, self._length)
         return max(-(-slots // self._size) - held_by(course, at), 0)
 
     def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
@@ -127,28 +149,29 @@ class Drawn(Generation):
 
     def alike(self, steps: int) -> int:
         at = self.iteration - self._origin
-        others = self._sums[ROWS, at : at + steps] != self._sums[ROWS, at]
+        others = self._sums[at : at + steps, ROWS] != self._sums[at, ROWS]
         return int(others.argmax()) or steps
 
-    def contexts(self, steps: int) -> Ints:
+    def contexts(self, steps: int) -> list[int]:
         at = self.iteration - self._origin
-        return self._sums[ATTENDED, at : at + steps]
+        contexts: list[int] = self._sums[at : at + steps, ATTENDED].tolist()
+        return contexts
 
     def context_after(self, steps: int) -> int:
-        return self._sums.item(ATTENDED, self.iteration - self._origin + steps) if self.count else 0
+        return self._sums.item(self.iteration - self._origin + steps, ATTENDED) if self.count else 0
 
     def demand(self, steps: int = 1) -> int:
         at = self.iteration - self._origin
-        if not self.count:
-            return 0
-        return self._sums.item(BLOCKS, at) if steps == 1 else int(self._sums[BLOCKS, at : at + steps].sum())
+        return self._sums.item(at + steps - 1, BLOCKS) - self._held if self.count else 0
 
     def affordable(self, steps: int, blocks: int) -> int:
+        if self.demand(steps) <= blocks:
+            return steps
         at = self.iteration - self._origin
-        needed = self._sums[BLOCKS, at : at + steps].cumsum()
-        return steps if needed[-1] <= blocks else int(needed.searchsorted(blocks, side="right"))
+        return int(self._sums[at : at + steps, BLOCKS].searchsorted(self._held + blocks, side="right"))
 
     def advance(self, steps: int) -> list[Request]:
+        self._held += self.demand(steps)
         self.iteration += steps
         self._look()
         return self._done()
@@ -156,49 +179,49 @@ class Drawn(Generation):
     def _enter(self, request: Request, start: int, known: int, generated: int, held: int, first: int | None) -> None:
         """A request generates from the iteration `start` on. It holds `held` blocks, and others may know of its first
         `known` tokens; `first` tokens of it are in the first iteration, if not as many as it wants."""
-        speculative, before = self._speculative, request.prompt_tokens + generated
-        left = request.output_tokens - generated
-        undrawn, gains = self._gains(request, left, first)
-        total = gains.cumsum()
-        steps = int(total.searchsorted(left)) + 1
-        tokens = np.empty(steps, np.int64)
-        tokens[0] = before
-        np.add(total[: steps - 1], before, out=tokens[1:])
-        sums = np.empty((3, steps), np.int64)
-        rows = np.minimum(self._length - tokens, speculative.tokens_each, out=sums[ROWS])
+        undrawn, tokens = self._tokens(request, generated, first)
+        before, begin, steps = tokens[:-1], tokens.item(0), len(tokens) - 1
+        sums = np.empty((steps, 3), np.int64)
+        attended, blocks, rows = sums[:, ATTENDED], sums[:, BLOCKS], sums[:, ROWS]
+        rows.fill(self._each)
+        np.add(before, self._more, attended)
+        limited = attended.item(steps - 1) + self._lookahead > self._length
+        if limited:
+            np.minimum(attended, self._length - 1, attended)
+            np.subtract(attended, before - 1, rows)
         if first is not None:
-            rows[0] = first
-        attended = np.add(tokens, rows, out=sums[ATTENDED])
-        attended -= 1
-        blocks = np.minimum(attended + speculative.lookahead, self._length)
-        blocks += self._size - 1
-        blocks //= self._size
-        if blocks[0] < held:  # a longer row before it had them
-            np.maximum(blocks, held, out=blocks)
-        sums[BLOCKS, 0] = blocks[0] - held
-        np.subtract(blocks[1:], blocks[:-1], out=sums[BLOCKS, 1:])
-        offset = before - round(speculative.mean_tokens * start)
-        course = Course(start, known, generated, held, tokens, blocks, sums, undrawn, offset)
-        self._put(request, course, start + steps - 1)
+            rows[0], attended[0] = first, begin + first - 1
+        np.add(attended, self._slack, blocks)
+        if limited:
+            np.minimum(blocks, self._length + self._size - 1, blocks)
+        np.floor_divide(blocks, self._block, blocks)
+        if blocks.item(0) < held:  # a longer row before it had them
+            np.maximum(blocks, held, blocks)
+        offset = begin - round(self._mean * start)
+        self._put(request, Course(start, known, generated, held, tokens, sums, undrawn, offset), start + steps - 1)
         if request.ask_at is not None:
             self.ask(request)
 
-    def _gains(self, request: Request, left: int, first: int | None) -> tuple[int, Ints]:
-        """Tokens that a request generates in each iteration, the `left` last ones at least, if the next one has `first`
-        tokens of it, or as many as it wants. And in how many of them, 0 or 1, nothing is verified."""
-        gains = self._draws.gains(request.number, request.verifications, left)
-        if first == 1:
-            return 1, np.concatenate((np.ones(1, np.int64), gains))
-        if first is not None and left:
-            gains[0] = min(int(gains[0]), first)
-        return 0, gains
+    def _tokens(self, request: Request, generated: int, first: int | None) -> tuple[int, Ints]:
+        """Tokens of a request's context before each iteration and after the last, if the next one has `first` tokens of
+        it, or as many as it wants. And in how many of them, 0 or 1, nothing is verified."""
+        draws, number, verified = self._draws, request.number, request.verifications
+        begin, end = request.prompt_tokens + generated, request.prompt_tokens + request.output_tokens
+        if first == 1 and begin < end:
+            rest = draws.contexts(number, verified, begin + 1, end, self._each)
+            return 1, np.concatenate((np.array([begin]), rest))
+        return 0, draws.contexts(number, verified, begin, end, first or self._each)
 
     def _put(self, request: Request, course: Course, last: int) -> None:
         """A request follows its course, and generates its last token with the iteration `last`."""
         request.course, request.last = course, last
-        steps = course.sums.shape[1]
+        steps = len(course.sums)
         at = self._room(course.start, steps)
-        self._sums[:, at : at + steps] += course.sums
+        sums = self._sums[at : at + steps]
+        sums += course.sums
+        if course.start > self.iteration:  # it sits out the next one
+            self._sums[at - 1, BLOCKS] += course.held
+        self._held += course.held
         heappush(self._ends, (last, request.admission, request))
         self._offsets += course.offset
         self._squares += course.offset * course.offset
@@ -209,10 +232,14 @@ class Drawn(Generation):
         """Take a request out of the sums. Returns its course, and how many of its iterations are over."""
         course = _course(request)
         over = self.iteration - course.start
-        rest = course.sums[:, max(over, 0) :]
-        if rest.shape[1]:
-            at = course.start + max(over, 0) - self._origin
-            self._sums[:, at : at + rest.shape[1]] -= rest
+        rest = course.sums[max(over, 0) :]
+        at = max(course.start, self.iteration) - self._origin
+        if len(rest):
+            sums = self._sums[at : at + len(rest)]
+            sums -= rest
+        if over < 0:
+            self._sums[at - 1, BLOCKS] -= course.held
+        self._held -= held_by(course, over)
         if over > 0:
             request.verifications += over - course.undrawn
         self._offsets -= course.offset
@@ -226,13 +253,13 @@ class Drawn(Generation):
         self.context = self.context_after(0)
 
     def _room(self, start: int, steps: int) -> int:
-        """The column of an iteration; from it on there is room for so many."""
+        """The line of an iteration; from it on there is room for so many."""
         at = start - self._origin
-        if at + steps >= self._sums.shape[1]:
-            kept = self._sums[:, self.iteration - self._origin : max(self._end, self.iteration) - self._origin]
+        if at + steps >= len(self._sums):
+            kept = self._sums[self.iteration - self._origin : max(self._end, self.iteration) - self._origin]
             at = start - self.iteration
-            self._sums = np.zeros((3, max(4 * (at + steps), 2 * kept.shape[1], _FEWEST)), np.int64)
-            self._sums[:, : kept.shape[1]] = kept
+            self._sums = np.zeros((max(4 * (at + steps), 2 * len(kept), _FEWEST), 3), np.int64)
+            self._sums[: len(kept)] = kept
             self._origin = self.iteration
         self._end = max(self._end, start + steps)
         return at
@@ -246,7 +273,7 @@ def _course(request: Request) -> Course:
 
 def held_by(course: Course, over: int) -> int:
     """Blocks held when so many of the iterations are over."""
-    return course.blocks.item(over - 1) if over > 0 else course.held
+    return course.sums.item(over - 1, BLOCKS) if over > 0 else course.held
 
 
 def _known(course: Course, over: int) -> int:

@@ -122,14 +122,9 @@ class DrawnAhead(Drawn):
     ) -> None:
         """A request generates from the iteration `start` on, decided from `position`, with `first` tokens in it if not
         as many as it wants. It holds `held` blocks."""
-        each, longest = self._speculative.tokens_each, self._length
-        context, left = request.prompt_tokens + generated, request.output_tokens - generated
-        undrawn, gains = self._gains(request, left, first)
-        total = gains.cumsum()
-        steps = int(total.searchsorted(left)) + 1 if left else 0
-        tokens = np.empty(steps + 1, np.int64)
-        tokens[0] = context
-        np.add(total[:steps], context, out=tokens[1:])
+        each, longest = self._each, self._length
+        undrawn, tokens = self._tokens(request, generated, first)
+        context, steps = tokens.item(0), len(tokens) - 1
         rows = np.full(steps + 1, each, np.int64)
         if first is not None:
             rows[0] = first
@@ -140,23 +135,20 @@ class DrawnAhead(Drawn):
         given = int(first is not None)
         limited = given + int(positions[given:].searchsorted(longest - 1 - each, side="right"))
         whole = limited >= steps
-        if whole:
-            tokens[steps] = request.prompt_tokens + request.output_tokens
-        else:
+        if not whole:
             steps = limited
             tokens, rows, positions = tokens[: steps + 1], rows[: steps + 1], positions[: steps + 1]
         rows[steps] = min(rows.item(steps), longest - 1 - positions.item(steps))
         surely = request.stop == "length" and steps and tokens[steps - 1] + 1 == tokens[steps]
         overruns = whole and rows.item(steps) > 0 and not surely
         columns = steps + (overruns or not whole)
-        slots = np.minimum(positions[:columns] + rows[:columns] + self._speculative.lookahead, longest)
-        blocks = np.maximum(-(-slots // self._size), held)  # a longer row before it may have had them
-        sums = np.empty((3, columns), np.int64)
-        sums[ROWS] = rows[:columns]
-        sums[ATTENDED] = tokens[:columns] + rows[:columns] - 1
-        sums[BLOCKS] = np.diff(blocks, prepend=held)
-        offset = context - round(self._speculative.mean_tokens * start)
-        course = CourseAhead(start, context - 1, generated, held, tokens, blocks, sums, undrawn, offset)
+        slots = np.minimum(positions[:columns] + rows[:columns] + self._lookahead, longest)
+        sums = np.empty((columns, 3), np.int64)
+        sums[:, ROWS] = rows[:columns]
+        sums[:, ATTENDED] = tokens[:columns] + rows[:columns] - 1
+        sums[:, BLOCKS] = np.maximum(-(-slots // self._size), held)  # a longer row before it may have had them
+        offset = context - round(self._mean * start)
+        course = CourseAhead(start, context - 1, generated, held, tokens, sums, undrawn, offset)
         course.before, course.since, course.positions = before, self.iteration, positions
         course.whole, course.overruns = whole, overruns
         self._put(request, course, start + steps - 1)
@@ -173,7 +165,7 @@ class DrawnAhead(Drawn):
 
     def _slots(self, course: CourseAhead, at: int, row: int) -> int:
         """Of whose blocks a request holds for so many tokens in an iteration."""
-        return min(course.positions.item(at) + row + self._speculative.lookahead, self._length)
+        return min(course.positions.item(at) + row + self._lookahead, self._length)
 
 
 def _course(request: Request) -> CourseAhead:

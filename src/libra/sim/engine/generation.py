@@ -11,7 +11,6 @@ from heapq import heappop, heappush
 from math import isqrt
 
 from libra.sim.engine.request import Request
-from libra.sim.engine.speculative import Ints
 
 
 class Generation(ABC):
@@ -107,7 +106,7 @@ class Generation(ABC):
         return steps
 
     @abstractmethod
-    def contexts(self, steps: int) -> Ints | None:
+    def contexts(self, steps: int) -> list[int] | None:
         """`context` of each of the next iterations; None: every one has `count` more than the one before."""
 
     @abstractmethod

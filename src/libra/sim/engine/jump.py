@@ -7,15 +7,15 @@ each.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from heapq import heapify, heapreplace
-from itertools import repeat
+from itertools import accumulate, repeat
 from math import sqrt
 
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.request import Request
-from libra.sim.engine.speculative import Ints
 from libra.sim.engine.state import EngineState, Piece
 from libra.sim.engine.tiers import Tiers
 
@@ -236,21 +236,20 @@ def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, ste
         context += count * decoding
 
 
-def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: Ints) -> tuple[list[Piece], int]:
+def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: list[int]) -> tuple[list[Piece], int]:
     """The same of iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
     ticks = uneven_ticks(cost, batch, contexts)
-    ends = [now, *(now + end for end in ticks.cumsum().tolist())]
-    return list(zip(range(len(ticks)), ends, ticks.tolist(), repeat(0), strict=False)), ends[-1]
+    ends = list(accumulate(ticks, initial=now))
+    return list(zip(range(len(ticks)), ends, ticks, repeat(0), strict=False)), ends[-1]
 
 
-def uneven_ticks(cost: IterationCost, batch: DecodeBatch, contexts: Ints) -> Ints:
+def uneven_ticks(cost: IterationCost, batch: DecodeBatch, contexts: list[int]) -> list[int]:
     """Of iterations whose contexts do not fall."""
-    base, slope, limit = cost.line(batch, contexts.item(0))
-    ticks = contexts * slope + base
-    while limit <= contexts[-1]:
-        done = int(contexts.searchsorted(limit))
-        base, slope, limit = cost.line(batch, contexts.item(done))
-        ticks[done:] = contexts[done:] * slope + base
+    ticks = list[int]()
+    while len(ticks) < len(contexts):
+        done = len(ticks)
+        base, slope, limit = cost.line(batch, contexts[done])
+        ticks += [base + slope * context for context in contexts[done : bisect_left(contexts, limit, done)]]
     return ticks
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.group import RankGroup  # not for types alone: compiled, the fields need it
@@ -76,7 +74,7 @@ class Rank(SimEngine):
         contexts = None
         if self.steps:
             self.steps = generation.alike(self.steps)
-            contexts = np.array(generation.contexts(self.steps))
+            contexts = generation.contexts(self.steps)
         missing = batch.requests * batch.tokens_each - generation.rows
         self.work = self.work._replace(contexts=contexts, missing=missing)
 

@@ -34,7 +34,7 @@ class RankWork(NamedTuple):
     growth: int = 0
     chunks: Sequence[Chunk] = ()
     admitted: Admitted = NONE_ADMITTED
-    contexts: Ints | None = None
+    contexts: list[int] | None = None
     missing: int = 0  # tokens that requests which decode have fewer than `tokens_each` of the batch
 
     @property
@@ -204,12 +204,10 @@ class _Lines:
         known, ticks = self._of[place]
         if known != version:
             batch, contexts = work.batch, work.contexts
-            if contexts is not None:
-                ticks = uneven_ticks(self.cost, batch, contexts)
-            elif work.chunks:
+            if contexts is None and work.chunks:
                 ticks = np.array([self.mixed(work)])
             else:
-                ticks = uneven_ticks(self.cost, batch, np.array([work.context]))
+                ticks = np.array(uneven_ticks(self.cost, batch, contexts or [work.context]))
             self._of[place] = version, ticks
         return ticks
 

@@ -107,37 +107,55 @@ class Speculative(Value):
 
 
 class Draws:
-    """How many tokens verifications generate."""
+    """How many tokens verifications generate, and what becomes of a context with them."""
 
     def __init__(self, speculative: Speculative) -> None:
         self._told = np.array(speculative.accepted, np.int64) + 1
         self._seed = speculative.seed * _ODD
         chances = [round(rate * _WHOLE) for rate in reversed(speculative.synthetic_acceptance_rates)]
         self._chances = np.array([chance for chance in chances if chance < _WHOLE], np.uint64)
-        self._most = speculative.tokens_each
+        self._most = np.array(speculative.tokens_each)
+        self._likely = 1.25 / speculative.mean_tokens  # verifications for a token, nearly always enough
         self._steps = _steps(1024)
 
     def gains(self, request: int, first: int, count: int) -> Ints:
-        """Tokens that `count` verifications of a request generate, from the one of number `first` on."""
+        """Tokens that `count` verifications of a request generate, from the one of number `first` >= -1 on."""
         if len(self._told):
             return self._told.take(np.arange(first, first + count), mode="wrap")
-        if first + count > len(self._steps):
+        if first + count >= len(self._steps):
             self._steps = _steps(2 * (first + count))
-        drawn = self._steps[first : first + count] + np.uint64(_mixed((self._seed + request) % _WHOLE))
+        start = np.array(_mixed((self._seed + request) % _WHOLE), np.uint64)
+        drawn = self._steps[first + 1 : first + 1 + count] + start
         for shift, factor in _ROUNDS:
             drawn ^= drawn >> shift
             drawn *= factor
-        return self._most - self._chances.searchsorted(drawn, side="right")
+        return self._most - self._chances.searchsorted(drawn, "right")
+
+    def contexts(self, request: int, first: int, begin: int, end: int, most: int) -> Ints:
+        """Tokens of a request's context before each verification, from the one of number `first` on, and after the
+        last: from `begin` to `end`. The first one generates `most` tokens at most."""
+        surely = end - begin
+        for count in (min(int(self._likely * surely) + 8, surely), surely):
+            gains = self.gains(request, first - 1, count + 1)
+            gains[0] = begin  # in the place of a gain that is not asked for
+            if count and gains.item(1) > most:
+                gains[1] = most
+            contexts = np.add.accumulate(gains)
+            if contexts.item(count) >= end:
+                break
+        steps = int(contexts.searchsorted(end))
+        contexts[steps] = end
+        return contexts[: steps + 1]
 
 
 # SplitMix64 (Steele, Lea and Flood 2014). What its output function does after the last multiplication mixes lower bits
 # that hardly matter to a comparison.
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_ROUNDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in _FACTORS)
+_ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in _FACTORS)
 
 
 def _steps(count: int) -> NDArray[np.uint64]:
-    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD)
+    return np.arange(count, dtype=np.uint64) * np.uint64(_ODD)
 
 
 def _mixed(key: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import Literal, Protocol
 
 from libra.sim.engine.block_pool import BlockPool
@@ -21,10 +22,14 @@ from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
 
-_KEPT = 1024
-_BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
+_KEPT = 1024  # batches: one is asked for at every event
 Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
+
+
+@cache
+def _batches(tokens_each: int) -> list[DecodeBatch]:
+    return [DecodeBatch(requests, tokens_each) for requests in range(_KEPT)]
 
 
 class Clock(Protocol):
@@ -88,6 +93,7 @@ class EngineState:
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     uneven: bool = field(init=False)  # batches say how their contexts differ
+    batches: list[DecodeBatch] = field(init=False)  # those that do not, by their requests
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # who generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
@@ -125,6 +131,7 @@ class EngineState:
         self.flight = self.flights.all[0]
         self.overlapping = stages > 1
         self.uneven = self.cost.uneven
+        self.batches = _batches(config.tokens_each)
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def carry(self, tokens: int) -> None:
@@ -148,9 +155,7 @@ class EngineState:
         """What the next iteration decodes if so many requests of the batch that is looked at are in it: without those
         that are absent, and with so many tokens of context, if any are."""
         if not self.uneven:
-            if self.config.speculative is not None:
-                return DecodeBatch(requests, self.config.tokens_each)
-            return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
+            return self.batches[requests] if requests < _KEPT else DecodeBatch(requests, self.config.tokens_each)
         generation = self.flight.generation
         shared = self.pool.shared * self.config.block_size
         holders = len(self.running) if self.overlapping else generation.count
