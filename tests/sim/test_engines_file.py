@@ -233,6 +233,30 @@ def test_tiers_that_are_none_are_refused(tmp_path: Path, keys: dict[str, Any], t
     assert "\n" not in str(error.value)
 
 
+STORE = {**HOST, "name": "store", "shared": True}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"model": "Qwen/Qwen3-1.7B"}, "engines.1.model is Qwen/Qwen3-1.7B, and engines.0.model Qwen/Qwen3-0.6B"),
+        ({"kv_cache_dtype": "fp8"}, "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto"),
+        ({"block_size": 32}, "engines.1.block_size is 32, and engines.0.block_size 16"),
+        (
+            {"kv_tiers": [{**STORE, "gib": 9}]},
+            "engines.1.kv_tiers: store is shared, and differs from that",
+        ),
+    ],
+)
+def test_who_shares_a_tier_could_use_what_others_keep_there(tmp_path: Path, other: dict[str, Any], told: str) -> None:
+    shared = {"max_model_len": 4096, "kv_tiers": [STORE]}
+    assert len(load(tmp_path, {**shared, "name": "a"}, {**shared, "name": "b"}).engines) == 2
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, {**shared, "name": "a"}, {**shared, "name": "b", **other})
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_drafts_cost_memory_passes_and_rows(tmp_path: Path) -> None:
     def speculative(method: str, **keys: object) -> dict[str, Any]:
         return {"method": method, "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.5, **keys}

@@ -6,7 +6,7 @@ be right. Lengths are tokens, times are seconds. What vLLM has a name for has th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,14 +149,31 @@ def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
 
 def _check_models(file: EnginesFile) -> None:
     """Raises ValueError where an engine could not use the KV of another one."""
-    apart = [(f"engines.{index}", it) for index, it in enumerate(file.engines) if it.role != "colocated"]
-    for key, section in apart:
-        first = apart[0][1]
+    engines = [(f"engines.{index}", it) for index, it in enumerate(file.engines)]
+    _check_alike([it for it in engines if it[1].role != "colocated"])
+    for name in sorted({tier.name for _, it in engines for tier in it.kv_tiers if tier.shared}):
+        sharing = [it for it in engines if any(tier.name == name and tier.shared for tier in it[1].kv_tiers)]
+        _check_alike(sharing, "block_size")
+        tiers = [(key, next(tier for tier in it.kv_tiers if tier.name == name)) for key, it in sharing]
+        for key, tier in tiers:
+            if tier != tiers[0][1]:
+                raise ValueError(
+                    f"{key}.kv_tiers: {name} is shared, and differs from that of {tiers[0][0]}: give both the same"
+                )
+
+
+def _check_alike(engines: Sequence[tuple[str, EngineSection]], *options: str) -> None:
+    """That their models and KV are the same, and these options, too."""
+    for key, section in engines:
+        first = engines[0][1]
         same = {
             "model": load_model(section.model) == load_model(first.model),
             "kv_cache_dtype": KV_FORMATS[section.kv_cache_dtype] == KV_FORMATS[first.kv_cache_dtype],
+            **{option: getattr(section, option) == getattr(first, option) for option in options},
         }
         for option, alike in same.items():
             if not alike:
                 here, there = getattr(section, option), getattr(first, option)
-                raise ValueError(f"{key}.{option} is {here}, and {apart[0][0]}.{option} {there}: KV differs, name one")
+                raise ValueError(
+                    f"{key}.{option} is {here}, and {engines[0][0]}.{option} {there}: KV differs, name one"
+                )
