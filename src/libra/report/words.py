@@ -109,11 +109,12 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 def fine_duration(seconds: float) -> str:
+    """What is less than a nanosecond is what differences of sums leave: nothing.
+
+    >>> [fine_duration(s) for s in (0, 2.9e-11, 3.2e-8, 0.00082, 0.0123, 12.34, 7500)]
+    ['0 s', '0 s', '0.032 µs', '820 µs', '12.3 ms', '12.3 s', '2 h 05 min']
     """
-    >>> [fine_duration(s) for s in (0, 3.2e-8, 0.00082, 0.0123, 12.34, 7500)]
-    ['0 s', '0.032 µs', '820 µs', '12.3 ms', '12.3 s', '2 h 05 min']
-    """
-    if seconds == 0:
+    if abs(seconds) < 1e-9:
         return "0 s"
     if abs(seconds) < 0.9995e-3:
         return f"{plain(seconds * 1e6)} µs"
