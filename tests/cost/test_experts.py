@@ -69,6 +69,8 @@ def test_frequencies_are_refused_by_name() -> None:
     for counts in ([[1.0, 2.0]], [[1.0, 0.0, 0.0, 0.0]], [[1.0, -1.0, 2.0, 3.0]], [[1.0] * 4] * 2):
         with pytest.raises(ValueError, match=r"^frequencies"):
             measured(counts, 4, 2, 3)
+    with pytest.raises(ValueError, match=r"^frequencies\.1 has 3 counts; give 4, one for each expert$"):
+        measured([[1.0] * 4, [1.0] * 3, [1.0] * 4], 4, 2, 3)
 
 
 def test_vllm_moves_first_after_a_quarter_of_its_interval() -> None:

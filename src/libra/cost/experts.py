@@ -66,8 +66,11 @@ def power_law(experts: int, active: int, exponent: float, layers: int, seed: int
 def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layers: int) -> Shares:
     """From how often each expert was asked for: a row for each layer, or one for all. Raises ValueError that opens with
     `frequencies`."""
-    if len(counts) not in (1, layers) or any(len(row) != experts for row in counts):
+    if len(counts) not in (1, layers):
         raise ValueError(f"frequencies are {len(counts)} rows; give 1 or {layers} of {experts} counts each")
+    for place, row in enumerate(counts):
+        if len(row) != experts:
+            raise ValueError(f"frequencies.{place} has {len(row)} counts; give {experts}, one for each expert")
     table = np.array(counts, dtype=float)
     if not (np.isfinite(table).all() and (table >= 0).all() and (np.count_nonzero(table, axis=1) >= active).all()):
         raise ValueError(f"frequencies: in each row {active} experts or more have a count, and none is negative")
