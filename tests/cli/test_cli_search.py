@@ -40,8 +40,16 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     assert {it["by"] for it in document["rejected"]} <= {"bound", "simulation", "dominated"}
     html = page.read_text()
     assert "Pareto set" in html
+    assert "Each at the rate that was asked for. " in html
     assert html.count("<circle") + html.count("<path") > 0
     assert "Why others were rejected" in html
+
+
+def test_prices_are_what_goodput_is_told_for(menu: str) -> None:
+    priced = Path(menu)
+    priced.write_text(priced.read_text() + "cost_per_hour: {h100: 2.5, l40s: 1}\n")
+    result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", priced, "--rate", 2)
+    assert result.stdout.startswith("1 x l40s tp1 seqs 64 tokens 2048 async: 2 requests/s on 1 GPU, 2 per cost/h; ")
 
 
 def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> None:
@@ -119,7 +127,7 @@ def test_nothing_that_serves_is_status_3(menu: str) -> None:
     ("options", "said"),
     [
         (("--slo", "tpot_p99=0.05"), "add one of ttft or latency"),
-        (("--slo", "ttft_p99=1", "--budget", 10), "there is no price of h100"),
+        (("--slo", "ttft_p99=1", "--budget", 10), "costs an hour, as cost_per_hour of the menu"),
         (("--slo", "ttft_p99=1e-6"), "nothing on the menu is faster than"),
         (
             ("--slo", "ttft_p99=1e-6", "--plan", "--rate", 2),
@@ -148,6 +156,7 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
     [
         ("cost_per_hour: {h100: 2, l40s: 1, a800: 1}", "cost_per_hour of the menu has a800, which its nodes leave out"),
         ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
+        ("cost_per_hour: {h100: 2, l40s: 1, b200: 9}", "cost_per_hour of the menu: unknown class of nodes 'b200'"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
         ("afd: 3", "afd: expected a mapping of keys (got 3)"),
         (

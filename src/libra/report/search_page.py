@@ -9,7 +9,17 @@ import altair as alt
 
 from libra.report.charts import Figure
 from libra.report.page import Tile, render
-from libra.report.search_table import alike, columns, counts, engine_files, headline, rejections, row, value_words
+from libra.report.search_table import (
+    alike,
+    columns,
+    counts,
+    engine_files,
+    headline,
+    rejections,
+    row,
+    unit_words,
+    value_words,
+)
 from libra.report.vega import HALF, Axis, draw, layer, unchecked
 from libra.report.words import count, fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, SizingAnswer
@@ -30,6 +40,7 @@ def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) ->
         counts=counts(answer),
         tiles=list(_tiles(answer)),
         figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.points else [],
+        asked=answer.question.rate is not None,
         columns=columns(answer),
         points=[row(answer, points, files) for points in alike(answer)],
         files=engine_files(answer, files) if files else [],
@@ -72,7 +83,7 @@ def pareto_figure(answer: SizingAnswer, metric: str) -> Figure:
         }
         for point in answer.points
     ]
-    x, y = Axis(f"{objective.name} (ms)"), Axis(f"requests/s per {answer.question.unit}")
+    x, y = Axis(f"{objective.name} (ms)"), Axis(f"requests/s per {unit_words(answer)}")
     edge, best = [], 0.0
     for one in sorted(rows, key=lambda it: (it["x"], -float(it["y"]))):  # type: ignore[arg-type]
         if float(one["y"]) > best:  # type: ignore[arg-type]

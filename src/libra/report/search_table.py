@@ -43,8 +43,13 @@ def counts(answer: SizingAnswer) -> str:
     )
 
 
+def unit_words(answer: SizingAnswer) -> str:
+    """What goodput is told for each one of; the column of the price has the same name."""
+    return "cost/h" if answer.question.prices else answer.question.unit
+
+
 def value_words(answer: SizingAnswer, point: Point) -> str:
-    return f"{plain(point.value)} per {answer.question.unit}"
+    return f"{plain(point.value)} per {unit_words(answer)}"
 
 
 def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
@@ -80,7 +85,7 @@ def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = (
 def columns(answer: SizingAnswer) -> tuple[str, ...]:
     ttft, tpot = (it.name.replace("_", " ") for it in axes(answer))
     price = ("cost/h",) if answer.question.prices else ()
-    return ("deployment", "GPUs", *price, "req/s", f"per {answer.question.unit}", ttft, tpot, "bottleneck")
+    return ("deployment", "GPUs", *price, "req/s", f"per {unit_words(answer)}", ttft, tpot, "bottleneck")
 
 
 def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:

@@ -80,7 +80,10 @@ class MenuFile(Section):
             raise ValueError(f"nodes of the menu: {error}") from None
         names = [nodes.name for nodes in taken.nodes]
         for name in self.cost_per_hour:
-            given.node_class(name)
+            try:
+                given.node_class(name)
+            except ValueError as error:
+                raise ValueError(f"cost_per_hour of the menu: {error}") from None
             if name not in names:
                 raise ValueError(
                     f"cost_per_hour of the menu has {name}, which its nodes leave out: leave the price out, or add"

@@ -80,7 +80,9 @@ class SizingQuestion:
             self.cluster.node_class(name)
         missing = [nodes.name for nodes in self.cluster.nodes if nodes.name not in self.prices]
         if missing and (self.prices or self.budget is not None):
-            raise ValueError(f"there is no price of {missing[0]}: give what a GPU of it costs an hour")
+            raise ValueError(
+                f"there is no price of {missing[0]}: give what a GPU of it costs an hour, as cost_per_hour of the menu"
+            )
         if any(not (isfinite(price) and price > 0) for price in self.prices.values()):
             raise ValueError(f"prices are {dict(self.prices)}; give finite numbers above 0")
         _check_requests(self.requests, self.model)
