@@ -520,6 +520,7 @@ def test_a_file_with_attention_and_ffn_apart_runs_and_visiting_changes_nothing(
         ({"afd": {"attention": 4, "ffn": 2}}, "engines.0.afd.bandwidth"),
         ({"afd": {**AFD, "micro_batches": 0}}, "engines.0.afd.micro_batches"),
         ({"afd": {**AFD, "micro_batches": 4096}}, "engines.0.afd.micro_batches is 4096, and an iteration has"),
+        ({"afd": {**AFD, "micro_batches": 1000}}, "no times for micro_batches 1000: there is no time for 1024 x"),
         ({"afd": {**AFD, "dbo_decode_token_threshold": 32}}, "engines.0.afd.dbo_decode_token_threshold or"),
         (
             {"afd": {**AFD, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 512}},

@@ -72,7 +72,10 @@ class AfdCost:
         if config.speculative is not None:
             raise ValueError("speculative with attention and FFN apart is not simulated: leave one of them out")
         self._stages, self._config, self._afd, self.host = stages, config, afd, host
-        self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
+        try:
+            self.grid = _of_micro_batch(stages, afd.micro_batches)  # of a rank's own part
+        except ValueError as error:
+            raise ValueError(f"there are no times for micro_batches {afd.micro_batches}: {error}; lower it") from None
         self._whole = self.grid if afd.micro_batching is None else _of_micro_batch(stages, 1)
         self._rate = min(afd.attention * tp, afd.ffn) * afd.bandwidth  # the side with fewer GPUs is the narrower
         self._ranks: dict[tuple[int, bool], GridCost] = {}
