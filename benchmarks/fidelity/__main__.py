@@ -141,7 +141,8 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
     steps, unpriced = gpu_training.price_steps(folder, gpu)
     refused = list(dict.fromkeys(map(str, (*unread, *unpriced))))
     if not predicted and not steps and not refused:
-        refused = [f"{folder}: no file in it has facts, grid and cases; give a folder of measured engines"]
+        there = "no file in it has facts, grid and cases" if folder.is_dir() else "there is no such folder"
+        refused = [f"{folder}: {there}; give a folder of measured engines"]
     if refused:
         print("\n".join(refused), file=sys.stderr)
     if not predicted and not steps:

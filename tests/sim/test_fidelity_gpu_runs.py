@@ -195,6 +195,11 @@ def test_a_folder_that_cannot_be_predicted_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpu-runs", str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'}: there is no such folder; give a folder" in capsys.readouterr().err
+
+
 def test_an_engine_without_workloads_is_fitted_and_training_steps_stand_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
