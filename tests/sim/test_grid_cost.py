@@ -76,23 +76,6 @@ def test_one_chunk_alone_is_the_grid_s_prefill(new: int, before: int) -> None:
     assert COST.mixed(DecodeBatch(0), 0, [(new, before)]) == rounded(GRID.prefill_seconds(new, before))
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("each", [1, 3])
-def test_chunks_of_as_many_tokens_as_a_decode_has_are_decoded(overlapped: bool, each: int) -> None:
-    host = HostCost(2e-3, 20e-6, overlapped, admission=1e-3, piecewise=0.05, eager=0.2)
-    drafts = {"speculative": Speculative("ngram", each - 1, accepted=(1,))} if each > 1 else {}
-    cost = cost_of(host, capture_sizes=(1, 2, 4, 8, 16, 32, 64), **drafts)
-    both = [(each, 999), (each, 1999)]
-    base, slope, _ = cost.line(DecodeBatch(7, each), 5000 + 1000 + 2000 + 2 * (each - 1))
-    decoded = base + slope * (5000 + 1000 + 2000 + 2 * (each - 1))
-    assert cost.mixed(DecodeBatch(5, each), 5000, both) == decoded < 0.05 * TICKS
-    hidden = max(decoded, round((host.seconds(7) + 2e-3) * TICKS))
-    assert cost.mixed(DecodeBatch(5, each), 5000, both, Admitted(2)) == (
-        hidden if overlapped else decoded + 2e-3 * TICKS
-    )
-    assert cost.mixed(DecodeBatch(5, each), 5000, [both[0], (each + 1, 1999)]) >= 0.05 * TICKS
-
-
 @given(st.integers(1, 64), st.integers(1, 8000))
 def test_a_line_goes_to_its_limit_and_the_next_begins_there(batch: int, context: int) -> None:
     tokens = batch * context
@@ -110,11 +93,48 @@ def test_more_is_never_sooner(batch: int, tokens: int, more: int) -> None:
     least = decode_ticks(COST, batch, tokens)
     assert least <= decode_ticks(COST, batch, tokens + more) + 1
     assert least <= decode_ticks(COST, batch + 1, tokens + more + -(-tokens // batch)) * MOST  # as long as the others
-    chunk = (1 + tokens % 2000, tokens % 4000)
+    chunk = (2 + tokens % 2000, tokens % 4000)
     alone = COST.mixed(DecodeBatch(batch), tokens, [chunk])
     assert alone <= COST.mixed(DecodeBatch(batch), tokens, [(chunk[0] + more % 2000, chunk[1])]) * MOST
     assert alone <= COST.mixed(DecodeBatch(batch), tokens, [(chunk[0], chunk[1] + more % 4000)]) * MOST
     assert alone <= COST.mixed(DecodeBatch(batch), tokens, [chunk, (1 + more % 50, 0)]) * MOST
+
+
+@given(st.integers(0, 40), st.integers(1, 24), st.integers(1, 4000), st.booleans())
+def test_chunks_of_one_token_are_run_as_the_decodes_that_vllm_takes_them_for(
+    decoding: int, chunks: int, before: int, overlapped: bool
+) -> None:
+    host = HostCost(2e-3, 20e-6, overlapped, 2e-4, 3e-7, 2e-7, piecewise=11e-3, eager=38e-3)
+    cost = cost_of(host, capture_sizes=(1, 2, 4, 8, 16, 32, 64))
+    requests, context = decoding + chunks, decoding * 500 + chunks * (before + 1)
+    mean, squares = context / requests, decoding * 500**2 + chunks * (before + 1) ** 2
+    spread = round((requests * max(0.0, squares - requests * mean * mean)) ** 0.5)
+    base, slope, _ = cost.line(DecodeBatch(requests, 1, spread), context)
+    wanted = base + slope * context
+    admitted = Admitted(chunks, chunks * (before + 1), chunks * before)
+    admitting = host.admitting(*admitted)
+    found = cost.mixed(DecodeBatch(decoding), decoding * 500, [(1, before)] * chunks, admitted)
+    if overlapped:
+        assert found == pytest.approx(max(wanted, (host.seconds(requests) + admitting) * TICKS), rel=1e-6)
+    else:
+        assert found == pytest.approx(wanted + admitting * TICKS, rel=1e-6)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("each", [1, 3])
+def test_chunks_of_as_many_tokens_as_a_decode_has_are_decoded(overlapped: bool, each: int) -> None:
+    host = HostCost(2e-3, 20e-6, overlapped, admission=1e-3, piecewise=0.05, eager=0.2)
+    drafts = {"speculative": Speculative("ngram", each - 1, accepted=(1,))} if each > 1 else {}
+    cost = cost_of(host, capture_sizes=(1, 2, 4, 8, 16, 32, 64), **drafts)
+    both = [(each, 999), (each, 1999)]
+    base, slope, _ = cost.line(DecodeBatch(7, each), 5000 + 1000 + 2000 + 2 * (each - 1))
+    decoded = base + slope * (5000 + 1000 + 2000 + 2 * (each - 1))
+    assert cost.mixed(DecodeBatch(5, each), 5000, both) == decoded < 0.05 * TICKS
+    hidden = max(decoded, round((host.seconds(7) + 2e-3) * TICKS))
+    assert cost.mixed(DecodeBatch(5, each), 5000, both, Admitted(2)) == (
+        hidden if overlapped else decoded + 2e-3 * TICKS
+    )
+    assert cost.mixed(DecodeBatch(5, each), 5000, [both[0], (each + 1, 1999)]) >= 0.05 * TICKS
 
 
 @given(st.integers(1, 64), st.integers(64, 200_000))

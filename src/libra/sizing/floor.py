@@ -183,7 +183,7 @@ def _attention(
     """(pair, chunk): the attention of any chunk takes `pair` for each of its pairs of tokens, less `chunk`, or more.
 
     Tables fall here and there, most of all for short chunks after long prefixes: the dearer the pair, the more has to
-    be taken off a chunk.
+    be taken off a chunk. One that counts as a request that decodes has none.
     """
     most = config.max_num_batched_tokens
     tokens = np.arange(1, most + 1)
@@ -193,6 +193,7 @@ def _attention(
     if drafter is not None:
         attention = attention + drafter.prefill_seconds_at(tokens, knots)
     pairs = tokens[:, None] * knots + (tokens * (tokens + 1) / 2)[:, None]
+    attention[config.tokens_each - 1] = np.minimum(attention[config.tokens_each - 1], 0.0)
     dearest = max(0.0, float((attention / pairs)[-1].min()))
     for share in (0.0, 0.5, 1.0):
         pair = share * dearest
@@ -270,8 +271,8 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
         launching = np.where(np.arange(most + 1) <= largest, host.piecewise, host.eager)
         mixed = np.maximum(mixed, launching)
     least = mixed.copy()
-    if chunked:  # a chunk of no more tokens than a request that decodes has is as if it did
-        least[: each + 1] = np.minimum(least[: each + 1], decode[1:].min())
+    if chunked:  # one of as many tokens as a request that decodes has counts as such a request
+        least[each] = min(least[each], decode[1:].min())
     else:
         np.minimum.at(least, tokens[1:], decode[1:])
     return np.minimum.accumulate(np.maximum(0.0, least)[::-1])[::-1]

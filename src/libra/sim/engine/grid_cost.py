@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from math import isqrt
 
 from libra.cost.graphs import graph_of, padded
 from libra.cost.grid import EngineGrid, linear_layers
@@ -33,6 +34,8 @@ class GridCost:
     - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
       the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
       cost, at the rate by which the grid's largest chunk grows with what is before it.
+    - Where each chunk has as many tokens as a request that decodes, such as the last one of a prompt whose KV was
+      pulled, the iteration is one that only decodes: vLLM goes by the tokens, and has the graph of such a batch run it.
     - The grid's terms and its host come to that; `libra.cost.kernels` and `libra.cost.host` say what they are.
 
     Raises ValueError where the grid does not reach: to `max_num_seqs`, to `max_num_batched_tokens`, or to
@@ -118,9 +121,10 @@ class GridCost:
     def mixed(
         self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted = NONE_ADMITTED
     ) -> int:
-        requests = batch.requests
-        if all(new == batch.tokens_each for new, _ in chunks):
+        each = self._passes + 1
+        if batch.requests + len(chunks) <= self._seqs and all(new == each for new, _ in chunks):
             return self._uniform(batch, context, chunks, admitted)
+        requests = batch.requests
         decoded = tokens = requests * batch.tokens_each
         ticks = 0
         for chunk in chunks:
@@ -160,17 +164,20 @@ class GridCost:
         )
 
     def _uniform(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted) -> int:
-        """Of chunks that have as many tokens as a request which decodes: for vLLM all of them decode. So does a request
-        whose KV came from elsewhere, and which computes the last token of its prompt."""
-        batch = batch._replace(requests=batch.requests + len(chunks))
-        context += sum(new + before for new, before in chunks)
-        base, slope, _ = self.line(batch, context)
-        ticks, host = base + slope * context, self._host
-        if not admitted.requests:
-            return ticks
+        """Of an iteration that only decodes, the chunks too: the squares of all contexts say how they differ."""
+        requests, attended, squares = batch.requests, context, 0
+        if requests and self.uneven:
+            squares = (batch.spread * batch.spread + context * context) // requests
+        for new, before in chunks:
+            requests += 1
+            attended += new + before
+            squares += (new + before) ** 2
+        spread = isqrt(max(0, requests * squares - attended * attended)) if self.uneven else 0
+        base, slope, _ = self.line(DecodeBatch(requests, self._passes + 1, spread, batch.shared), attended)
+        ticks, host = base + slope * attended, self._host
         admitting = host.admitting(*admitted)
         if host.overlapped:
-            return max(ticks, round((host.seconds(batch.requests) + admitting) * TICKS))
+            return max(ticks, round((host.seconds(requests) + admitting) * TICKS))
         return ticks + round(admitting * TICKS)
 
     def _uneven_line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
