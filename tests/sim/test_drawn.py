@@ -44,6 +44,13 @@ def test_a_request_has_as_many_tokens_as_are_accepted_and_one() -> None:
     assert run.engine.pool.free == 16
 
 
+def test_the_longest_context_has_no_room_for_the_last_draft() -> None:
+    """N-gram drafts take no place beyond the tokens that are verified: 9 and then 10 of a context of 12 are known."""
+    config = replace(CONFIG, max_model_len=12, speculative=replace(TWO, method="ngram", accepted=(0,)))
+    run = simulate(config, TEN, lambda: [Request(0, 0, 8, 3)])
+    assert [it.scheduled for it in run.iterations] == [((0, 8),), ((0, 3),), ((0, 2),)]
+
+
 def test_a_hit_loses_its_last_block_where_the_drafter_reads_what_the_model_computed() -> None:
     prompts = lambda: [Request(0, 0, 9, 1, chain=None), Request(1, 100, 9, 1)]  # noqa: E731
     for method, cached in (("eagle", 4), ("draft_model", 8), ("ngram", 8)):

@@ -185,7 +185,7 @@ class Drawn(Generation):
         attended, blocks, rows = sums[:, ATTENDED], sums[:, BLOCKS], sums[:, ROWS]
         rows.fill(self._each)
         np.add(before, self._more, attended)
-        limited = attended.item(steps - 1) + self._lookahead > self._length
+        limited = attended.item(steps - 1) + self._lookahead >= self._length
         if limited:
             np.minimum(attended, self._length - 1, attended)
             np.subtract(attended, before - 1, rows)
