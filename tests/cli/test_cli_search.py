@@ -196,3 +196,12 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
         impossible = libra(*asked, "--rate", rate, "--gpus", 1)
         assert impossible.exit_code == 3
         assert f"{shown} requests/s need more than there is" in impossible.stderr
+
+
+def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_path: Path) -> None:
+    menu = tmp_path / "menu.yaml"
+    keys = {"max_num_seqs": list(range(1, 400)), "max_num_batched_tokens": list(range(2048, 2400))}
+    menu.write_text(json.dumps(keys), encoding="utf-8")
+    result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--gpus", 8)
+    assert result.exit_code == 2
+    assert "the menu gives more than 2,000 shapes of engines: list fewer" in result.stderr

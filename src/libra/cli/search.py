@@ -169,11 +169,13 @@ def search(
 def _mix(
     question: SizingQuestion, menu: ServingMenu, jobs: int, output: Path | None, as_json: bool, notes: list[str]
 ) -> None:
+    from libra.report.live import SimulationProgress
     from libra.report.search_table import mix_lines
     from libra.sizing.mix import NoMixError, plan_mix
 
     try:
-        found = plan_mix(question, menu, jobs=jobs, note=notes.append)
+        with SimulationProgress(sys.stderr) as shown:
+            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=shown.tell)
     except NoMixError as error:
         no_plan(error)
     text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"

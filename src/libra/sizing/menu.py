@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Annotated, NoReturn, Self
 
@@ -119,6 +119,7 @@ class MenuFile(Section):
 
 
 DEFAULT = MenuFile()
+_MOST = 2_000  # shapes of engines: any two may be a prefill and a decode engine, in many numbers
 
 
 def load_menu(path: Path) -> MenuFile:
@@ -137,7 +138,7 @@ class ServingMenu:
         are GPUs for, since what a GPU serves hardly depends on it. Raises ValueError where the file names what the
         cluster or the profiles do not have."""
         file = self.file
-        shapes = list(dict.fromkeys(self.shapes(question)))
+        shapes = self.shapes(question)
         if "colocated" in file.architectures:
             for shape in shapes:
                 yield from self._colocated(question, shape)
@@ -170,7 +171,17 @@ class ServingMenu:
             raise ValueError(f"attention-ffn of the menu: {refusals[0]}")
         return list(dict.fromkeys(found))
 
-    def shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
+    def shapes(self, question: SizingQuestion) -> list[EngineSetup]:
+        """Each once. Raises ValueError where there are too many to look at."""
+        found = list(dict.fromkeys(islice(self._shapes(question), 10 * _MOST)))
+        if len(found) > _MOST:
+            raise ValueError(
+                f"the menu gives more than {_MOST:,} shapes of engines: list fewer values of max_num_seqs,"
+                " max_num_batched_tokens and other keys"
+            )
+        return found
+
+    def _shapes(self, question: SizingQuestion) -> Iterator[EngineSetup]:
         file, cluster = self.file, question.cluster
         names = [nodes.name for nodes in cluster.nodes] if file.nodes is None else file.nodes
         there_are = {grid.tp for profile in question.profiles for grid in profile.engines}

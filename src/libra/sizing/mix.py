@@ -86,14 +86,22 @@ class Weighted(LeastLoaded):
 
 
 def plan_mix(
-    question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, note: Callable[[str], None] = lambda _: None
+    question: SizingQuestion,
+    menu: ServingMenu,
+    *,
+    jobs: int = 1,
+    note: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> ServingMix:
-    """The cheapest mix that serves the question's rate. Raises `InfeasiblePlanError` where there are too few GPUs,
-    `NoMixError` where plans keep missing an objective, and ValueError where the question names no rate."""
+    """The cheapest mix that serves the question's rate; `tell` is told now and then how far it is.
+
+    Raises `InfeasiblePlanError` where there are too few GPUs, `NoMixError` where plans keep missing an objective, and
+    ValueError where the question names no rate.
+    """
     rate = question.rate
     if rate is None:
         raise ValueError("rate is missing: a plan is for a rate of requests; give it")
-    options, shapes = single_engines(question, menu, jobs)
+    options, shapes = single_engines(question, menu, jobs, tell)
     problem = ServingProblem(
         rate, options, {it.name: it.devices for it in question.cluster.nodes}, question.gpus, question.budget
     )
@@ -111,6 +119,7 @@ def plan_mix(
                 if count
             )
         )
+        tell(f"simulating plan {len(missed) + 1}: {candidate}")
         tried = trial(question, candidate, rate, requests=records, routes=_routes(candidate, options, shapes))
         if tried.passed:
             return ServingMix(question, candidate, options, plan, tried, tuple(missed), seconds)
@@ -123,7 +132,7 @@ def plan_mix(
 
 
 def single_engines(
-    question: SizingQuestion, menu: ServingMenu, jobs: int = 1
+    question: SizingQuestion, menu: ServingMenu, jobs: int = 1, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
     """What one engine of each shape serves in each role for long, found by simulation with more than enough engines of
     the other role; those that serve nothing are left out, and of tiers all but those that serve most. A role that takes
@@ -137,7 +146,7 @@ def single_engines(
         )
     alone = replace(question, rate=None, gpus=None, budget=None)
     bounds = Bounds(replace(alone, requests=repeated(alone.requests, _BOUNDED)))
-    shapes = list(dict.fromkeys(menu.shapes(question)))
+    shapes = menu.shapes(question)
     apart = list(dict.fromkeys(replace(it, kv_tiers=()) for it in shapes if it.pipeline_parallel_size == 1))
     asked: dict[ServingCandidate, tuple[str, EngineSetup]] = {}
     if "colocated" in menu.file.architectures:
@@ -163,7 +172,9 @@ def single_engines(
     kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
     with simulator(alone, jobs, lasting_rate) as simulate:
-        for candidate, served, _, _ in simulate([(it, rate) for it, rate in possible.items() if rate]):
+        asking = [(it, rate) for it, rate in possible.items() if rate]
+        for done, (candidate, served, _, _) in enumerate(simulate(asking), start=1):
+            tell(f"{done} of {len(asking)} single engines asked what they serve")
             if served is None:
                 continue
             role, shape = asked[candidate]
