@@ -204,6 +204,8 @@ def test_attention_and_ffn_apart(seed: int, tmp_path: Path) -> None:
     found = []
     for _ in range(5):
         prefill, decode = (random_shape(generator, SPARSE_CLUSTER, None, alone=False) for _ in range(2))
+        if generator.random() < 0.4:
+            prefill = replace(prefill, parallel=DataParallel(2, "deepep_low_latency"))
         ffn = int(generator.choice([1, 2, 4]))
         apart = Apart(ffn * int(generator.integers(1, 4)), ffn, int(generator.integers(1, 5)))
         candidate = pools(generator, prefill, replace(decode, apart=apart))

@@ -14,7 +14,7 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.bound import Bounds
-from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.candidate import Apart, DataParallel, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import engines
 from libra.sizing.menu import AfdMenu, MenuFile, ServingMenu
 from libra.sizing.objective import Objective
@@ -43,7 +43,8 @@ def random_candidate(generator: np.random.Generator) -> ServingCandidate:
     seqs, tokens = int(generator.choice([2, 16, 128])), int(generator.choice([128, 512, 1024]))
     ffn = int(generator.choice([1, 2, 4]))
     apart = Apart(ffn * int(generator.integers(1, 4)), ffn, int(generator.integers(1, 5)))
-    prefill = EngineSetup("h100", 2, 1, 16, 1024, bool(generator.integers(2)))
+    ranks = None if generator.random() < 0.6 else DataParallel(int(generator.choice([2, 4])), "deepep_low_latency")
+    prefill = EngineSetup("h100", 2, 1, 16, 1024, bool(generator.integers(2)), parallel=ranks)
     decode = EngineSetup("h100", int(generator.choice([1, 2])), 1, seqs, tokens, bool(generator.integers(2)), apart)
     return ServingCandidate(
         (EnginePool("prefill", prefill, int(generator.integers(1, 3))), EnginePool("decode", decode, 1))
@@ -109,6 +110,27 @@ def test_the_menu_has_the_pairs_that_can_be() -> None:
     )
     with pytest.raises(ValueError, match="attention-ffn of the menu: afd: Qwen/Qwen3-8B has no experts"):
         list(ServingMenu(MenuFile(architectures=("attention-ffn",))).candidates(none))
+
+
+def test_ranks_that_divide_experts_compute_prompts_for_groups() -> None:
+    recorded = [RecordedRequest(number * 10**11, 100, 20) for number in range(4)]
+    asked = question(recorded, Objective("ttft", "p99", 1.0), rate=1.0)
+    file = MenuFile(
+        architectures=("attention-ffn",),
+        tensor_parallel_size=(2,),
+        data_parallel_size=(1, 4),
+        max_num_seqs=(64,),
+        max_num_batched_tokens=(2048,),
+        engines=(1,),
+        afd=AfdMenu(attention=(4,), ffn=(4,), micro_batches=(2,)),
+    )
+    found = list(ServingMenu(file).candidates(asked))
+    assert [(it.pools[0].shape.parallel, it.pools[1].shape.parallel) for it in found] == [
+        (None, None),
+        (DataParallel(4), None),
+    ]
+    assert all(it.architecture == "attention-ffn" for it in found)
+    assert {it.candidate.devices for it in answer(asked, ServingMenu(file)).points} == {2 + 12, 8 + 12}
 
 
 def test_a_search_weighs_the_three_architectures() -> None:

@@ -148,7 +148,8 @@ class ServingMenu:
                 if one.drafts == other.drafts:  # the drafter's KV is of the prompt, too
                     yield from self._apart(question, one, other)
         if "attention-ffn" in file.architectures:
-            prefill, groups = self._roles([it for it in shapes if it.parallel is None and it.drafts is None])
+            prefill, decode = self._roles([it for it in shapes if it.drafts is None])
+            groups = [it for it in decode if it.parallel is None]
             for one, other, apart in product(prefill, groups, self._groups(question.model)):
                 yield from self._apart(question, one, replace(other, apart=apart))
 
