@@ -34,8 +34,13 @@ def serves(problem: ServingProblem, counts: tuple[int, ...]) -> bool:
         and all(used[name] <= there for name, there in problem.there_are.items())
         and sum(used.values()) <= (problem.gpus or inf)
         and cost(problem, counts) <= (problem.budget or inf)
-        and all(any(mine > its for mine, its in zip(counts, cut, strict=True)) for cut in problem.cuts)
+        and all(any(rate_of(problem, counts, it) > rate_of(problem, cut, it) for it in ROLES) for cut in problem.cuts)
     )
+
+
+def rate_of(problem: ServingProblem, counts: tuple[int, ...], role: str) -> int:
+    """In thousandths."""
+    return sum(int(1000 * it.rate) * n for it, n in zip(problem.options, counts, strict=True) if it.role == role)
 
 
 def cost(problem: ServingProblem, counts: tuple[int, ...]) -> float:
@@ -137,6 +142,19 @@ def test_a_cut_is_not_met_by_half_a_pair() -> None:
     problem = ServingProblem(5, options, {"a": 8})
     assert solve_serving(problem).counts == (1, 0, 0)
     assert solve_serving(problem.without((1, 0, 0))).counts == (0, 1, 1)
+
+
+def test_of_plans_that_cost_the_same_one_serves_most() -> None:
+    options = (ServingOption("small", "colocated", "a", 1, 1, 5), ServingOption("large", "colocated", "a", 2, 2, 9))
+    assert solve_serving(ServingProblem(9, options, {"a": 8})).counts == (2, 0)
+
+
+def test_a_plan_that_serves_no_more_in_any_role_is_cut_with_it() -> None:
+    options = tuple(ServingOption(name, "colocated", "a", 1, 1, 5) for name in ("one", "other"))
+    problem = ServingProblem(9, options, {"a": 8})
+    missed = solve_serving(problem)
+    assert missed.cost == 2
+    assert solve_serving(problem.without(missed.counts)).cost == 3
 
 
 def test_what_there_is_too_little_for_says_so() -> None:

@@ -7,13 +7,14 @@ Data        R           requests/s to be served
             rate[o]     requests/s that one engine serves in its role
             link[o]     requests/s whose KV its network sends (prefill) or receives (decode)
             gpus[o], cost[o], class[o];   GPUS[c], GPUS, COST: what there is
-            m[k, o]     engines of plan k
+            had[k, r]   sum over o of role r of rate[o] times its engines in plan k
 Variables   n[o]        engines, a whole number
             d           requests/s whose prompts are computed on one engine and that go on on another
-            more[k, o]  whether there are more engines of o than plan k has
-Minimise    sum of cost[o] n[o];   of plans that cost the same, the one with fewest engines
+            more[k, r]  whether role r serves more than in plan k
+            spare       thousandths of R that are served beyond R, 1000 at most
+Minimise    sum of cost[o] n[o];   of plans that cost the same, the one that serves most
 
-served      sum over colocated o of rate[o] n[o]  +  d  >=  R
+served      sum over colocated o of rate[o] n[o]  +  d  >=  (1 + spare / 1000) R
 prefill     sum over prefill o of rate[o] n[o]   >=  d
 decode      sum over decode o of rate[o] n[o]    >=  d
 sent        sum over prefill o of link[o] n[o]   >=  d
@@ -22,10 +23,10 @@ both        some prefill engine is there  <=>  some decode engine is
 class[c]    sum over o of c of gpus[o] n[o]      <=  GPUS[c]
 gpus        sum over o of gpus[o] n[o]           <=  GPUS
 cost        sum over o of cost[o] n[o]           <=  COST
-cut[k]      at least one more[k, o];   more[k, o]  =>  n[o] >= m[k, o] + 1
+cut[k]      at least one more[k, r];   more[k, r]  =>  sum over o of r of rate[o] n[o] > had[k, r]
 
-A cut asks for more of some role, or for another shape: it takes it that what a plan cannot serve, the same plan with
-fewer engines cannot either. Rates count in thousandths of a request a second, those of engines rounded down.
+A cut asks for more of some role: it takes it that what a plan cannot serve, no plan can whose roles all serve as much
+or less. Rates count in thousandths of a request a second, those of engines rounded down.
 """
 
 from __future__ import annotations
@@ -99,14 +100,16 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     if problem.rate > sum(it.rate * count for it, count in zip(options, most, strict=True)):
         raise InfeasiblePlanError(_conflict(problem))  # also a rate that no integer of the solver holds
     n = [model.new_int_var(0, most[o], f"n_{it.name}") for o, it in enumerate(options)]
-    d = model.new_int_var(0, wanted, "d")
+    d = model.new_int_var(0, 2 * wanted, "d")
+    spare = model.new_int_var(0, _PARTS, "spare")
     of = {role: [o for o, it in enumerate(options) if it.role == role] for role in ("colocated", "prefill", "decode")}
     rate = [floor(it.rate * _PARTS) for it in options]
     link = [floor(it.link * _PARTS) for it in options]
     price = [ceil(it.cost * _PARTS) for it in options]
 
     # Constraints
-    model.add(sum(rate[o] * n[o] for o in of["colocated"]) + d >= wanted).with_name("served")
+    served = sum(rate[o] * n[o] for o in of["colocated"]) + d
+    model.add(_PARTS * served >= wanted * (_PARTS + spare)).with_name("served")
     for role in ("prefill", "decode"):
         model.add(sum(rate[o] * n[o] for o in of[role]) >= d).with_name(role)
     for role, name in (("prefill", "sent"), ("decode", "received")):
@@ -123,13 +126,14 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     if problem.budget is not None:
         model.add(total <= floor(problem.budget * _PARTS)).with_name("cost")
     for k, plan in enumerate(problem.cuts):
-        more = [model.new_bool_var(f"more_{k}_{o}") for o in range(len(options))]
-        for o, had in enumerate(plan):
-            model.add(n[o] >= had + 1).only_enforce_if(more[o])
-        model.add_bool_or(more).with_name(f"cut_{k}")
+        more = {role: model.new_bool_var(f"more_{k}_{role}") for role, those in of.items() if those}
+        for role, one in more.items():
+            had = sum(rate[o] * plan[o] for o in of[role])
+            model.add(sum(rate[o] * n[o] for o in of[role]) > had).only_enforce_if(one)
+        model.add_bool_or(more.values()).with_name(f"cut_{k}")
 
     # Objective
-    model.minimize(total * engines + sum(n))
+    model.minimize(total * (_PARTS + 1) - spare)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = _SECONDS
@@ -138,7 +142,7 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
         raise InfeasiblePlanError(_conflict(problem))
     counts = tuple(solver.value(it) for it in n)
     cost = sum(options[o].cost * count for o, count in enumerate(counts))
-    return ServingPlan(counts, cost, solver.best_objective_bound // engines / _PARTS)
+    return ServingPlan(counts, cost, ceil(solver.best_objective_bound / (_PARTS + 1)) / _PARTS)
 
 
 def _conflict(problem: ServingProblem) -> str:

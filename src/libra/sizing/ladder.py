@@ -42,14 +42,14 @@ def highest_rate(
 def lasting_rate(
     question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
 ) -> tuple[Trial | None, str, int]:
-    """As `highest_rate`, of rates that last: the requests come again and again. A record that is over soon is served
-    although the backlog grows."""
+    """As `highest_rate`, of rates that last."""
+    return _highest(lambda rate: lasting_trial(question, candidate, rate), bound)
 
-    def lasting(rate: float) -> Trial:
-        least = min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
-        return trial(question, candidate, rate, requests=repeated(question.requests, least))
 
-    return _highest(lasting, bound)
+def lasting_trial(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
+    """The requests come again and again: a record that is over soon is served although the backlog grows."""
+    least = min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
+    return trial(question, candidate, rate, requests=repeated(question.requests, least))
 
 
 def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
