@@ -161,8 +161,8 @@ def priced_engine(
     contexts = [c.context_sum / c.generated for c in classes if c.peak_context <= holds and c.generated] or [1.0]
     max_num_seqs = min(int(kv / max(1.0, min(contexts))), grid.batches[-1])
     host = grid.host
-    grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens, running)
     try:
+        grid = whole_iterations(grid, max_num_seqs, recipe.max_batched_tokens, running)
         prefill = prefill_line(grid, recipe.max_batched_tokens)
     except ValueError as error:
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
