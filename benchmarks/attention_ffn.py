@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.rows import Row, report
@@ -38,11 +39,13 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.group_cost import Graph, GroupCost
 from libra.sim.engine.iteration_cost import DecodeBatch
-from libra.sizing.candidate import Architecture
-from libra.sizing.menu import AfdMenu, MenuFile, ServingMenu
+from libra.sizing.bound import Bounds
+from libra.sizing.candidate import Architecture, EngineSetup, ServingCandidate
+from libra.sizing.ladder import lasting_rate, lasting_trial, rate_of
+from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import parse_objectives
 from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer
+from libra.sizing.trial import Trial
 
 MODEL = "Qwen/Qwen3-235B-A22B"
 NODES = 8  # of eight H200 with eight links of 50 GB/s
@@ -60,45 +63,59 @@ MEAN_OUTPUT = 1024
 SPARSE_TOKENS, INDEX_SHARE = 2048, 128 / 576  # that attention reads; an index key over a latent one (DeepSeek-V3.2)
 
 
-# Shapes of each kind; eight engines fill the GPUs, and so do four of eight ranks with one of 32.
-MENUS: dict[Architecture, MenuFile] = {
-    "colocated": MenuFile(tensor_parallel_size=(1, 8), data_parallel_size=(1, 8), engines=(8,)),
-    "prefill-decode": MenuFile(tensor_parallel_size=(1,), data_parallel_size=(8, 32), engines=(1, 4, 8)),
-    "attention-ffn": MenuFile(tensor_parallel_size=(1, 8), engines=(1, 2, 4)),
-}
+# Engines of every kind and role: one of eight GPUs, eight ranks or 32; a group apart has 16 to 48 GPUs.
+MENU = MenuFile(
+    architectures=("colocated", "prefill-decode", "attention-ffn"),
+    tensor_parallel_size=(1, 8),
+    data_parallel_size=(1, 8, 32),
+    all2all_backend=("deepep_low_latency",),
+    max_num_seqs=(256,),
+    max_num_batched_tokens=(8192,),
+    engines=tuple(range(1, 9)),
+)
 
 
 def frontier_rows(quick: bool) -> Iterator[Row]:
     for ttft, published in FRONTIER.items():
+        asked = frontier_question(ttft, quick)
+        output = sum(it.output_tokens for it in asked.requests) / len(asked.requests)
         for architecture, told in published.items():
             case = f"TTFT {ttft:g} s, 50 tokens/s a user, {architecture}"
-            deployment, rate = frontier_best(architecture, ttft, quick)
-            yield Row(f"{case}: {deployment}", f"{NODES * 8} H200", rate / 1e3, "K tokens/s")
             if told is not None:
                 yield Row(case, "published", told, "K tokens/s")
+            for candidate, served in frontier_best(asked, architecture):
+                its = f"{case}: {candidate}"
+                yield Row(its, f"{NODES * 8} H200", output * served.rate / 1e3, "K tokens/s")
+                yield Row(its, "p99 TTFT", served.ttft, "s")
+                yield Row(its, "p99 TPOT", 1e3 * served.tpot, "ms")
+                for pool, use in zip(candidate.pools, served.pools, strict=True):
+                    yield Row(its, f"{pool.role} engines busy", 100 * use.busy, "%")
 
 
-def frontier_best(architecture: Architecture, ttft: float, quick: bool = False) -> tuple[str, float]:
-    """The best deployment of its menu, and its output tokens/s."""
+def frontier_question(ttft: float, quick: bool = False) -> SizingQuestion:
     gpu, model = GPUS["H200"], load_model(MODEL)
     there = Cluster((NodeClass("h200", NODES, 8, gpu, gpu.link, 8 * 50e9),))
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=model.max_context)
     profiles = engine_profiles(there, model, recipe, "roofline")
-    recorded = requests(100 if quick else 4000)  # as many as keep 64 GPUs busy
-    output = sum(it.output_tokens for it in recorded) / len(recorded)
     objectives = parse_objectives(f"ttft_p99={ttft:g},tpot_p99=0.02")
-    menu = MENUS[architecture].model_copy(
-        update={
-            "architectures": (architecture,),
-            "max_num_seqs": (256,),
-            "max_num_batched_tokens": (8192,),
-            "all2all_backend": ("deepep_low_latency",),
-            "afd": AfdMenu(attention=(16, 32), ffn=(16,), micro_batches=(2,)),
-        }
-    )
-    found = answer(SizingQuestion(there, model, profiles, recorded, objectives), ServingMenu(menu)).points
-    best = max(found, key=lambda it: it.trial.rate, default=None)
-    return ("none", 0.0) if best is None else (str(best.candidate), output * best.trial.rate)
+    return SizingQuestion(there, model, profiles, requests(100 if quick else 4000), objectives)
+
+
+def frontier_best(asked: SizingQuestion, architecture: Architecture) -> list[tuple[ServingCandidate, Trial]]:
+    """Of each division of the engines that generate, what serves most for long; the best first."""
+    menu, bounds = ServingMenu(MENU.model_copy(update={"architectures": (architecture,)})), Bounds(asked)
+    bounded = {it: bounds.of(it).rate for it in menu.candidates(asked)}
+    best: dict[EngineSetup, tuple[ServingCandidate, Trial]] = {}
+    for candidate in sorted(bounded, key=lambda it: -bounded[it]):
+        shape = replace(candidate.pools[-1].shape, apart=None)  # groups apart among themselves
+        if shape in best:
+            more = best[shape][1].rate * rate_of(1)
+            if bounded[candidate] < more or not lasting_trial(asked, candidate, more).passed:
+                continue
+        served, _, _ = lasting_rate(asked, candidate, bounded[candidate])
+        if served is not None:
+            best[shape] = candidate, served
+    return sorted(best.values(), key=lambda it: -it[1].rate)
 
 
 def plugin_rows() -> Iterator[Row]:

@@ -57,7 +57,7 @@ def peer_rows() -> Iterator[Row]:
             yield Row(case, "aiconfigurator-core", 0.0, "requests/s")
         else:
             yield Row(case, "aiconfigurator-core", theirs["seq/s"], "requests/s")
-            yield Row(case, "its batch", theirs["bs"], "requests")
+            yield Row(case, "its batch", int(theirs["bs"]), "requests")
             yield Row(case, "its TTFT", theirs["ttft"] / 1e3, "s")
             yield Row(case, "its TPOT", theirs["tpot"] / 1e3, "s")
             simulated = trial(asked, _candidate(tp, int(theirs["bs"])), theirs["seq/s"], to_the_end=True)
@@ -104,6 +104,7 @@ def apart_rows() -> Iterator[Row]:
             ours = plan_mix(asked, ServingMenu(menu))
             yield Row(case, "libra: CPU time", time.process_time() - began, "s")
             yield Row(case, f"libra for that rate: {ours.candidate}", ours.candidate.devices, "GPUs")
+            yield Row(case, "plans that missed before", len(ours.missed), "")
             yield Row(case, "its mean TTFT", ours.trial.ttft, "s")
             yield Row(case, "its mean TPOT", ours.trial.tpot, "s")
 
