@@ -242,6 +242,7 @@ STORE = {**HOST, "name": "store", "shared": True}
         ({"model": "Qwen/Qwen3-1.7B"}, "engines.1.model is Qwen/Qwen3-1.7B, and engines.0.model Qwen/Qwen3-0.6B"),
         ({"kv_cache_dtype": "fp8"}, "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto"),
         ({"block_size": 32}, "engines.1.block_size is 32, and engines.0.block_size 16"),
+        ({"tensor_parallel_size": 2}, "engines.1.tensor_parallel_size is 2, and engines.0.tensor_parallel_size 1"),
         (
             {"kv_tiers": [{**STORE, "gib": 9}]},
             "engines.1.kv_tiers: store is shared, and differs from that",

@@ -32,8 +32,8 @@ def of_option(error: Exception, options: Iterable[str]) -> Exception:
     return error
 
 
-def no_plan(error: Exception) -> NoReturn:
-    typer.echo(f"libra: no plan exists: {printable(' '.join(str(error).split()))}", err=True)
+def infeasible(error: Exception, what: str = "no plan exists") -> NoReturn:
+    typer.echo(f"libra: {what}: {printable(' '.join(str(error).split()))}", err=True)
     raise typer.Exit(3) from None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from libra.cli.errors import bad_input, no_plan, require_pages
+from libra.cli.errors import bad_input, infeasible, require_pages
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def explain(
 
             write_text(html, explain_page(explanation, _title(found), _distribution(found)))
     except InfeasiblePlanError as error:
-        no_plan(error)
+        infeasible(error)
     except (ConfigError, ValueError, OSError) as error:
         bad_input(error)
     if as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from libra.cli.errors import bad_input, no_plan
+from libra.cli.errors import bad_input, infeasible
 from libra.cli.output import STDOUT, check_writable, reading, write_text
 from libra.report.words import printable
 
@@ -130,7 +130,7 @@ def plan(
         if output is not None:
             write_text(output, text)
     except InfeasiblePlanError as error:
-        no_plan(error)
+        infeasible(error)
     except DisagreementError as error:
         typer.echo(f"libra: {error}", err=True)
         raise typer.Exit(1) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, no_plan, of_option, require_pages
+from libra.cli.errors import bad_input, infeasible, of_option, require_pages
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def search(
         typer.echo("libra: interrupted", err=True)
         raise typer.Exit(130) from None
     except InfeasiblePlanError as error:
-        no_plan(error)
+        infeasible(error, "nothing found")
     except (ValueError, OSError) as error:
         bad_input(of_option(error, ("--rate", "--gpus", "--budget")))
     if as_json:
@@ -163,7 +163,7 @@ def search(
     for note in notes:
         typer.echo(f"note: {note}", err=as_json)  # standard output is the answer, and nothing else, with --json
     if not found.points:
-        no_plan(ValueError(f"{found.claim()}; {_remedy(found.question.rate)}"))
+        infeasible(ValueError(f"{found.claim()}; {_remedy(found.question.rate)}"), "nothing found")
 
 
 def _mix(
@@ -177,7 +177,7 @@ def _mix(
         with SimulationProgress(sys.stderr) as shown:
             found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=shown.tell)
     except NoMixError as error:
-        no_plan(error)
+        infeasible(error, "nothing found")
     text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
     if output is not None:
         write_text(output, text)

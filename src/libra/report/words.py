@@ -82,10 +82,10 @@ def count(number: float) -> str:
 
 def size(number_of_bytes: float) -> str:
     """
-    >>> size(3 * 2**30)
-    '3.00 GiB'
+    >>> size(3 * 2**30), size(1085 * 2**30)
+    ('3.00 GiB', '1.06 TiB')
     """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number_of_bytes >= scale:
             return f"{_three_digits(number_of_bytes / scale)} {unit}"
     return f"{number_of_bytes:.0f} B"

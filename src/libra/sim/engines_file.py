@@ -153,7 +153,7 @@ def _check_models(file: EnginesFile) -> None:
     _check_alike([it for it in engines if it[1].role != "colocated"])
     for name in sorted({tier.name for _, it in engines for tier in it.kv_tiers if tier.shared}):
         sharing = [it for it in engines if any(tier.name == name and tier.shared for tier in it[1].kv_tiers)]
-        _check_alike(sharing, "block_size")
+        _check_alike(sharing, "block_size", "tensor_parallel_size")
         tiers = [(key, next(tier for tier in it.kv_tiers if tier.name == name)) for key, it in sharing]
         for key, tier in tiers:
             if tier != tiers[0][1]:
