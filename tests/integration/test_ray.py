@@ -140,6 +140,6 @@ def test_nothing_of_a_cluster_outlives_the_controller_that_started_it(
     names = " ".join(running)
     assert "gcs_server" in names and "raylet" in names and "libra.backends.launch.fork_server" in names
     process.send_signal(end)
-    small_runs.finish(process, 60)
+    small_runs.finish(process)
     patient = AGENTS if end == signal.SIGKILL else ()
     assert all_gone([each for name, found in running.items() if not name.startswith(patient) for each in found])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -160,9 +161,9 @@ def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int 
 async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
     """A launcher that is starting, in the Ray cluster that is configured or in one that is started here for as long;
     closed on the way out. Raises `LaunchError`, `DiskError`."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
     with _marks((logs, cache_directory())) as marks, _ray(cluster.ray_address, logs):
+        from ray.util.placement_group import placement_group, remove_placement_group
+
         offers, here = _offers()
         slots = node_slots(cluster.slots, offers, cluster.share, cluster.slots_per_node)
         counts = [count for _, count in sorted(Counter(slot.node for slot in slots).items())]
@@ -195,7 +196,8 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
         options: dict[str, Any] = {"address": address}
         if address is None:
-            # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1.
+            # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1. It
+            # reads this as it is imported.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             options = {
                 "address": "local",
@@ -211,6 +213,12 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
             where = f"the Ray cluster at {address}" if address is not None else "a Ray cluster on this machine"
             raise LaunchError(f"{where} cannot be used: {str(error).splitlines()[0]}") from None
         stack.callback(ray.shutdown)
+        here = ray.util.get_node_ip_address()
+        if address is None and not ipaddress.ip_address(here).is_loopback:
+            raise LaunchError(
+                f"a Ray cluster on this machine would listen on {here}, for Ray was imported before: set"
+                " RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that, or start a cluster and give its address"
+            )
         yield
 
 
