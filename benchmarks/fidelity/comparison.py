@@ -18,7 +18,7 @@ from benchmarks.fidelity.workloads import Workload
 from benchmarks.rows import Row
 from libra.sim.clock import seconds
 
-THROUGHPUT_GOAL = 0.04  # mean size of the relative error, unless the engine repeats itself less well than that
+THROUGHPUT_GOAL = 0.04  # mean absolute relative error, unless the engine repeats itself less well than that
 LATENCY_GOAL = 0.06  # the same, of the mean end-to-end latency
 
 ErrorOf = Callable[[Summary], float]

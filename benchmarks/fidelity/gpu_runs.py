@@ -139,7 +139,7 @@ def show(predicted: Sequence[Predicted], console: Console) -> None:
                 table.add_row("", price, *(f"{100 * getattr(wrong, metric):+.1f} %" for metric in METRICS))
         for price in one.predicted:
             means = (f"{100 * one.mean_error(price, metric):.1f} %" for metric in METRICS)
-            table.add_row("mean size" if price == next(iter(one.predicted)) else "", price, *means)
+            table.add_row("mean absolute error" if price == next(iter(one.predicted)) else "", price, *means)
         console.print(table)
 
 

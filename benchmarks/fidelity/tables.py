@@ -49,7 +49,7 @@ def errors_table(comparison: Comparison) -> str:
     headings = ["workload", *(cell for name, _ in _ERRORS for cell in (name, "repeat")), "steps"]
     lines = [_errors_line(one) for one in comparison.workloads]
     means = [_percent(of_all(of)) for _, of in _ERRORS for of_all in (comparison.error, comparison.repeat)]
-    lines.append(["mean size", *means, _percent(fmean(abs(one.priced) for one in comparison.workloads))])
+    lines.append(["mean absolute error", *means, _percent(fmean(abs(one.priced) for one in comparison.workloads))])
     return table(headings, lines)
 
 
@@ -71,7 +71,7 @@ def residuals_table(comparison: Comparison) -> str:
         [one.kind, f"{one.steps:,}", f"{one.seconds:.1f}", f"{100 * one.bias:+.1f} %", _percent(one.error)]
         for one in comparison.residuals
     ]
-    return table(["steps", "number", "seconds in all", "error of the sum", "mean size of a step's error"], lines)
+    return table(["steps", "number", "seconds in all", "error of the sum", "mean absolute error of a step"], lines)
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

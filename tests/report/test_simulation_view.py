@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from made_simulation import busy, cut_short, open_loop, run, trajectories
@@ -75,10 +76,31 @@ def test_preemptions_and_full_blocks_are_told() -> None:
 
 def test_uneven_engines_are_told() -> None:
     view = simulation_view(busy())
-    engines = (replace(view.engines[0], busy_share=0.9), *(replace(it, busy_share=0.3) for it in view.engines[1:]))
-    uneven = replace(view, engines=engines, metrics=replace(view.metrics, busy_share=0.5))
-    assert "Load is uneven: engine <0> works 90 % of the time." in headline(uneven)
-    assert "uneven" not in headline(replace(uneven, metrics=replace(view.metrics, busy_share=0.8)))
+    busiest, *others = view.engines
+
+    def said(shares: tuple[float, ...], **changes: Any) -> str:
+        rest = (replace(it, busy_share=share, **changes) for it, share in zip(others, shares, strict=True))
+        return headline(replace(view, engines=(replace(busiest, busy_share=0.9), *rest)))
+
+    uneven = "Load is uneven: engine <0> works 90 % of the time, the other 2 engines on average 30 %"
+    assert f"{uneven}." in said((0.2, 0.4))
+    assert f"{uneven}; 2 of them had no request." in said((0.2, 0.4), requests=0)
+    assert "uneven" not in said((0.8, 0.8))
+    assert "uneven" not in said((0.2, 0.2), role="decode")
+
+
+def test_a_lack_of_requests_is_of_the_mean_engine() -> None:
+    """One engine may work all the time while the others have nothing to do."""
+    view = simulation_view(busy())
+    busiest, *others = (replace(it, busy_share=0.1, requests=0) for it in view.engines)
+    phases = viewed(0.1, 1, 9, 0.3).phases
+    metrics = replace(view.metrics, busy_share=0.4, paused_share=0.0)
+    idle = replace(view, engines=(replace(busiest, busy_share=0.99), *others), phases=phases, metrics=metrics)
+    assert (
+        "A lack of requests bounds it: the engines work 40 % of the time on average, and requests hardly queue"
+        " (1 % of a request's time). Load is uneven: engine <0> works 99 % of the time, the other 2 engines on average"
+        " 10 %; 2 of them had no request."
+    ) in headline(idle)
 
 
 def test_phases_add_up_to_the_mean_latency() -> None:

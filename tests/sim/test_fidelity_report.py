@@ -209,7 +209,7 @@ def test_tables_have_a_line_for_everything() -> None:
     comparison = compared(1.0, 1.0)
     lines = errors_table(comparison).splitlines()
     assert len(lines) == 2 + len(WORKLOADS) + 1
-    assert lines[2].startswith("| together | ") and lines[-1].startswith("| mean size | ")
+    assert lines[2].startswith("| together | ") and lines[-1].startswith("| mean absolute error | ")
     assert len(values_table(comparison).splitlines()) == 2 + len(WORKLOADS)
     one = comparison.workloads[1]
     assert f"| {one.measured.throughput:.1f} / {one.predicted.throughput:.1f} |" in values_table(comparison)

@@ -122,7 +122,8 @@ def _bottleneck(
     if not waits or metrics.latency is None:
         return "unknown", "No request that was handed over finished, so nothing is known of what bounds it."
     works = (
-        f"prefill engines work {percent(busy['prefill'], 0)} of the time, decode engines {percent(busy['decode'], 0)}"
+        f"on average a prefill engine works {percent(busy['prefill'], 0)} of the time,"
+        f" a decode engine {percent(busy['decode'], 0)}"
     )
     whole, waited = metrics.latency.mean, sum(waits.values())
     if waited >= WAITS * whole:
@@ -141,11 +142,11 @@ def _bottleneck(
         "decode": whole - sum(part.mean for part in found.ttft.values()),
     }
     most = max(takes, key=lambda name: takes[name])
-    return most, f"{NAMES[most].capitalize()} bound it: requests are there for {_of(takes[most], whole)}, and {works}."
+    return most, f"{NAMES[most].capitalize()} bound it: requests spend {_of(takes[most], whole)} there, and {works}."
 
 
 def _of(part: float, whole: float) -> str:
-    return f"{fine_duration(part)} of a request's mean {fine_duration(whole)}"
+    return f"{fine_duration(part)} of their mean {fine_duration(whole)}"
 
 
 def _busy(result: SimulationResult) -> dict[RoleName, float]:

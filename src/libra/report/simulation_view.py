@@ -5,7 +5,9 @@ Every claim compares metrics with a bound that is written here; none is a guess 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -89,10 +91,11 @@ def headline(view: SimulationView) -> str:
         f"{count(metrics.finished)} of {plural(metrics.requests, 'request')} finished in"
         f" {fine_duration(metrics.makespan)}: {worded(metrics.generated_rate, 'tokens/s')} generated.",
         _bound(view),
+        *_uneven(view.engines),
         *_groups(view),
         *_memory(view),
         *_tiers(view),
-        *_ends(view),
+        *_tail_end(view),
     ]
     return " ".join(said)
 
@@ -173,8 +176,8 @@ def _bound(view: SimulationView) -> str:
     if view.roles is not None and view.roles.metrics.ttft:
         return view.roles.why
     busy = metrics.busy_share or 0.0
-    subject = "the engines work" if len(view.engines) > 1 else "the engine works"
-    works = f"{subject} {percent(busy, 0)} of the time"
+    share = f"{percent(busy, 0)} of the time"
+    works = f"the engines work {share} on average" if len(view.engines) > 1 else f"the engine works {share}"
     paused = metrics.paused_share or 0.0
     if paused >= PAUSED and paused >= busy:
         return f"New weights bound it: engines stand still for {percent(paused, 0)} of the time, and {works}."
@@ -219,14 +222,26 @@ def _memory(view: SimulationView) -> list[str]:
     return [f"{plural(metrics.preemptions, 'preemption')}, {each} for each finished request.{why}"]
 
 
-def _ends(view: SimulationView) -> list[str]:
-    """What only shows where there are several engines, or towards the end."""
-    busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
-    of_role = None if view.roles is None else view.roles.busy.get(busiest.role)
-    busy = (view.metrics.busy_share or 0.0) if of_role is None else of_role
-    said = []
-    if busiest.busy_share is not None and busy and busiest.busy_share >= UNEVEN * busy:
-        said.append(f"Load is uneven: {busiest.name} works {percent(busiest.busy_share, 0)} of the time.")
-    if view.tail is not None and view.tail >= LONG_TAIL and not view.result.partial and view.metrics.finished >= 10:
-        said.append(f"The last tenth of the requests takes {percent(view.tail, 0)} of the makespan.")
-    return said
+def _uneven(engines: Sequence[EngineMetrics]) -> list[str]:
+    """The busiest engine beside the others of its role: one may work all the time while the rest lack requests."""
+    busiest = max(engines, key=lambda engine: engine.busy_share or 0.0)
+    others = [it for it in engines if it.role == busiest.role and it is not busiest]
+    if not others or not busiest.busy_share:
+        return []
+    rest = [it.busy_share or 0.0 for it in others]
+    if busiest.busy_share < UNEVEN * fmean([busiest.busy_share, *rest]):
+        return []
+    noun = "engine" if busiest.role == "colocated" else f"{busiest.role} engine"
+    them = noun if len(others) == 1 else f"{plural(len(others), noun)} on average"
+    without = sum(not it.requests for it in others)
+    idle = f"; {count(without)} of them had no request" if without else ""
+    return [
+        f"Load is uneven: {busiest.name} works {percent(busiest.busy_share, 0)} of the time, the other {them}"
+        f" {percent(fmean(rest), 0)}{idle}."
+    ]
+
+
+def _tail_end(view: SimulationView) -> list[str]:
+    if view.tail is None or view.tail < LONG_TAIL or view.result.partial or view.metrics.finished < 10:
+        return []
+    return [f"The last tenth of the requests takes {percent(view.tail, 0)} of the makespan."]
