@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
@@ -159,3 +161,26 @@ def test_a_profile_gets_the_host_that_was_asked_for(tmp_path: Path) -> None:
     assert "measured: here" in notes[-1]
     with pytest.raises(ConfigError, match=r"absent: No such file.*fit the engine again, or give none or default"):
         engine_profiles(cluster, MODEL, recipe, "roofline", host=str(tmp_path / "absent"))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    model=st.sampled_from(("Qwen3-0.6B", "Qwen3-14B", "Qwen3-30B-A3B")),
+    gpu=st.sampled_from(("H100", "A800", "L40S")),
+    tp=st.sampled_from((1, 8)),
+    batch=st.builds(
+        RunningBatch,
+        uneven=st.floats(0, 3),
+        turns=st.one_of(st.just(0.0), st.floats(1e-5, 1)),
+        tokens=st.floats(1, 20_000),
+    ),
+    seats=st.integers(1, 512),
+)
+@example("Qwen3-8B", "H800", 8, RunningBatch(turns=0.0083, tokens=508), 512)  # launching ends before the largest batch
+def test_any_batch_has_a_grid(model: str, gpu: str, tp: int, batch: RunningBatch, seats: int) -> None:
+    """No time of it falls below 0, wherever it is asked for: a grid that did would be refused."""
+    spec = load_model(model)
+    kernels = roofline(GPUS[gpu], spec, [tp]).grid(tp)
+    grid = replace(kernels, host=default_host(spec.layers), terms=default_terms(spec.layers))
+    found = np.array(whole_iterations(grid, seats, 8192, batch).decode)
+    assert (found >= np.array(whole_iterations(grid, seats, 8192).decode) * (1 - 1e-9)).all()

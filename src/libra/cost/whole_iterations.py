@@ -113,6 +113,8 @@ def whole_iterations(
                 for context, its in zip(contexts, device, strict=True)
             )
         )
+    # What launching adds may end with the largest batch, whose prefill takes longer: no slope to go on beyond it with.
+    decode[-1] = tuple(max(its) for its in zip(*decode[-2:], strict=True))
     return replace(
         grid, chunks=chunks, contexts=contexts, decode=tuple(decode), prefill=prefill, terms=NO_TERMS, host=NO_HOST
     )
