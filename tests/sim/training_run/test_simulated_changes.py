@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -321,6 +322,16 @@ def test_another_layout_stops_training() -> None:
     assert [round(step.waited, 6) for step in outcome.steps[1:]] == [0, 5.0, 0, 0, 0, 0]
     assert outcome.steps[2].training == pytest.approx(step_seconds(trainers(1, tp=2)))
     assert outcome.steps[2].training != pytest.approx(outcome.steps[1].training)
+
+
+def test_as_many_replicas_as_the_old_expert_parallelism_could_not_have_are_another_layout() -> None:
+    """Two replicas that divide experts among themselves give way to a single one."""
+    two = trainers(2)
+    assert two.layout is not None
+    divided = replace(two, layout=replace(two.layout, ep=2))
+    outcome = trained(divided, (2, trainers(1)), join=5.0)
+    assert [step.training_devices for step in outcome.steps] == [2, 2, 1, 1, 1, 1, 1]
+    assert [round(step.waited, 6) for step in outcome.steps[1:]] == [0, 5.0, 0, 0, 0, 0]
 
 
 def test_training_that_moves_to_nodes_of_another_class_stops_and_is_priced_there() -> None:

@@ -180,7 +180,7 @@ class SimulatedTrainer:
         if old == new and not moves:
             return
         join = now + ticks(self._system.switch.trainer_join)
-        same = replace(old, dp=new.dp) == new and not moves
+        same = new.family == old.family and not moves
         if same and new.dp > old.dp:
             self._joining = new, join
             self._cluster.at(join, partial(self._joined, training_option_of(plan)))
