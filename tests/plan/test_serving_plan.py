@@ -181,5 +181,7 @@ def test_the_unit_of_prices_changes_no_plan(scale: float) -> None:
 
 def test_no_rate_is_too_high_to_be_refused() -> None:
     option = ServingOption("one", "colocated", "a", 1, 1.0, 10.0)
-    with pytest.raises(InfeasiblePlanError, match=r"1e\+308 requests/s need more than there is \(4 of a\): lower the rate$"):
+    with pytest.raises(
+        InfeasiblePlanError, match=r"1e\+308 requests/s need more than there is \(4 of a\): lower the rate$"
+    ):
         solve_serving(ServingProblem(1e308, (option,), {"a": 4}))

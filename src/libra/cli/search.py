@@ -14,6 +14,7 @@ from libra.cli.errors import bad_input, infeasible, of_option, require_pages
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
+    from libra.sizing.answer import SizingAnswer
     from libra.sizing.menu import ServingMenu
     from libra.sizing.question import SizingQuestion
 
@@ -163,7 +164,7 @@ def search(
     for note in notes:
         typer.echo(f"note: {note}", err=as_json)  # standard output is the answer, and nothing else, with --json
     if not found.points:
-        infeasible(ValueError(f"{found.claim()}; {_remedy(found.question.rate)}"), "nothing found")
+        infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
 
 
 def _mix(
@@ -190,5 +191,8 @@ def _mix(
         typer.echo(f"note: {note}", err=as_json)
 
 
-def _remedy(rate: float | None) -> str:
-    return "raise a limit or gpus" if rate is None else "lower --rate, or raise a limit or gpus"
+def _remedy(found: SizingAnswer) -> str:
+    if not any(it.bound for it in found.rejected):  # at no rate
+        first = found.rejected[0]
+        return f"{first.candidate}: {first.reason}; add larger engines, or raise a limit"
+    return "raise a limit or gpus" if found.question.rate is None else "lower --rate, or raise a limit or gpus"

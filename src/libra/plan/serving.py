@@ -149,8 +149,8 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
 
 
 def _parts_of_cost(options: Sequence[ServingOption]) -> float:
-    """Of one unit of cost: a power of ten, with which the cheapest option costs a thousand parts or more, if the dearest
-    one leaves room for that in the solver's integers."""
+    """Of one unit of cost: a power of ten, with which the cheapest option costs a thousand parts or more, if the
+    dearest one leaves room for that in the solver's integers."""
     costs = [it.cost for it in options]
     finest = max(3, 3 - floor(log10(min(costs))))
     return 10.0 ** min(finest, 9 - floor(log10(max(costs))))

@@ -38,8 +38,9 @@ def headline(answer: SizingAnswer) -> str:
 def counts(answer: SizingAnswer) -> str:
     share = percent(answer.out_by_bound / answer.candidates)
     return (
-        f"{answer.candidates:,} candidates: {answer.out_by_bound:,} out by bound ({share}), {answer.runs:,} simulations"
-        f" of {len(answer.question.requests):,} requests; {plural(len(answer.points), 'point')} on the Pareto set"
+        f"{plural(answer.candidates, 'candidate')}: {answer.out_by_bound:,} out by bound ({share}),"
+        f" {plural(answer.runs, 'simulation')} of {len(answer.question.requests):,} requests;"
+        f" {plural(len(answer.points), 'point')} on the Pareto set"
     )
 
 
