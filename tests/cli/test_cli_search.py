@@ -243,3 +243,16 @@ def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_pa
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--gpus", 8)
     assert result.exit_code == 2
     assert "the menu gives more than 2,000 shapes of engines: list fewer" in result.stderr
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+def test_a_name_cannot_drive_the_terminal(plan: tuple[str, ...], tmp_path: Path) -> None:
+    cluster, menu = tmp_path / "cluster.yaml", tmp_path / "menu.yaml"
+    node = {"name": "[red]h\x1b[2J", "count": 1, "gpus": 8, "gpu": "H100", "inter_bandwidth": "400 Gb/s"}
+    cluster.write_text(json.dumps({"nodes": [node]}))
+    menu.write_text("architectures: [colocated]\ntensor_parallel_size: [1]\nmax_num_seqs: [64]\nengines: [1, 2]\n")
+    asked = ("search", cluster, *QUESTION[2:], "--slo", "ttft_p99=1", "--rate", 2, "--menu", menu)
+    result = libra(*asked, *plan)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(r"[red]h\x1b[2J") >= 1 + (not plan)
+    assert "\x1b[2J" not in result.output
