@@ -337,7 +337,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "more at once than is known",
         Asked(request={**REQUEST, "max_batched_tokens": 100_000}),
         2,
-        ("max_batched_tokens is 100000", "lower it"),
+        ("max_batched_tokens is 100000: there is no time for 1 to 100,000 x 0: the grid", "lower it"),
     ),
     (
         "synchronous and stale",

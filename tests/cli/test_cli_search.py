@@ -117,10 +117,34 @@ def test_the_same_question_gives_the_same_bytes(menu: str) -> None:
     assert json.loads(first.stdout)["candidates"] == 2
 
 
+def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
+    Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
+    result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
+    assert "\n1 candidate: 0 out by bound (0.0 %), 1 simulation of 300 requests; 1 point on the" in result.stdout
+
+
 def test_nothing_that_serves_is_status_3(menu: str) -> None:
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--gpus", 1, "--rate", 1000)
     assert result.exit_code == 3
-    assert result.stderr.startswith("libra: nothing found: nothing on the menu can (bound)")
+    assert result.stderr.startswith("libra: nothing found: nothing on the menu can (bound); lower --rate, or raise a ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "Qwen/Qwen2.5-72B", "--rate", 2), "nothing on the menu can (bound); 1 x h100 tp1 "),
+        (("--model", "Qwen/Qwen2.5-72B", "--rate", 2, "--plan"), "nothing on the menu serves any rate: 1 x h100 tp1 "),
+    ],
+)
+def test_a_model_that_no_engine_holds_is_not_blamed_on_the_rate(
+    options: tuple[object, ...], said: str, menu: str
+) -> None:
+    Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]"))
+    result = libra(*QUESTION, *options, "--slo", "ttft_p99=1", "--menu", menu)
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 1), result.output
+    assert said in result.stderr
+    assert "memory leaves KV for " in result.stderr and "; add larger engines" in result.stderr
+    assert "rate, or" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -158,6 +182,10 @@ def test_what_cannot_be_asked_is_status_2(options: tuple[object, ...], said: str
         ("cost_per_hour: {h100: 2}", "there is no price of l40s"),
         ("cost_per_hour: {h100: 2, l40s: 1, b200: 9}", "cost_per_hour of the menu: unknown class of nodes 'b200'"),
         ("cost_per_hour: {h100: true, l40s: 1}", "cost_per_hour: expected a number, not true or false"),
+        (
+            "cost_per_hour: {h100: 1e308, l40s: 1}",
+            "cost_per_hour.h100: Input should be less than or equal to 1000000000",
+        ),
         ("afd: 3", "afd: expected a mapping of keys (got 3)"),
         (
             "afd: {ffn: [8]}",
@@ -198,6 +226,16 @@ def test_a_plan_mixes_and_passes_its_own_simulation(menu: str) -> None:
         assert f"{shown} requests/s need more than there is" in impossible.stderr
 
 
+def test_a_plan_without_the_money_for_one_engine_is_refused_before_any_is_asked(menu: str) -> None:
+    priced = Path(menu)
+    priced.write_text(priced.read_text() + "cost_per_hour: {h100: 2.5, l40s: 1}\n")
+    result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--plan", "--budget", 0.9)
+    assert result.exit_code == 3
+    assert "the menu has nothing so small: 1 x l40s tp1 " in result.stderr
+    assert "costs 1 an hour, of 0.9; raise gpus or budget" in result.stderr
+    assert "single engines asked" not in result.stderr
+
+
 def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_path: Path) -> None:
     menu = tmp_path / "menu.yaml"
     keys = {"max_num_seqs": list(range(1, 400)), "max_num_batched_tokens": list(range(2048, 2400))}
@@ -205,3 +243,16 @@ def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_pa
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--rate", 20, "--gpus", 8)
     assert result.exit_code == 2
     assert "the menu gives more than 2,000 shapes of engines: list fewer" in result.stderr
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+def test_a_name_cannot_drive_the_terminal(plan: tuple[str, ...], tmp_path: Path) -> None:
+    cluster, menu = tmp_path / "cluster.yaml", tmp_path / "menu.yaml"
+    node = {"name": "[red]h\x1b[2J", "count": 1, "gpus": 8, "gpu": "H100", "inter_bandwidth": "400 Gb/s"}
+    cluster.write_text(json.dumps({"nodes": [node]}))
+    menu.write_text("architectures: [colocated]\ntensor_parallel_size: [1]\nmax_num_seqs: [64]\nengines: [1, 2]\n")
+    asked = ("search", cluster, *QUESTION[2:], "--slo", "ttft_p99=1", "--rate", 2, "--menu", menu)
+    result = libra(*asked, *plan)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(r"[red]h\x1b[2J") >= 1 + (not plan)
+    assert "\x1b[2J" not in result.output

@@ -620,3 +620,11 @@ def test_explaining_what_is_no_plan_says_what_to_give() -> None:
 )
 def test_an_assumption_that_cannot_be_is_repeated(plans: dict[str, Path], assumption: str, words: str) -> None:
     assert_refused(libra("explain", plans["async"], "--what-if", assumption), words)
+
+
+def test_a_name_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    engines = [{**GROUP, "name": name, "count": 1} for name in ("\x1b[2Jone", "\x1b[2Jtwo")]
+    shown = simulate(engines=write(tmp_path / "engines.yaml", {**BASE, "engines": engines}))
+    assert shown.exit_code == 0, shown.stderr
+    assert r"Load is uneven: \x1b[2Jtwo works " in shown.stdout
+    assert "\x1b[2J" not in shown.stdout

@@ -120,6 +120,7 @@ SPOILED = [
     ("wrong type", spoil("allocation.replicas", "2"), "allocation.replicas: Input should be a valid integer"),
     ("unknown word", spoil("predicted.bottleneck", "publication"), "predicted.bottleneck: Input should be 'rollout'"),
     ("refused value", spoil("request.profile.engine.step", -1.0), "EngineCost.step is -1.0"),
+    ("seats of no bucket", spoil("max_num_seqs", []), "max_num_seqs has 0 values, and allocation "),
     ("refused shape", spoil("request.shapes.0.max_num_seqs", 0), "max_num_seqs is 0; set it to 1 or more"),
     ("not a number", spoil("predicted.step", float("nan")), "predicted.step: Input should be a finite number"),
     ("unknown kind", spoil("request.kind", "cloud"), "request: Input tag 'cloud'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -161,3 +162,26 @@ def test_what_there_is_too_little_for_says_so() -> None:
     problem = ServingProblem(100, (ServingOption("one", "colocated", "a", 1, 1, 1),), {"a": 8}, budget=5)
     with pytest.raises(InfeasiblePlanError, match=r"100 requests/s need more than there is \(8 of a; budget 5\)"):
         solve_serving(problem)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-5, 1e6, 1e12])
+def test_the_unit_of_prices_changes_no_plan(scale: float) -> None:
+    options = (
+        ServingOption("small", "colocated", "a", 1, 0.9 * scale, 10.0),
+        ServingOption("large", "colocated", "b", 1, 2.5 * scale, 20.0),
+    )
+    problem = ServingProblem(20.0, options, {"a": 4, "b": 4}, budget=2 * scale)
+    plan = solve_serving(problem)
+    assert plan.counts == (2, 0)
+    assert plan.proven and plan.bound == pytest.approx(1.8 * scale)
+    with pytest.raises(InfeasiblePlanError, match="lower the rate or raise budget"):
+        solve_serving(replace(problem, budget=1.7 * scale))
+    assert solve_serving(replace(problem, budget=1e308)).counts == (2, 0)
+
+
+def test_no_rate_is_too_high_to_be_refused() -> None:
+    option = ServingOption("one", "colocated", "a", 1, 1.0, 10.0)
+    with pytest.raises(
+        InfeasiblePlanError, match=r"1e\+308 requests/s need more than there is \(4 of a\): lower the rate$"
+    ):
+        solve_serving(ServingProblem(1e308, (option,), {"a": 4}))

@@ -373,6 +373,10 @@ RANKS: dict[str, Any] = {"model": MOE, "data_parallel_size": 4, "enable_expert_p
             "engines.0.eplb_config.num_redundant_experts is 4000: Qwen/Qwen3-30B-A3B leaves KV memory for 0 tokens",
         ),
         (
+            {**RANKS, "dp_sync_interval": 10**9},
+            "engines.0.dp_sync_interval: Input should be less than or equal to 1000000 (got 1000000000)",
+        ),
+        (
             {"model": MOE, "afd": {**AFD, "bandwidth": 1.5}},
             "engines.0.afd.bandwidth: Input should be greater than or equal to 1000000 (got 1.5)",
         ),
@@ -382,6 +386,20 @@ def test_what_cannot_be_is_refused_with_its_key(tmp_path: Path, keys: dict[str, 
     with pytest.raises(ConfigError) as error:
         load(tmp_path, {"max_model_len": 8192, **keys})
     assert says.format(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"time_limit": 1e308}, "time_limit: Input should be less than 9223372"),
+        ({"limits": []}, "limits: give 1 or more (got 0)"),
+        ({"limits": 5}, "limits: expected a list (got 5)"),
+    ],
+)
+def test_what_a_file_cannot_say_of_all_its_engines_is_refused(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, **keys)
+    assert says in str(error.value)
 
 
 def test_buckets_that_cannot_be_are_refused_from_python_too(tmp_path: Path) -> None:

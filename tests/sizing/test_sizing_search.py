@@ -136,6 +136,7 @@ def test_more_processes_find_the_same() -> None:
         ("ttft_p98=1", "unknown objective"),
         ("ttft_p99=soon", "give seconds"),
         ("ttft_p99=-1", "more than 0"),
+        ("ttft_p99=1e308", r"ttft_p99 is 1e\+308; give seconds, more than 0 and less than 9.22e\+06"),
         ("ttft_p99=1,ttft_p99=2", "given twice"),
         ("tpot_p99=0.05", "limits how long a request may wait"),
     ],

@@ -12,8 +12,10 @@ import typer
 
 from libra.cli.errors import bad_input, infeasible, of_option, require_pages
 from libra.cli.output import check_writable, write_text
+from libra.report.words import printable
 
 if TYPE_CHECKING:
+    from libra.sizing.answer import SizingAnswer
     from libra.sizing.menu import ServingMenu
     from libra.sizing.question import SizingQuestion
 
@@ -155,15 +157,16 @@ def search(
     else:
         console = Console()
         for line in (headline(found), counts(found)):
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
         for table in search_tables(found, files):
             console.print(table)
         if files:
             console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
     for note in notes:
-        typer.echo(f"note: {note}", err=as_json)  # standard output is the answer, and nothing else, with --json
+        # Standard output is the answer, and nothing else, with --json.
+        typer.echo(f"note: {printable(note)}", err=as_json)
     if not found.points:
-        infeasible(ValueError(f"{found.claim()}; {_remedy(found.question.rate)}"), "nothing found")
+        infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
 
 
 def _mix(
@@ -185,10 +188,13 @@ def _mix(
         typer.echo(text, nl=False)
     else:
         for line in mix_lines(found):
-            typer.echo(line)
+            typer.echo(printable(line))
     for note in notes:
-        typer.echo(f"note: {note}", err=as_json)
+        typer.echo(f"note: {printable(note)}", err=as_json)
 
 
-def _remedy(rate: float | None) -> str:
-    return "raise a limit or gpus" if rate is None else "lower --rate, or raise a limit or gpus"
+def _remedy(found: SizingAnswer) -> str:
+    if not any(it.bound for it in found.rejected):  # at no rate
+        first = found.rejected[0]
+        return f"{first.candidate}: {first.reason}; add larger engines, or raise a limit"
+    return "raise a limit or gpus" if found.question.rate is None else "lower --rate, or raise a limit or gpus"

@@ -12,6 +12,7 @@ import typer
 
 from libra.cli.errors import bad_input, of_option, require_pages
 from libra.cli.output import check_writable, write_text, writing
+from libra.report.words import printable
 
 if TYPE_CHECKING:
     from libra.sim.deployment import Deployment
@@ -198,7 +199,8 @@ def simulate(
     else:
         _show(result, work.forecast)
     for note in (*work.notes, *(_cold_router(deployment) if learn_from is None else ())):
-        typer.echo(f"note: {note}", err=as_json)  # standard output is the result, and nothing else, with --json
+        # Standard output is the result, and nothing else, with --json.
+        typer.echo(f"note: {printable(note)}", err=as_json)
 
 
 def _routed(deployment: Deployment, route: str | None) -> Deployment:
@@ -293,7 +295,7 @@ def _show(result: SimulationResult, forecast: PlannedRollout | None) -> None:
     view = simulation_view(result)
     console = Console()
     for line in (headline(view), *notices(view), *_compared(result, forecast)):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
     for table in simulation_tables(view, console.width):
         console.print(table)
 

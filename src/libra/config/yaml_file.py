@@ -176,6 +176,8 @@ def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str)
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "dict_type"):
         message = "expected a mapping of keys"  # pydantic names the class
+    if problem["type"] == "tuple_type":
+        message = "expected a list"
     if not key:
         return message
     if problem["type"] == "value_error" or schema.model_config.get("hide_input_in_errors"):

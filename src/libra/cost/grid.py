@@ -178,9 +178,14 @@ def _resample(
 ) -> Array:
     """`_interpolate` at the product of two axes."""
     if not (_within(at_rows, 1, rows) and _within(at_columns, 0, columns)):
-        raise _outside(rows, columns, f"{np.asarray(at_rows)} x {np.asarray(at_columns)}")
+        raise _outside(rows, columns, f"{_span(at_rows)} x {_span(at_columns)}")
     resampled: Array = _weights(rows, at_rows) @ np.array(table, dtype=float) @ _weights(columns, at_columns).T
     return resampled
+
+
+def _span(at: ArrayLike) -> str:
+    low, high = float(np.min(at)), float(np.max(at))
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
 
 def _within(at: ArrayLike, least: int, axis: tuple[int, ...]) -> bool:

@@ -57,6 +57,11 @@ class Plan:
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
+    def __post_init__(self) -> None:
+        seqs, buckets = len(self.max_num_seqs), len(self.allocation.buckets)
+        if seqs != buckets:
+            raise ValueError(f"max_num_seqs has {seqs} values, and allocation {buckets} buckets: plan again")
+
     @property
     def solution(self) -> Solution:
         return Solution(self.allocation, self.predicted, self.proof)

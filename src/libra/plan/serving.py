@@ -26,21 +26,22 @@ cost        sum over o of cost[o] n[o]           <=  COST
 cut[k]      at least one more[k, r];   more[k, r]  =>  sum over o of r of rate[o] n[o] > had[k, r]
 
 A cut asks for more of some role: it takes it that what a plan cannot serve, no plan can whose roles all serve as much
-or less. Rates count in thousandths of a request a second, those of engines rounded down.
+or less. Rates count in thousandths of a request a second, those of engines rounded down; costs in parts of the cheapest
+engine's, a thousand or more of them, rounded up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor
+from math import ceil, floor, log10
 from typing import Literal
 
 from ortools.sat.python import cp_model
 
 from libra.plan.problem import InfeasiblePlanError
 
-_PARTS = 1000  # of a request a second, and of a unit of cost
+_PARTS = 1000  # of a request a second
 _SECONDS = 60.0  # most that the solver takes
 
 ServingRole = Literal["colocated", "prefill", "decode"]
@@ -88,24 +89,25 @@ class ServingPlan:
 
     @property
     def proven(self) -> bool:
-        return self.cost <= self.bound * (1 + 1e-6) + 1 / _PARTS
+        return self.cost <= self.bound * (1 + 1e-6)
 
 
 def solve_serving(problem: ServingProblem) -> ServingPlan:
     """The cheapest plan. Raises `InfeasiblePlanError` where there is none."""
     model = cp_model.CpModel()
-    options, wanted = problem.options, ceil(problem.rate * _PARTS)
+    options = problem.options
     # Variables
     most = [problem.there_are[it.nodes] // it.gpus for it in options]
     if problem.rate > sum(it.rate * count for it, count in zip(options, most, strict=True)):
         raise InfeasiblePlanError(_conflict(problem))  # also a rate that no integer of the solver holds
+    wanted, parts = ceil(problem.rate * _PARTS), _parts_of_cost(options)
     n = [model.new_int_var(0, most[o], f"n_{it.name}") for o, it in enumerate(options)]
     d = model.new_int_var(0, 2 * wanted, "d")
     spare = model.new_int_var(0, _PARTS, "spare")
     of = {role: [o for o, it in enumerate(options) if it.role == role] for role in ("colocated", "prefill", "decode")}
     rate = [floor(it.rate * _PARTS) for it in options]
     link = [floor(it.link * _PARTS) for it in options]
-    price = [ceil(it.cost * _PARTS) for it in options]
+    price = [ceil(it.cost * parts) for it in options]
 
     # Constraints
     served = sum(rate[o] * n[o] for o in of["colocated"]) + d
@@ -124,7 +126,8 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     if problem.gpus is not None:
         model.add(sum(it.gpus * n[o] for o, it in enumerate(options)) <= problem.gpus).with_name("gpus")
     if problem.budget is not None:
-        model.add(total <= floor(problem.budget * _PARTS)).with_name("cost")
+        everything = sum(it.cost * count for it, count in zip(options, most, strict=True))
+        model.add(total <= floor(min(problem.budget, everything) * parts)).with_name("cost")
     for k, plan in enumerate(problem.cuts):
         more = {role: model.new_bool_var(f"more_{k}_{role}") for role, those in of.items() if those}
         for role, one in more.items():
@@ -142,7 +145,15 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
         raise InfeasiblePlanError(_conflict(problem))
     counts = tuple(solver.value(it) for it in n)
     cost = sum(options[o].cost * count for o, count in enumerate(counts))
-    return ServingPlan(counts, cost, ceil(solver.best_objective_bound / (_PARTS + 1)) / _PARTS)
+    return ServingPlan(counts, cost, ceil(solver.best_objective_bound / (_PARTS + 1)) / parts)
+
+
+def _parts_of_cost(options: Sequence[ServingOption]) -> float:
+    """Of one unit of cost: a power of ten, with which the cheapest option costs a thousand parts or more, if the
+    dearest one leaves room for that in the solver's integers."""
+    costs = [it.cost for it in options]
+    finest = max(3, 3 - floor(log10(min(costs))))
+    return 10.0 ** min(finest, 9 - floor(log10(max(costs))))
 
 
 def _conflict(problem: ServingProblem) -> str:
@@ -150,4 +161,6 @@ def _conflict(problem: ServingProblem) -> str:
     limits = [f"gpus {problem.gpus:,}"] if problem.gpus is not None else []
     limits += [f"budget {problem.budget:g}"] if problem.budget is not None else []
     tried = f", after {len(problem.cuts)} plans that missed an objective" if problem.cuts else ""
-    return f"{problem.rate:g} requests/s need more than there is ({'; '.join([there, *limits])}){tried}: lower the rate"
+    raised = [it.partition(" ")[0] for it in limits]
+    remedy = " or ".join(["lower the rate", *([f"raise {' and '.join(raised)}"] if raised else [])])
+    return f"{problem.rate:g} requests/s need more than there is ({'; '.join([there, *limits])}){tried}: {remedy}"

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from libra.plan.transition import Role
 from libra.records.schema import role_of
-from libra.report.words import count, duration, plain
+from libra.report.words import cell, count, duration, plain, printable
 
 if TYPE_CHECKING:  # a run needs no simulator
     from libra.sim.simulate import Elapsed
@@ -235,9 +235,9 @@ class SimulationProgress:
             return
         self._due = now + self._pace
         if self._status is None:
-            write_line(self._stream, words)
+            write_line(self._stream, printable(words))
         else:
-            self._status.update(words)
+            self._status.update(cell(words))
             self._status.start()
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Column, Table
 
 from libra.report.tables import number, whole
-from libra.report.words import fine_duration, percent, plain, plural
+from libra.report.words import cell, fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
 from libra.sizing.mix import ServingMix
 from libra.sizing.objective import Objective
@@ -38,8 +38,9 @@ def headline(answer: SizingAnswer) -> str:
 def counts(answer: SizingAnswer) -> str:
     share = percent(answer.out_by_bound / answer.candidates)
     return (
-        f"{answer.candidates:,} candidates: {answer.out_by_bound:,} out by bound ({share}), {answer.runs:,} simulations"
-        f" of {len(answer.question.requests):,} requests; {plural(len(answer.points), 'point')} on the Pareto set"
+        f"{plural(answer.candidates, 'candidate')}: {answer.out_by_bound:,} out by bound ({share}),"
+        f" {plural(answer.runs, 'simulation')} of {len(answer.question.requests):,} requests;"
+        f" {plural(len(answer.points), 'point')} on the Pareto set"
     )
 
 
@@ -117,12 +118,12 @@ def search_tables(answer: SizingAnswer, files: Sequence[Path] = ()) -> list[Tabl
     groups = alike(answer)
     for points in groups[:MOST_POINTS]:
         name, *cells, why = row(answer, points, files)
-        table.add_row(*cells, f"{name}\n  {why}")
+        table.add_row(*cells, f"{cell(name)}\n  {why}")
     if len(groups) > MOST_POINTS:
         table.caption = f"and {len(groups) - MOST_POINTS} more: --report has them all"
     out = Table("rejected", number("candidates"), Column("such as", overflow="fold"), title="The others")
     for kind, its in rejections(answer):
-        out.add_row(kind, f"{len(its):,}", f"{its[0].candidate}: {its[0].reason}")
+        out.add_row(kind, f"{len(its):,}", cell(f"{its[0].candidate}: {its[0].reason}"))
     return [*([table] if answer.points else []), *([out] if answer.rejected else [])]
 
 

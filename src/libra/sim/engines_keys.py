@@ -12,6 +12,7 @@ from pydantic import Field, StringConstraints
 from libra.config.recipe import KVCacheDtype, WeightQuantization
 from libra.config.yaml_file import Section
 from libra.cost.collectives import AllToAll
+from libra.sim.clock import LONGEST
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
 from libra.sim.described_tiers import DescribedTier
 from libra.sim.engine.chunk_cache import CachePolicy
@@ -135,7 +136,7 @@ class RanksSection(Section):
     network_bandwidth: Annotated[float, Field(gt=0)] = (
         50e9  # bytes/s of each GPU between nodes, with expert parallelism
     )
-    dp_sync_interval: _Count = 16
+    dp_sync_interval: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 16
     enable_eplb: _Flag = False
     eplb_config: EplbSection = EplbSection()
     expert_load: ExpertLoadSection = ExpertLoadSection()
@@ -203,8 +204,8 @@ class EnginesFile(Section):
     engines: tuple[EngineSection, ...] = Field(min_length=1)
     route: str = DEFAULT_ROUTE
     sticky: _Flag = True
-    limits: tuple[_Count, ...] | None = None
+    limits: Annotated[tuple[_Count, ...], Field(min_length=1)] | None = None
     turn_tokens: _Count = 1
     kv_transfer: KVTransferSection | None = None
     weight_updates: UpdatesSection | None = None
-    time_limit: _Duration | None = None
+    time_limit: Annotated[float, Field(gt=0, lt=LONGEST)] | None = None

@@ -25,10 +25,11 @@ from libra.sim.described_tiers import DescribedTier
 from libra.sim.engines_keys import KVTierSection, SpeculativeSection
 from libra.sizing.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import tiers_for
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import MOST_PRICE, SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
+_Price = Annotated[float, Field(gt=0, le=MOST_PRICE)]
 _Tiers = Annotated[tuple[KVTierSection, ...], Field(min_length=1)]  # the nearest first
 # Engines of a pool that are told apart: some eighth of an octave.
 COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (5, 6, 7, 8)))
@@ -59,7 +60,7 @@ class MenuFile(Section):
     kv_tiers: Annotated[tuple[_Tiers | None, ...], Field(min_length=1)] = (None,)  # null: none
     engines: _Counts | None = None  # of a pool
     afd: AfdMenu = AfdMenu()
-    cost_per_hour: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)  # of a GPU, by class of nodes
+    cost_per_hour: dict[str, _Price] = Field(default_factory=dict)  # of a GPU, by class of nodes
 
     @model_validator(mode="after")
     def _has_groups(self) -> Self:
@@ -289,7 +290,18 @@ def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
             " max_num_batched_tokens is max_num_seqs or more, data_parallel_size x tensor_parallel_size divides the"
             " experts, and the cluster has the GPUs of all `engines`"
         )
-    least = min(more, key=question.cost)
-    raise InfeasiblePlanError(
+    raise _nothing_so_small(question, more)
+
+
+def refuse_too_dear(question: SizingQuestion, menu: ServingMenu) -> None:
+    """Raises `InfeasiblePlanError` where there are no GPUs, or no money, for a single engine of the menu."""
+    singles = [ServingCandidate((EnginePool("colocated", it, 1),)) for it in menu.shapes(question)]
+    if singles and not any(_fits(question, it) for it in singles):
+        raise _nothing_so_small(question, singles)
+
+
+def _nothing_so_small(question: SizingQuestion, candidates: Sequence[ServingCandidate]) -> InfeasiblePlanError:
+    least = min(candidates, key=question.cost)
+    return InfeasiblePlanError(
         f"the menu has nothing so small: {least} {question.refusal(least)}; raise gpus or budget, or add smaller ones"
     )

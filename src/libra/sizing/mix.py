@@ -21,7 +21,7 @@ from libra.sizing.answer import bottleneck
 from libra.sizing.bound import Bounds, refuse_impossible
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.ladder import lasting_rate, repeated, simulator
-from libra.sizing.menu import ServingMenu, refuse_empty
+from libra.sizing.menu import ServingMenu, refuse_empty, refuse_too_dear
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial, trial
@@ -101,6 +101,7 @@ def plan_mix(
     rate = question.rate
     if rate is None:
         raise ValueError("rate is missing: a plan is for a rate of requests; give it")
+    refuse_too_dear(question, menu)
     options, shapes = single_engines(question, menu, jobs, tell)
     problem = ServingProblem(
         rate, options, {it.name: it.devices for it in question.cluster.nodes}, question.gpus, question.budget
@@ -166,13 +167,16 @@ def single_engines(
     if not asked:
         refuse_empty(question, menu)
     refuse_impossible(alone, bounds, asked)
-    possible = {it: bounds.of(it).rate for it in asked}
+    bounded = {it: bounds.of(it) for it in asked}
+    asking = [(it, bound.rate) for it, bound in bounded.items() if bound.rate]
+    if not asking:
+        first, why = next(iter(bounded.items()))
+        raise NoMixError(f"nothing on the menu serves any rate: {first}: {why.reason}; add larger engines")
     slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
     kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
     with simulator(alone, jobs, lasting_rate) as simulate:
-        asking = [(it, rate) for it, rate in possible.items() if rate]
         for done, (candidate, served, _, _) in enumerate(simulate(asking), start=1):
             tell(f"{done} of {len(asking)} single engines asked what they serve")
             if served is None:

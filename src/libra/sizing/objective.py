@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, fsum, isfinite
+from math import ceil, fsum
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.yaml_file import unknown
+from libra.sim.clock import LONGEST
 
 Metric = Literal["ttft", "tpot", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -35,8 +36,8 @@ class Objective:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError(unknown("objective", self.name, NAMES))
-        if not (isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"{self.name} is {self.limit}; give seconds, more than 0")
+        if not 0 < self.limit < LONGEST:
+            raise ValueError(f"{self.name} is {self.limit}; give seconds, more than 0 and less than {LONGEST:.3g}")
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.objective import Objective, check_objectives
 
+MOST_PRICE = 1e12  # of a GPU, in whatever unit
 LASTING = 32  # times the longest wait that is allowed: a rate that is served for so long counts as lasting
 
 
@@ -83,8 +84,8 @@ class SizingQuestion:
             raise ValueError(
                 f"there is no price of {missing[0]}: give what a GPU of it costs an hour, as cost_per_hour of the menu"
             )
-        if any(not (isfinite(price) and price > 0) for price in self.prices.values()):
-            raise ValueError(f"prices are {dict(self.prices)}; give finite numbers above 0")
+        if any(not 0 < price <= MOST_PRICE for price in self.prices.values()):
+            raise ValueError(f"prices are {dict(self.prices)}; give numbers above 0, {MOST_PRICE:g} at most")
         _check_requests(self.requests, self.model)
         for name, drafter in self.drafters.items():
             if drafter.model.max_context < self.longest:

@@ -129,7 +129,7 @@ def test_an_engine_is_told_its_secret_and_nobody_else(
         ({"engines": [engine(url=f"http://me:{SECRET}/2@a/v1")]}, "engines.0.url: holds an @"),
         ({"engines": [engine(url=f"me:{SECRET}@a/v1")]}, "engines.0.url: holds an @"),
         ({"engines": [f"http://me:{SECRET}@a/v1"]}, "engines.0: expected a mapping of keys"),
-        ({"engines": engine(api_key=SECRET)}, "engines: Input should be a valid tuple"),
+        ({"engines": engine(api_key=SECRET)}, "engines: expected a list"),
         (f"engines: [{{api_key: {SECRET}, url: ]}}", "not YAML: see line 1, column "),
     ],
 )

@@ -313,6 +313,11 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
         lambda: Replay([made("a", [last(1)], prompt_tokens=0)]),
         "'a': turns.0: its context has no token",
     ),
+    (
+        "a tool beyond all time",
+        lambda: Replay([made("a", [Turn(5, "cat", "ok", 2, 1e9), last(1)])]),
+        r"trajectory 'a': turns.0.tool_seconds: 1e\+09 seconds is more than 106 days away",
+    ),
     ("no slot", lambda: Replay([], concurrency=0), "concurrency is 0"),
     ("no sample", lambda: Replay([], samples_per_prompt=0), "samples_per_prompt is 0"),
     (

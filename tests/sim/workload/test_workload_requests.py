@@ -92,7 +92,9 @@ BAD_LINES: list[tuple[str, dict[str, Any], str]] = [
     ("length without prefix", {"prefix_tokens": 3}, "prefix and prefix_tokens must both be given"),
     ("prefix beyond the prompt", {"prefix": "p", "prefix_tokens": 11}, "prefix_tokens must be >= 0, and no more than"),
     ("cancelled before it came", {"cancel_at": 0.5}, "cancel_at must not be before arrival"),
-    ("unknown field", {"prompt": 3}, "prompt: Unexpected keyword argument"),
+    ("cancelled before all time", {"cancel_at": -1}, "cancel_at must not be before arrival"),
+    ("misspelt field", {"prompt_token": 3}, "unknown field 'prompt_token'; did you mean prompt_tokens?"),
+    ("unknown field", {"number": 3}, "unknown field 'number'; known are arrival, cancel_at, output_tokens, pref"),
 ]
 
 

@@ -49,11 +49,18 @@ def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SEC
             made.append(Call(number, context, turn.generated_tokens, delay, rewritten))
             delay, rewritten = 0, False
         if turn.tool_seconds is not None:
-            delay += ticks(turn.tool_seconds)
+            delay += _tool_ticks(trajectory, number, turn.tool_seconds)
         elif turn.tool is not None:
             delay += unknown
         running = context + turn.generated_tokens + turn.returned_tokens
     return tuple(made)
+
+
+def _tool_ticks(trajectory: Trajectory, number: int, taken: float) -> int:
+    try:
+        return ticks(taken)
+    except ValueError as error:
+        raise ValueError(f"trajectory {trajectory.id!r}: turns.{number}.tool_seconds: {error}") from None
 
 
 @dataclass(slots=True)

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from libra.config.json_line import line_problem
+from libra.config.yaml_file import unknown
 from libra.sim.clock import TICKS, ticks
 from libra.sim.engine.request import Stop
 from libra.sim.workload.requests import RecordedRequest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?", re.ASCII)  # a tick is the 12th decimal
@@ -59,7 +63,7 @@ class _Line:
             raise ValueError("prefix and prefix_tokens must both be given, or neither")
         if self.prefix_tokens is not None and not 0 <= self.prefix_tokens <= self.prompt_tokens:
             raise ValueError("prefix_tokens must be >= 0, and no more than prompt_tokens")
-        if self.cancel_at is not None and ticks(self.cancel_at) < ticks(self.arrival):
+        if self.cancel_at is not None and self.cancel_at < self.arrival:
             raise ValueError("cancel_at must not be before arrival")
 
 
@@ -74,7 +78,7 @@ def parse_request(line: str | bytes, where: str) -> RecordedRequest:
     try:
         read = _adapter().validate_json(line, strict=True)
     except ValidationError as error:
-        raise RequestFormatError(" ".join(f"{where}: {line_problem(error.errors()[0])}".split())) from None
+        raise RequestFormatError(" ".join(f"{where}: {_problem(error.errors()[0])}".split())) from None
     return RecordedRequest(
         arrival=ticks(read.arrival),
         prompt_tokens=read.prompt_tokens,
@@ -85,6 +89,12 @@ def parse_request(line: str | bytes, where: str) -> RecordedRequest:
         cancel_at=None if read.cancel_at is None else ticks(read.cancel_at),
         stop=read.stop,
     )
+
+
+def _problem(found: ErrorDetails) -> str:
+    if found["type"] == "unexpected_keyword_argument":
+        return unknown("field", str(found["loc"][-1]), (it.name for it in fields(_Line)))
+    return line_problem(found)
 
 
 def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
