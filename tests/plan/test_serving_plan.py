@@ -179,6 +179,12 @@ def test_the_unit_of_prices_changes_no_plan(scale: float) -> None:
     assert solve_serving(replace(problem, budget=1e308)).counts == (2, 0)
 
 
+def test_all_there_is_costs_no_more_than_a_budget_that_is_larger() -> None:
+    """Costs are rounded up to parts, so all engines together cost more parts than their sum has."""
+    everything = ServingProblem(30, (ServingOption("one", "colocated", "a", 1, 1.0005, 10),), {"a": 3}, budget=1e308)
+    assert solve_serving(everything).counts == (3,)
+
+
 def test_no_rate_is_too_high_to_be_refused() -> None:
     option = ServingOption("one", "colocated", "a", 1, 1.0, 10.0)
     with pytest.raises(

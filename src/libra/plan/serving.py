@@ -126,8 +126,8 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
     if problem.gpus is not None:
         model.add(sum(it.gpus * n[o] for o, it in enumerate(options)) <= problem.gpus).with_name("gpus")
     if problem.budget is not None:
-        everything = sum(it.cost * count for it, count in zip(options, most, strict=True))
-        model.add(total <= floor(min(problem.budget, everything) * parts)).with_name("cost")
+        everything, limit = sum(cost * count for cost, count in zip(price, most, strict=True)), problem.budget * parts
+        model.add(total <= (everything if limit >= everything else floor(limit))).with_name("cost")
     for k, plan in enumerate(problem.cuts):
         more = {role: model.new_bool_var(f"more_{k}_{role}") for role, those in of.items() if those}
         for role, one in more.items():
