@@ -127,6 +127,7 @@ def test_the_example_is_two_engines_with_one_configuration() -> None:
 
 PREFILL: dict[str, Any] = {"name": "p", "role": "prefill", "tensor_parallel_size": 2}
 DECODE: dict[str, Any] = {"name": "d", "role": "decode"}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2.5}
 
 
 def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
@@ -172,6 +173,16 @@ def test_roles_and_the_way_of_kv(tmp_path: Path) -> None:
             "engines.1.kv_cache_dtype is fp8, and engines.0.kv_cache_dtype auto: KV differs, name one",
         ),
         (
+            [PREFILL, {**DECODE, "speculative": EAGLE}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "engines.1.speculative has eagle in the KV cache, and engines.0.speculative no drafter: KV differs,",
+        ),
+        (
+            [{**PREFILL, "speculative": EAGLE}, {**DECODE, "speculative": {**EAGLE, "method": "mtp"}}],
+            {"kv_transfer": {"bandwidth": 1e9}},
+            "engines.1.speculative has mtp in the KV cache, and engines.0.speculative eagle: KV differs, give both",
+        ),
+        (
             [PREFILL, DECODE],
             {
                 "kv_transfer": {"bandwidth": 1e9},
@@ -201,6 +212,12 @@ def test_engines_that_cannot_work_together_are_refused(
         load(tmp_path, *engines, **keys)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("drafts", [(EAGLE, EAGLE), (None, {**EAGLE, "method": "ngram"})])
+def test_roles_may_draft_where_their_kv_is_alike(tmp_path: Path, drafts: tuple[object, object]) -> None:
+    engines = [{**role, "speculative": its} for role, its in zip((PREFILL, DECODE), drafts, strict=True)]
+    assert len(load(tmp_path, *engines, kv_transfer={"bandwidth": 1e9}).engines) == 2
 
 
 HOST = {"name": "host", "gib": 8, "bandwidth": 25e9}

@@ -150,7 +150,9 @@ def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
 def _check_models(file: EnginesFile) -> None:
     """Raises ValueError where an engine could not use the KV of another one."""
     engines = [(f"engines.{index}", it) for index, it in enumerate(file.engines)]
-    _check_alike([it for it in engines if it[1].role != "colocated"])
+    apart = [it for it in engines if it[1].role != "colocated"]
+    _check_alike(apart)
+    _check_drafters(apart)
     for name in sorted({tier.name for _, it in engines for tier in it.kv_tiers if tier.shared}):
         sharing = [it for it in engines if any(tier.name == name and tier.shared for tier in it[1].kv_tiers)]
         _check_alike(sharing, "block_size", "tensor_parallel_size")
@@ -160,6 +162,25 @@ def _check_models(file: EnginesFile) -> None:
                 raise ValueError(
                     f"{key}.kv_tiers: {name} is shared, and differs from that of {tiers[0][0]}: give both the same"
                 )
+
+
+def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
+    """That what drafters keep in the cache is alike, too: vLLM's connectors refuse engines where it is not."""
+    kept = [(key, _drafter(it)) for key, it in engines]
+    for key, drafter in kept:
+        if drafter != kept[0][1]:
+            raise ValueError(
+                f"{key}.speculative has {drafter} in the KV cache, and {kept[0][0]}.speculative {kept[0][1]}: KV"
+                " differs, give both roles the same drafts"
+            )
+
+
+def _drafter(section: EngineSection) -> str:
+    """Whose keys and values come to those of the model."""
+    drafts = section.speculative
+    if drafts is None or drafts.method == "ngram":
+        return "no drafter"
+    return drafts.method if drafts.model is None else f"{drafts.method} {drafts.model}"
 
 
 def _check_alike(engines: Sequence[tuple[str, EngineSection]], *options: str) -> None:
