@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 from collections.abc import AsyncIterator, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,12 @@ PATIENCE, LONG_PATIENCE = 60.0, 600.0
 
 settings.register_profile("libra", settings(), deadline=None)  # no test judges by the clock
 settings.load_profile("libra")
+
+
+def pytest_configure() -> None:
+    """A shell has what it starts in the background ignore SIGINT, and so do the processes that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
