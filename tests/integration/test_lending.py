@@ -63,7 +63,8 @@ engine = make("libra.backends.lend.scheduler.LendingScheduler")
 print("ready", flush=True)
 sys.stdin.readline()
 same = []
-while len(same) < int(sys.argv[2]) or not select.select([sys.stdin], [], [], 0)[0] and len(same) < int(sys.argv[3]):
+least, most = map(int, sys.argv[2:])
+while len(same) < least or (len(same) < most and not select.select([sys.stdin], [], [], 0)[0]):
     same.append(serve(engine) == alone)
 print(json.dumps(same), flush=True)
 print(max(ceded), flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, needing
+from libra.cli.output import tell_notes
 
 if TYPE_CHECKING:
     from libra.sim.engine.config import EngineSpec
@@ -56,8 +57,7 @@ def emulate(
                 f"{engines}: the role of {apart.name} is {apart.role.name}; KV goes from engine to engine only where it"
                 " is simulated: leave the role out"
             )
-        for note in notes:
-            typer.echo(f"note: {note}", err=True)
+        tell_notes(notes, err=True)
         with needing("http", "aiohttp", "prometheus_client"):
             asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
     except (ValueError, OSError) as error:

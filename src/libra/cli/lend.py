@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, needing, require_pages
-from libra.cli.output import check_writable, write_text, writing
+from libra.cli.output import check_writable, tell_notes, write_text, writing
 
 if TYPE_CHECKING:
     from libra.backends.lend.agent import LendingPeriod
@@ -215,7 +215,7 @@ def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: 
 
     if not 0 < longest_grant < math.inf:
         raise ValueError(f"--longest-grant is {longest_grant:g}; give more than 0 seconds, and finite")
-    spec, model, hardware = load_lender(engine, lambda note: typer.echo(f"note: {note}", err=True))
+    spec, model, hardware = load_lender(engine, lambda note: tell_notes([note], err=True))
     return LendingCase(
         spec=spec,
         model=model.name,

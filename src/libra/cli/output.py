@@ -1,4 +1,4 @@
-"""Files that a command is asked to write.
+"""What a command writes: the files that it is asked for, and notes beside its answer.
 
 Invariant: what cannot be written, or would overwrite what the command reads or writes besides, is refused before the
 work is done where that can be known, and in one line that names the file.
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import typer
+
+from libra.report.words import printable
 
 STDOUT = Path("-")
 _SIGN_OF_LIFE = 50_000  # trajectories, some seconds of reading
@@ -59,6 +61,12 @@ def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:
         yield item
         if number % _SIGN_OF_LIFE == 0:
             typer.echo(f"libra: {path}: {number:,} {noun} read", err=True)
+
+
+def tell_notes(notes: Iterable[str], *, err: bool) -> None:
+    """A line each. `err`: on standard error, as where standard output is the answer and nothing else."""
+    for note in notes:
+        typer.echo(f"note: {printable(note)}", err=err)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from libra.cli.errors import bad_input, infeasible
-from libra.cli.output import STDOUT, check_writable, reading, write_text
-from libra.report.words import printable
+from libra.cli.output import STDOUT, check_writable, reading, tell_notes, write_text
 
 if TYPE_CHECKING:
     from libra.config.recipe import Recipe
@@ -142,10 +141,7 @@ def plan(
         console = Console()
         for table in plan_tables(found, bound, pools):
             console.print(table)
-    for note in (*notes, *log_notes(found, bound, evidence)):
-        typer.echo(
-            f"note: {printable(note)}", err=as_json
-        )  # standard output is the plan, and nothing else, with --json
+    tell_notes((*notes, *log_notes(found, bound, evidence)), err=as_json)
 
 
 def _confirmed(plan: Plan, solver: Solver) -> str:

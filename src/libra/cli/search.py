@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, infeasible, of_option, require_pages
-from libra.cli.output import check_writable, write_text
+from libra.cli.output import check_writable, tell_notes, write_text
 from libra.report.words import printable
 
 if TYPE_CHECKING:
@@ -162,9 +162,7 @@ def search(
             console.print(table)
         if files:
             console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
-    for note in notes:
-        # Standard output is the answer, and nothing else, with --json.
-        typer.echo(f"note: {printable(note)}", err=as_json)
+    tell_notes(notes, err=as_json)
     if not found.points:
         infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
 
@@ -189,8 +187,7 @@ def _mix(
     else:
         for line in mix_lines(found):
             typer.echo(printable(line))
-    for note in notes:
-        typer.echo(f"note: {printable(note)}", err=as_json)
+    tell_notes(notes, err=as_json)
 
 
 def _remedy(found: SizingAnswer) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from libra.cli.errors import bad_input, of_option, require_pages
-from libra.cli.output import check_writable, write_text, writing
+from libra.cli.output import check_writable, tell_notes, write_text, writing
 from libra.report.words import printable
 
 if TYPE_CHECKING:
@@ -198,9 +198,7 @@ def simulate(
         typer.echo(text, nl=False)
     else:
         _show(result, work.forecast)
-    for note in (*work.notes, *(_cold_router(deployment) if learn_from is None else ())):
-        # Standard output is the result, and nothing else, with --json.
-        typer.echo(f"note: {printable(note)}", err=as_json)
+    tell_notes((*work.notes, *(_cold_router(deployment) if learn_from is None else ())), err=as_json)
 
 
 def _routed(deployment: Deployment, route: str | None) -> Deployment:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from libra.cli.output import write_text, writing
+from libra.cli.output import tell_notes, write_text, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,7 +147,7 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_qu
     assert isinstance(plan.request, ClusterRequest)
     engines = []
     for file, log in zip(lenders, traffic, strict=True):
-        spec, model, hardware = load_lender(file, lambda note: typer.echo(f"note: {note}", err=True))
+        spec, model, hardware = load_lender(file, lambda note: tell_notes([note], err=True))
         engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
     serving = {}
     for lender in plan.request.lenders:

@@ -28,12 +28,13 @@ from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
 from libra.backends.launch.fork_server import ForkError, ForkServer, LaunchError
 from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError, Reception
-from libra.backends.launch.ray import SlotOffer, node_slots
+from libra.backends.launch.ray import SlotOffer, node_slots, open_on_ray
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.messages import Acknowledged, Failure, Stop
 from libra.backends.transport.shared_memory import Vector, WeightBuffer, WeightUpdateError
 from libra.backends.weights.copying import CopyChoice
+from libra.config.run import ClusterConfig
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096
@@ -637,3 +638,19 @@ def test_the_slots_that_nodes_have(offers: list[tuple[float, float]], most: int 
     words = ", ".join(f"n {each}" for each in rooms)
     with pytest.raises(LaunchError, match=f"room for {sum(rooms)}, {words}; use fewer"):
         node_slots(sum(rooms) + 1, [SlotOffer("n", *offer) for offer in offers], 0.45, most)
+
+
+async def test_a_ray_cluster_of_this_machine_alone_listens_to_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray takes a network's address where it was imported before it could be told not to."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    ended = []
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.2")
+    with pytest.raises(LaunchError, match=r"would listen on 192\.0\.2\.2, for Ray was imported before"):
+        async with open_on_ray(ClusterConfig(launcher="ray"), tmp_path):
+            pass
+    assert ended == [True]

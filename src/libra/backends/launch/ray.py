@@ -213,13 +213,17 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
             where = f"the Ray cluster at {address}" if address is not None else "a Ray cluster on this machine"
             raise LaunchError(f"{where} cannot be used: {str(error).splitlines()[0]}") from None
         stack.callback(ray.shutdown)
-        here = ray.util.get_node_ip_address()
-        if address is None and not ipaddress.ip_address(here).is_loopback:
-            raise LaunchError(
-                f"a Ray cluster on this machine would listen on {here}, for Ray was imported before: set"
-                " RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that, or start a cluster and give its address"
-            )
+        if address is None:
+            _require_loopback(ray.util.get_node_ip_address())
         yield
+
+
+def _require_loopback(address: str) -> None:
+    if not ipaddress.ip_address(address).is_loopback:
+        raise LaunchError(
+            f"a Ray cluster on this machine would listen on {address}, for Ray was imported before: set"
+            " RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that, or start a cluster and give its address"
+        )
 
 
 def _offers() -> tuple[list[SlotOffer], str]:
