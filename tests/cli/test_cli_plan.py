@@ -172,6 +172,7 @@ class Asked:
     model: str = SMALL
     options: tuple[str, ...] = ()
     profile: str = "roofline"
+    simulated: bool = False
 
     def arguments(self, directory: Path) -> tuple[object, ...]:
         """Write the files, and say how they are given."""
@@ -179,7 +180,8 @@ class Asked:
         log.write_bytes(self.log if isinstance(self.log, bytes) else self.log.encode())
         cluster = write(directory / "cluster.yaml", self.cluster)
         request = write(directory / "request.yaml", self.request)
-        return ("plan", cluster, "-m", self.model, "-t", log, "-r", request, "-p", self.profile, *self.options)
+        asked = ("plan", *(() if self.simulated else ("--no-simulation",)), cluster, "-m", self.model, "-t", log)
+        return (*asked, "-r", request, "-p", self.profile, *self.options)
 
     def call(self, directory: Path) -> Result:
         return libra(*self.arguments(directory))
@@ -221,7 +223,8 @@ def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
     assert "is the mean of steps that alternate" in alternate
     (tmp_path / "plan.json").write_text(result.stdout)
     explained = libra("explain", tmp_path / "plan.json")
-    assert explained.stdout.startswith("Latency-bound: a step is as long as the latency of a batch, ")
+    assert "A step is predicted to take" in explained.stdout
+    assert "\nLatency-bound: a step is as long as the latency of a batch, " in explained.stdout
     assert f"\n{alternate.removeprefix('note: ')}.\n" in explained.stdout
     assert parse_plan(result.stdout).predicted.step_range is not None
 

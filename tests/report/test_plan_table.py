@@ -34,6 +34,8 @@ PLAN = Plan(
     layout=None,
     placement=(),
     loans=(),
+    simulated=None,
+    finalists=(),
     request=REQUEST,
 )
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from libra.cli import calibrate, emulation, explain, lend, plan, routing, run, search, simulation, trace
+from libra.cli import calibrate, emulation, explain, lend, plan, rehearsal, routing, run, search, simulation, trace
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -26,6 +26,7 @@ for command in (
     explain.explain,
     calibrate.calibrate,
     simulation.simulate,
+    rehearsal.rehearse,
     search.search,
     routing.route,
     emulation.emulate,

@@ -48,6 +48,8 @@ def explain(
         lender_sentences,
         routing_sentence,
     )
+    from libra.report.plan_headline import finalist_rows
+    from libra.report.plan_headline import headline as plan_headline
 
     change = ""
     if html is not None:
@@ -57,12 +59,15 @@ def explain(
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
             before, found = found.predicted.step, _assumed(found, what_if)
-            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
+            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step, both predicted"
         explanation = explain_plan(found)
         if html is not None:
             from libra.report.explain_page import explain_page
 
-            write_text(html, explain_page(explanation, _title(found), _distribution(found)))
+            page = explain_page(
+                explanation, _title(found), _distribution(found), plan_headline(found), finalist_rows(found)
+            )
+            write_text(html, page)
     except InfeasiblePlanError as error:
         infeasible(error)
     except (ConfigError, ValueError, OSError) as error:
@@ -72,6 +77,8 @@ def explain(
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
+    for line in plan_headline(found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     lines = (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     for line in (*lines, *lender_sentences(explanation)):
         if line:

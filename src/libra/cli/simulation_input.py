@@ -27,7 +27,6 @@ _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
 _OF_REQUESTS = ("--rate-scale", "--start")
 _MEANT_FOR = {
-    "--steps": "a cluster's plan",
     **dict.fromkeys(_OF_TRAJECTORIES, "trajectories (--trajectories)"),
     **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
 }

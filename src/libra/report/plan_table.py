@@ -16,6 +16,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.report.explain_table import alternation
+from libra.report.plan_headline import finalists_table, proof_sentence
 from libra.report.tables import number, whole
 from libra.report.words import PART_WORDS, cell, duration, percent, plain, plural
 
@@ -27,7 +28,8 @@ def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Ta
     idle = [pool for pool in pools if pool.idle and not pool.serves]
     lenders = [pool for pool in pools if pool.serves]
     tables = (_allocation(plan), *([_idle(idle)] if idle else []), *([_lenders(plan, lenders)] if lenders else []))
-    return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
+    finalists = [finalists_table(plan)] if plan.finalists else []
+    return (*tables, *finalists, _step(plan, bound), _proof(plan), _workload(plan))
 
 
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
@@ -151,8 +153,9 @@ def _lenders(plan: Plan, pools: Sequence[PoolView]) -> Table:
 
 def _proof(plan: Plan) -> Table:
     table = Table("", number(""), title="Proof", show_header=False)
+    table.caption = proof_sentence(plan)
     table.add_row("solver status", plan.proof.status)
-    table.add_row("no step can be shorter than", f"{plan.proof.bound:,.4f} s")
+    table.add_row("no predicted step can be shorter than", f"{plan.proof.bound:,.4f} s")
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
@@ -171,7 +174,7 @@ def _workload(plan: Plan) -> Table:
     else:
         trajectories, classes = request.recipe.batch, request.classes
     generated = trajectories * sum(cls.share * cls.generated for cls in classes)
-    rate = f", {generated / plan.predicted.step:,.0f} generated tokens/s" if plan.predicted.step > 0 else ""
+    rate = f", {generated / plan.step:,.0f} generated tokens/s" if plan.step > 0 else ""
     columns = ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds")
     title = f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes{rate}"
     table = Table(*map(number, columns), "served by", title=title)

@@ -21,7 +21,7 @@ from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines, planned_network
 from libra.sim.simulate import Elapsed, simulate
 from libra.sim.training_run.episodes import Resampled
-from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.loop import PosttrainingRun
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
 from libra.sim.training_run.tenancy import Tenancy
@@ -153,28 +153,46 @@ def simulate_run(
     plan: Plan,
     trajectories: Iterable[Trajectory],
     steps: int,
-    route: str = DEFAULT_ROUTE,
+    route: Policy | str = DEFAULT_ROUTE,
     *,
     learned: Iterable[Trajectory] = (),
     seed: int = 0,
     exact: bool = False,
     tenancy: Tenancy | None = None,
 ) -> SimulatedRun:
-    """A whole run of `steps` optimiser steps as the plan has it: groups are drawn from the log, prompt by prompt, with
-    the recipe's samples each; engines and trainers wait for each other as its staleness says.
+    """The first `steps` optimiser steps of a run that goes on, as `run_of` begins it; `route` learns from finished ones
+    of `learned` first."""
+    policy = policy_named(route, seed=seed) if isinstance(route, str) else route
+    teach(policy, learned)
+    ahead = 1 + (0 if plan.request.kind == "slots" else plan.request.recipe.staleness)  # batches under way in the end
+    run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
+    run.published(steps)
+    return run.outcome()
 
-    `route` names the policy, which is told of the trajectories `learned` before it begins. `tenancy` says what serves
-    on the devices that the plan borrows; without it they are as slow as their share. Raises ValueError for a plan that
-    is not of a cluster, an unknown policy, and a trajectory that no engine of the plan holds.
+
+def run_of(
+    plan: Plan,
+    trajectories: Iterable[Trajectory],
+    steps: int,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    exact: bool = False,
+    tenancy: Tenancy | None = None,
+) -> PosttrainingRun:
+    """A whole run of `steps` optimiser steps as the plan has it, not begun yet: groups are drawn from the log, prompt
+    by prompt, with the recipe's samples each; engines and trainers wait for each other as its staleness says.
+
+    `policy` routes, with all that it has learned so far. `tenancy` says what serves on the devices that the plan
+    borrows; without it they are as slow as their share. Raises ValueError for a plan that is not of a cluster, and for
+    a trajectory that no engine of the plan holds.
     """
     system = System("plan", plan, lambda: policy, tenancy=tenancy)
     recipe = system.request.recipe
-    policy = policy_named(route, seed=seed)
-    teach(policy, learned)
     log = [trajectory for trajectory in trajectories if trajectory.finished]
     _require_room(log, max(engine.config.max_model_len for engine in planned_engines(plan)))
     episodes = Resampled(tuple(log), recipe.samples_per_prompt, recipe.max_length, seed)
-    return simulate_posttraining(system, episodes, steps, exact=exact)
+    return PosttrainingRun(system, episodes, steps, exact=exact)
 
 
 def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:

@@ -17,6 +17,7 @@ from libra.lend.certificate import Certificate
 from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.problem import Problem
+from libra.route.catalogue import ignores_buckets
 
 SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
 
@@ -147,19 +148,22 @@ def present(classes: Sequence[TrajectoryClass], trajectories: int) -> tuple[bool
     return tuple(trajectories * (share + SHARE_TOLERANCE) >= 1 for share in at_least)
 
 
-def reach(classes: Sequence[TrajectoryClass], router_hit: float) -> tuple[tuple[float, ...], ...]:
-    """[router][class] how much of a class's work reaches its own bucket: for the router as it was seen to hit, and for
-    a perfect one.
+def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """[router][class] how much of a class's work reaches its own bucket: for the router, which brings `hits` [class]
+    of the work after the first tool return there, and for a perfect one.
 
     All that is generated before the first tool return stays in the first bucket, and so does what the router misses. Of
     buckets that run it is known how well the router hits; how well it would hit others depends on where they lie, so
     they must have time for a perfect one, too.
     """
-    hits = (router_hit,) if router_hit == 1 else (router_hit, 1.0)
-    return tuple(tuple((1 - cls.before_first_return) * hit for cls in classes) for hit in hits)
+    perfect = tuple(1 - cls.before_first_return for cls in classes)
+    routed = tuple(part * hit for part, hit in zip(perfect, hits, strict=True))
+    return tuple(dict.fromkeys((routed, perfect)))
 
 
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
-    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
-    which it could change its bucket."""
-    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1
+    """Ranges of final context that the router can tell apart: one where it ignores buckets, or where no tool ever
+    returns, as a trajectory then gives no reason to change its bucket."""
+    if ignores_buckets(recipe.router) or all(cls.before_first_return == 1 for cls in classes):
+        return 1
+    return recipe.max_buckets

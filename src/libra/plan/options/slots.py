@@ -131,7 +131,7 @@ class SlotRequest:
                 f"no device is left for a rollout engine: all {fleet.core} are core and always train; "
                 "add a device to fleet.hybrid or fleet.rollout"
             )
-        routers = reach(workload.classes, workload.router_hit)
+        routers = reach(workload.classes, (workload.router_hit,) * len(workload.classes))
         pools = [Pool(_POOL, fleet.devices, 1)]
         timing = measured_timing(self.profile.engine)
         engines = [

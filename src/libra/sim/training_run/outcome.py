@@ -98,6 +98,14 @@ class SimulatedRun:
         """Mean seconds from one published version to the next."""
         return self.seconds / len(self.steps)
 
+    def settled_step_seconds(self, left_out: int) -> float:
+        """The same without the first `left_out` steps, which begin with idle engines; of a run that has no others, of
+        all."""
+        steps = self.steps[left_out:]
+        if not steps or not left_out:
+            return self.step_seconds
+        return (self.steps[-1].ended - self.steps[left_out - 1].ended) / len(steps)
+
     @property
     def trainer_share(self) -> float:
         """Share of the time in which the trainer computes."""
