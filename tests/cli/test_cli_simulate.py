@@ -570,7 +570,7 @@ def test_a_plan_refuses_a_log_that_its_engines_do_not_hold(plans: dict[str, Path
 
 def test_the_plan_of_a_machine_is_not_rehearsed(plans: dict[str, Path]) -> None:
     assert_refused(
-        libra("rehearse", plans["slots"], "-t", LOG), "no whole run in simulation; give the plan of a cluster"
+        libra("rehearse", plans["slots"], "-t", LOG), "the plan is of slots of one machine; plan for a cluster of GPUs"
     )
 
 

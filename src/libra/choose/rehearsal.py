@@ -35,7 +35,7 @@ class Rehearsals:
         self, plans: Sequence[Plan], log: Sequence[Trajectory], policy: Policy, *, seed: int = 0, jobs: int = 1
     ) -> None:
         self._begin = [lambda plan=plan: run_of(plan, log, _LONGEST, deepcopy(policy), seed=seed) for plan in plans]
-        staleness = {its_staleness(plan) for plan in plans}
+        staleness = {plan.of_cluster.staleness for plan in plans}
         if len(staleness) != 1:
             raise ValueError(f"plans have staleness {sorted(staleness)}; rehearse plans of one staleness")
         (stale,) = staleness
@@ -84,13 +84,6 @@ class Rehearsals:
                 assert isinstance(ready, Connection)
                 run = busy.pop(ready)
                 yield run, self._workers[run].answer()
-
-
-def its_staleness(plan: Plan) -> int:
-    """Versions; raises ValueError for the plan of a run on one machine."""
-    if plan.request.kind != "cluster":
-        raise ValueError("the plan is of slots of one machine; only plans of clusters are rehearsed")
-    return plan.request.recipe.staleness
 
 
 class _Worker:

@@ -65,7 +65,11 @@ def explain(
             from libra.report.explain_page import explain_page
 
             page = explain_page(
-                explanation, _title(found), _distribution(found), plan_headline(found), finalist_rows(found)
+                explanation,
+                found.request.title,
+                [(cls.peak_context, cls.share) for cls in found.request.classes],
+                plan_headline(found),
+                finalist_rows(found),
             )
             write_text(html, page)
     except InfeasiblePlanError as error:
@@ -90,28 +94,9 @@ def explain(
 def _assumed(plan: Plan, what_if: list[str]) -> Plan:
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.what_if import assume, assume_otherwise
-    from libra.plan.options.slots import SlotRequest
 
-    if isinstance(plan.request, SlotRequest):
-        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine")
-    return assume_otherwise(plan, *assume(plan.request.cluster, plan.request.recipe, what_if))
-
-
-def _title(plan: Plan) -> str:
-    from libra.plan.options.slots import SlotRequest
-
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        return f"{request.profile.model} on {request.fleet.devices} slots"
-    nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in request.cluster.nodes)
-    lending = [request.lending_nodes(lender) for lender in request.lenders]
-    lent = "".join(f" + {n.count} x {n.gpus} {n.gpu.name} that serve" for n in lending)
-    return f"{request.model.name} on {nodes}{lent}"
-
-
-def _distribution(plan: Plan) -> list[tuple[int, float]]:
-    from libra.plan.options.slots import SlotRequest
-
-    request = plan.request
-    classes = request.workload.classes if isinstance(request, SlotRequest) else request.classes
-    return [(cls.peak_context, cls.share) for cls in classes]
+    try:
+        request = plan.of_cluster
+    except ValueError:
+        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine") from None
+    return assume_otherwise(plan, *assume(request.cluster, request.recipe, what_if))

@@ -130,25 +130,21 @@ class _Rehearsed:
 
 def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
     # Imported here: `--help` must not wait for what simulating needs.
-    from libra.plan.options.cluster_request import ClusterRequest
     from libra.plan.plan import parse_plan, require_answer
     from libra.trajectory import read_workload
 
     plan = parse_plan(file.read_bytes(), where=str(file))
-    if not isinstance(plan.request, ClusterRequest):
-        raise ValueError(f"{file}: a plan of one machine has no whole run in simulation; give the plan of a cluster")
-    require_answer(plan, plan.request.menu().problem)
-    log = list(read_workload(trajectories, plan.request.recipe.max_length, truncate))
+    request = plan.of_cluster
+    require_answer(plan, request.menu().problem)
+    log = list(read_workload(trajectories, request.longest_context, truncate))
     return _Rehearsed(plan, log, file.name, trajectories.name)
 
 
 def _router(rehearsed: _Rehearsed, router: str | None) -> str:
     """The policy that routes. Code that only the plan names is not run."""
-    from libra.plan.options.cluster_request import ClusterRequest
     from libra.route.custom import is_path
 
-    assert isinstance(rehearsed.plan.request, ClusterRequest)
-    planned = rehearsed.plan.request.recipe.router
+    planned = rehearsed.plan.of_cluster.recipe.router
     if router is None and is_path(planned):
         raise ValueError(f"the plan's router is {planned}: give it as --router {planned} to run that file")
     return planned if router is None else router
@@ -207,10 +203,7 @@ def _write(
 
 
 def _left_out(plan: Plan) -> int:
-    from libra.plan.options.cluster_request import ClusterRequest
-
-    assert isinstance(plan.request, ClusterRequest)
-    staleness = plan.request.recipe.staleness
+    staleness = plan.request.staleness
     return 1 + staleness if staleness else 0
 
 
@@ -261,7 +254,6 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_qu
     """What serves on the devices that the plan borrows; None where nothing is said of it."""
     from libra.cli.lenders import read_traffic
     from libra.lend.recall import RecallPolicy
-    from libra.plan.options.cluster_request import ClusterRequest
     from libra.sim.engines_file import load_lender
     from libra.sim.training_run.tenancy import TenantEngine, tenancy_of
 
@@ -273,13 +265,12 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_qu
         raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
     if not plan.loans:
         raise ValueError("--lender is for a plan that borrows, and this one has no loans: leave it out")
-    assert isinstance(plan.request, ClusterRequest)
     engines = []
     for file, log in zip(lenders, traffic, strict=True):
         spec, model, hardware = load_lender(file, lambda note: tell_notes([note], err=True))
         engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
     serving = {}
-    for lender in plan.request.lenders:
+    for lender in plan.of_cluster.lenders:
         wanted = lender.certificates[0]
         found = [it for it in engines if (it.model, it.hardware) == (wanted.model, wanted.hardware)]
         if len(found) == 1:
@@ -297,11 +288,9 @@ def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
     from rich.table import Table
 
     from libra.cli.simulation_input import LENT
-    from libra.plan.options.cluster_request import ClusterRequest
     from libra.report.words import duration, percent, plural, signed_percent
 
-    assert isinstance(plan.request, ClusterRequest)
-    recipe, planned, left_out = plan.request.recipe, plan.predicted.step, _left_out(plan)
+    recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, _left_out(plan)
     simulated = outcome.settled_step_seconds(left_out)
     seen = "" if plan.simulated is None else f", and {duration(plan.simulated.seconds)} when it was chosen"
     console = Console()

@@ -66,6 +66,13 @@ class Plan:
             raise ValueError(f"max_num_seqs has {seqs} values, and allocation {buckets} buckets: plan again")
 
     @property
+    def of_cluster(self) -> ClusterRequest:
+        """The request of a plan for a cluster of GPUs. Raises ValueError where it is for slots of one machine."""
+        if isinstance(self.request, SlotRequest):
+            raise ValueError("the plan is of slots of one machine; plan for a cluster of GPUs")
+        return self.request
+
+    @property
     def step(self) -> float:
         """Seconds of a step: as simulated, or where it was not, as predicted."""
         return self.predicted.step if self.simulated is None else self.simulated.seconds

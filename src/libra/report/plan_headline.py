@@ -9,6 +9,7 @@ from rich.table import Table
 
 from libra.plan.allocation import Allocation
 from libra.plan.memory import device_memory
+from libra.plan.options.request import PlanningRequest
 from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import Plan
 from libra.plan.simulated import Finalist, SimulatedStep
@@ -114,13 +115,10 @@ def _disagreement(plan: Plan) -> tuple[str, ...]:
 
 
 def _pace(plan: Plan) -> str:
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        batch, classes, devices = request.workload.trajectories, request.workload.classes, request.fleet.devices
-    else:
-        batch, classes, devices = request.recipe.batch, request.classes, request.cluster.devices
-    rate = batch * sum(cls.share * cls.generated for cls in classes) / plan.step if plan.step > 0 else 0.0
-    return f"That is {rate:,.0f} generated tokens/s, {rate / devices:,.0f} a device."
+    request: PlanningRequest = plan.request
+    tokens = request.trajectories * sum(cls.share * cls.generated for cls in request.classes)
+    rate = tokens / plan.step if plan.step > 0 else 0.0
+    return f"That is {rate:,.0f} generated tokens/s, {rate / request.devices:,.0f} a device."
 
 
 def _memory(plan: Plan) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
         )
     unknown = evidence.tracker.unknown_tool_share
     if unknown > 0:
-        seconds = 0.0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.tool_seconds_if_unknown
+        seconds = plan.request.unknown_tool_seconds
         notes.append(
             f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
             f" {plain(seconds)} s, so {PART_WORDS['latency']} may take longer"
@@ -168,11 +168,7 @@ def _proof(plan: Plan) -> Table:
 
 
 def _workload(plan: Plan) -> Table:
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        trajectories, classes = request.workload.trajectories, request.workload.classes
-    else:
-        trajectories, classes = request.recipe.batch, request.classes
+    trajectories, classes = plan.request.trajectories, plan.request.classes
     generated = trajectories * sum(cls.share * cls.generated for cls in classes)
     rate = f", {generated / plan.step:,.0f} generated tokens/s" if plan.step > 0 else ""
     columns = ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds")

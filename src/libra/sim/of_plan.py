@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from libra.plan.options.price import BucketPrice, bucket_prices
-from libra.plan.options.slots import SlotRequest
+from libra.plan.options.request import PlanningRequest
 from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
@@ -109,7 +109,7 @@ def planned_run(
     in flight, unless `concurrency` says otherwise. At the beginning of each step, by the plan's seconds, all engines
     stop for new weights. A tool whose time was not recorded takes what the plan assumes, unless told.
     """
-    wanted = _wanted(plan)
+    wanted: PlanningRequest = plan.request
     if steps < 1:
         raise ValueError(f"steps is {steps}; simulate 1 step or more")
     if steps > 1 and not wanted.staleness:
@@ -164,7 +164,7 @@ def simulate_run(
     of `learned` first."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
-    ahead = 1 + (0 if plan.request.kind == "slots" else plan.request.recipe.staleness)  # batches under way in the end
+    ahead = 1 + plan.request.staleness  # batches under way in the end
     run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
     run.published(steps)
     return run.outcome()
@@ -209,29 +209,8 @@ def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:
             policy.finished(trajectory)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the plan's request says of one step, whatever kind it is."""
-
-    trajectories: int
-    staleness: int
-    unknown_tool_seconds: float
-    refresh: bool
-
-
-def _wanted(plan: Plan) -> _Wanted:
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        workload = request.workload
-        return _Wanted(workload.trajectories, workload.max_staleness, 0.0, False)
-    recipe = request.recipe
-    return _Wanted(recipe.batch, recipe.staleness, recipe.tool_seconds_if_unknown, recipe.kv_on_update == "refresh")
-
-
 def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
-    request = plan.request
-    problem = request.menu().problem
-    return bucket_prices(problem, plan.allocation)
+    return bucket_prices(plan.request.menu().problem, plan.allocation)
 
 
 def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
@@ -241,7 +220,7 @@ def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[Wei
         frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)
         for bucket in range(len(stalls))
     ]
-    refresh = _wanted(plan).refresh
+    refresh = plan.request.refreshes
     return tuple(
         WeightUpdate(ticks(step * plan.predicted.step), stall, refresh and step > 0, engines=its)
         for step in range(steps)

@@ -87,6 +87,37 @@ class ClusterRequest:
                 )
 
     @property
+    def trajectories(self) -> int:
+        return self.recipe.batch
+
+    @property
+    def staleness(self) -> int:
+        return self.recipe.staleness
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def longest_context(self) -> int:
+        return self.recipe.max_length
+
+    @property
+    def unknown_tool_seconds(self) -> float:
+        return self.recipe.tool_seconds_if_unknown
+
+    @property
+    def refreshes(self) -> bool:
+        return self.recipe.kv_on_update == "refresh"
+
+    @property
+    def title(self) -> str:
+        nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in self.cluster.nodes)
+        lending = [self.lending_nodes(lender) for lender in self.lenders]
+        lent = "".join(f" + {n.count} x {n.gpus} {n.gpu.name} that serve" for n in lending)
+        return f"{self.model.name} on {nodes}{lent}"
+
+    @property
     def router_hits(self) -> tuple[float, ...]:
         """[class] share of the work after the first tool return that reaches its own bucket."""
         if self.recipe.router_hit is not None:

@@ -118,6 +118,38 @@ class SlotRequest:
         if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
             raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
 
+    @property
+    def classes(self) -> tuple[TrajectoryClass, ...]:
+        return self.workload.classes
+
+    @property
+    def trajectories(self) -> int:
+        return self.workload.trajectories
+
+    @property
+    def staleness(self) -> int:
+        return self.workload.max_staleness
+
+    @property
+    def devices(self) -> int:
+        return self.fleet.devices
+
+    @property
+    def longest_context(self) -> int:
+        return self.workload.longest_context
+
+    @property
+    def unknown_tool_seconds(self) -> float:
+        return 0.0
+
+    @property
+    def refreshes(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return f"{self.profile.model} on {self.fleet.devices} slots"
+
     def menu(self) -> Menu:
         """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
         fleet, workload = self.fleet, self.workload

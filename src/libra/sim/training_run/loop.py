@@ -17,7 +17,6 @@ from itertools import count
 
 from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric, weight_sync
-from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission
 from libra.route.catalogue import policy_named
@@ -239,7 +238,6 @@ class PosttrainingRun:
         """Trajectories whose contexts the caches of the engines hold, at the mean context in which a token is
         generated."""
         request = self._plan.request
-        assert isinstance(request, ClusterRequest)
         generated = sum(cls.share * cls.generated for cls in request.classes)
         contexts = sum(cls.share * cls.context_sum for cls in request.classes)
         return self._cluster.kv_tokens * generated / contexts if contexts else math.inf
