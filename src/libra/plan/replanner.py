@@ -1,8 +1,8 @@
 """Keeps a training loop, simulated or real, on a plan that fits what its trajectories have become.
 
 Invariant: every decision was made of this run's own trajectories: of what has finished, and of what is running as far
-as it has come. A replanner starts nothing and waits for nothing but its solver; carrying out the moves is the loop's
-business.
+as it has come; and of prices corrected by this run's own steps. A replanner starts nothing and waits for nothing but
+its solver; carrying out the moves is the loop's business.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 
 from libra.cost.device import SwitchCost
 from libra.lend.lender import Lender
-from libra.lengths import LengthTracker
+from libra.lengths import LengthForecast, LengthTracker
 from libra.lengths.forecast import scaled
 from libra.plan.decision import Decision, decide, expected
 from libra.plan.loan import loan_cases, solve_loans
 from libra.plan.model.solve import solve
-from libra.plan.options.price import solution
+from libra.plan.options.price import price, solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
+from libra.plan.price_bias import FRESH, PeriodSeconds, PriceBias, measured_mean
+from libra.plan.problem import Prediction
 from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 
@@ -42,6 +44,7 @@ class Proposal:
 
     plan: Plan
     decision: Decision
+    priced: Prediction  # what runs in the coming period, for these lengths, before it is corrected
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,13 @@ class Look:
     """One decision, and what became of it."""
 
     decision: Decision
+    priced: Prediction  # what runs from then on, before it is corrected
     realised: float | None = None  # seconds of a step as measured since; None: not yet
+
+    @property
+    def settled(self) -> bool:
+        """Whether the steps since then measure what was priced: no role changes among them."""
+        return not self.decision.taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,7 @@ class Outlook:
     scenarios: tuple[Scenario, ...]  # as forecast, then off by as much as the forecast may be
     horizon_steps: float
     uncertainty: float  # relative error of the tracked work that a gain has to exceed
+    bias: PriceBias  # of prices, as learned so far
 
     def propose(self, seed: int = 0) -> Proposal:
         """Solve for each of the lengths, and weigh the change to the best of the plans against its cost. Takes as long
@@ -81,13 +91,22 @@ class Outlook:
         costs = [0.0 if site.current is None else site.seconds(questions[0], each) for each in transitions]
         transition, cost = min(
             zip(transitions, costs, strict=True),
-            key=lambda way: expected(cases, way[0].after).step * self.horizon_steps + way[1],
+            key=lambda way: expected(cases, way[0].after, self.bias).step * self.horizon_steps + way[1],
         )
-        decision = decide(cases, transition, horizon_steps=self.horizon_steps, uncertainty=self.uncertainty, cost=cost)
+        decision = decide(
+            cases,
+            transition,
+            horizon_steps=self.horizon_steps,
+            uncertainty=self.uncertainty,
+            cost=cost,
+            bias=self.bias,
+        )
         likeliest, best = questions[0], solutions[0]
         if transition.after != best.allocation:
             best = solution(likeliest.problem, transition.after, best.proof.bound)
-        return Proposal(site.plan(likeliest, best), decision)
+        stays = None if decision.taken else transition.before
+        priced = best.predicted if stays is None else price(likeliest.problem, stays)
+        return Proposal(site.plan(likeliest, best), decision, priced)
 
 
 class Replanner:
@@ -124,6 +143,7 @@ class Replanner:
         self._holds = float(period) if holds is None else holds
         self._plan = plan
         self._looks: list[Look] = []
+        self._bias = FRESH
         if tracker is None:
             if planner is None:
                 raise ValueError("give a planner, or a tracker that counts as the loop's engines do")
@@ -140,6 +160,11 @@ class Replanner:
     def looks(self) -> tuple[Look, ...]:
         """All decisions so far, oldest first."""
         return tuple(self._looks)
+
+    @property
+    def bias(self) -> PriceBias:
+        """What was learned of prices."""
+        return self._bias
 
     @property
     def tracker(self) -> LengthTracker:
@@ -183,21 +208,38 @@ class Replanner:
         self._planner = replace(self._planner, lenders=tuple(lenders))
 
     def realised(self, seconds_per_step: float) -> None:
-        """The mean seconds of a step as measured since the last decision, whatever happened in them."""
+        """The mean seconds of a step as measured since the last decision. Prices learn from it, unless that decision
+        changed the plan."""
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
         if not self._looks:
             raise ValueError("no decision has been made; call step() before realised()")
-        self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
+        found = measured_mean(seconds_per_step, self._period)
+        look = self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
+        if look.settled:
+            untried = len(self._looks) > 1 and not self._looks[-2].settled
+            self.learn(look.priced, found, untried=untried)
+
+    def learn(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> None:
+        """A settled period is over: no role changed in it. `priced` is what its steps were predicted to take before
+        the correction, and `untried` whether its allocation is another one than that of the settled period before."""
+        self._bias = self._bias.learned(priced, found, untried=untried)
 
     def scenario(self, site: Site) -> Scenario:
         """The tracked lengths, as the site tells them apart."""
         return Scenario(self._tracker.classes(site.classes), 1.0)
 
+    def forecast(self, site: Site) -> Scenario:
+        """The lengths as they are forecast for the middle of the coming period."""
+        forecast = self._forecast(site)
+        return Scenario(forecast.classes, forecast.scale)
+
+    def _forecast(self, site: Site) -> LengthForecast:
+        return self._tracker.forecast(self._period / 2, site.classes, site.longest_context)
+
     def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
         """What a decision about the site would be made of now. Raises ValueError while nothing has ever finished."""
-        longest = site.longest_context
-        forecast = self._tracker.forecast(self._period / 2, site.classes, longest)
+        longest, forecast = site.longest_context, self._forecast(site)
         error = math.hypot(forecast.error, _UNSEEN)
         factors = [math.exp(deviations * error) for deviations, _ in _NODES]
         return Outlook(
@@ -208,6 +250,7 @@ class Replanner:
             ),
             min(self._horizon(), site.horizon, steps_left),
             _CONFIDENCE * self._tracker.work_uncertainty(),
+            self._bias,
         )
 
     def decided(self, proposal: Proposal) -> None:
@@ -215,7 +258,7 @@ class Replanner:
         decision = proposal.decision
         if decision.taken:
             self._plan = proposal.plan
-        self._looks.append(Look(decision))
+        self._looks.append(Look(decision, proposal.priced))
 
     def _horizon(self) -> float:
         """Steps for which a plan is expected to hold: as long as plans have so far, on average."""
