@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     logs = [(f"{path}", read_run(path)) for path in options.runs]
-    console = Console()
+    console = Console(width=180)
     for name, log in logs:
         console.print(_table(f"{name}: periods", _PERIODS, promise_rows(log.periods)))
         console.print(_table(f"{name}: changes", _CHANGES, change_rows(log)))

@@ -16,6 +16,7 @@ from libra.plan.problem import Prediction
 from libra.records.schema import DecisionRecord, Learned, PeriodRecord
 
 PRICED = Prediction(step=1.6, rollout=1.6, training=1.0, latency=0.5, bottleneck="rollout")
+HINDSIGHT = Prediction(step=1.8, rollout=1.8, training=1.0, latency=0.5, bottleneck="rollout")
 PREDICTED = Prediction(step=2.0, rollout=2.0, training=1.0, latency=0.5, bottleneck="rollout")
 DECISION = DecisionRecord(
     period=1,
@@ -81,7 +82,7 @@ def run(
     periods.begin(first_step, allocation, PRICED, PREDICTED, switching)
     for step in seconds:
         periods.step(step)
-    periods.end(without_change)
+    periods.end(lambda: HINDSIGHT, without_change)
 
 
 def test_a_period_is_the_mean_of_its_steps() -> None:
@@ -98,6 +99,7 @@ def test_a_period_is_the_mean_of_its_steps() -> None:
         switching=False,
         priced_seconds=1.6,
         measured_error=measured([1.0, 2.0, 6.0]).error,
+        hindsight_seconds=1.8,
         learned={name: Learned(written.bias.factor(name), written.bias.error(name)) for name in BOTTLENECKS},
     )
     assert written.periods == [record]
@@ -109,7 +111,7 @@ def test_a_period_without_a_step_is_not_written(begun: bool) -> None:
     periods, written = made()
     if begun:
         periods.begin(1, "train 1", PRICED, PREDICTED, switching=False)
-    periods.end(unasked)
+    periods.end(lambda: HINDSIGHT, unasked)
     assert (written.periods, periods.number) == ([], 0)
 
 
@@ -122,7 +124,7 @@ def test_a_switch_in_the_middle_marks_the_period() -> None:
     periods.step(1.0)
     assert periods.predicted_seconds == 2.0
     periods.mark_switching()
-    periods.end(unasked)
+    periods.end(lambda: HINDSIGHT, unasked)
     assert [record.switching for record in written.periods] == [True]
 
 
@@ -160,9 +162,9 @@ def test_only_settled_periods_teach_prices_and_say_what_they_taught() -> None:
     run(periods, 4, 3.0, allocation="train 2 | short 1")
     run(periods, 5, 3.0, allocation="train 2 | short 1")
     assert written.learned == [
-        (PRICED, measured([4.0, 5.0]), False),
-        (PRICED, measured([3.0]), True),
-        (PRICED, measured([3.0]), False),
+        (HINDSIGHT, measured([4.0, 5.0]), False),
+        (HINDSIGHT, measured([3.0]), True),
+        (HINDSIGHT, measured([3.0]), False),
     ]
     assert [bool(period.learned) for period in written.periods] == [True, False, True, True]
 

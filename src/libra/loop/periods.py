@@ -41,8 +41,8 @@ class Periods:
     def __init__(
         self, recorder: Recorder, learn: Callable[[Prediction, PeriodSeconds, bool], PriceBias], first: int = 0
     ) -> None:
-        """`learn` is given the price of a settled period, what was measured, and whether its allocation is another one
-        than that of the settled period before; it returns what is known of prices from then on."""
+        """`learn` is given the price of a settled period in hindsight, what was measured, and whether its allocation
+        is another one than that of the settled period before; it returns what is known of prices from then on."""
         self._recorder, self._learn = recorder, learn
         self._number = first
         self._open: _Open | None = None
@@ -76,10 +76,14 @@ class Periods:
         if self._open is not None:
             self._open.switching = True
 
-    def end(self, without_change: Callable[[], Stayed | None]) -> None:
-        """Close the open period, record the outcome of a waiting decision, and let prices learn. `without_change`
-        prices the allocation that the decision left, for the work as it is now, before they do: what the new allocation
-        took is no evidence of the old one."""
+    def end(self, hindsight: Callable[[], Prediction | None], without_change: Callable[[], Stayed | None]) -> None:
+        """Close the open period, record the outcome of a waiting decision, and let prices learn.
+
+        They learn from `hindsight`, the period's own allocation priced with what was measured in it: lengths and speeds
+        that have changed meanwhile are followed as such, and would be corrected twice. `without_change` prices the
+        allocation that the decision left, for the work as it is now, before prices learn: what the new allocation took
+        is no evidence of the old one.
+        """
         if self._open is None or not self._open.seconds:
             return
         period, self._open = self._open, None
@@ -98,10 +102,13 @@ class Periods:
         if not record.switching:
             found = measured(period.seconds)
             self._settle(found, without_change)
+            again = hindsight() or period.priced
             untried = self._last_steady is not None and self._last_steady.allocation != period.allocation
-            bias = self._learn(period.priced, found, untried)
+            bias = self._learn(again, found, untried)
             learned = {name: Learned(bias.factor(name), bias.error(name)) for name in BOTTLENECKS}
-            self._last_steady = record = replace(record, measured_error=found.error, learned=learned)
+            self._last_steady = record = replace(
+                record, measured_error=found.error, hindsight_seconds=again.step, learned=learned
+            )
         self._recorder.period(record)
 
     def decided(self, record: DecisionRecord) -> None:

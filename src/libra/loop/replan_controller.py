@@ -121,19 +121,24 @@ class ReplanController:
 
     def close(self) -> None:
         """The last period ends."""
-        self.periods.end(self._without_change)
+        self.periods.end(self._hindsight, self._without_change)
 
     def _any_idle(self) -> bool:
         return any(worker.role is Role.IDLE for worker in self.executor.pool.healthy())
 
     def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
-        self.periods.end(self._without_change)
+        self.periods.end(self._hindsight, self._without_change)
         steps_left = self.steps - self._step
         if decide and steps_left > 0 and self._task is None:
             self._task = asyncio.create_task(self._decide(steps_left))
             self._task.add_done_callback(lambda task: self.changed())
         self._begin_period(switching=self._applying or forced, tried=tried)
+
+    def _hindsight(self) -> Prediction | None:
+        """The price of what runs, for the work and at the speeds that are measured by now."""
+        allocation = self.executor.allocation()
+        return None if allocation is None else self._price(allocation, tried=True, ahead=False)
 
     def _without_change(self) -> Stayed | None:
         """Step seconds of the allocation that was left last, for the work as it is tracked now."""

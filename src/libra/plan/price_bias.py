@@ -23,7 +23,7 @@ from libra.plan.problem import Bottleneck, Prediction
 
 Covariance = tuple[tuple[float, ...], ...]
 BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)
-# Standard deviations of the logarithm, as `benchmarks.promises` finds them in runs of examples/calculator.yaml.
+# Assumed standard deviations of the logarithm. `benchmarks.promises` prints by how much the prices of runs were off.
 _SHARED = 0.15  # of the part that all prices of a run have in common
 _OWN = 0.15  # of the part of each bottleneck
 _KEPT = 0.97  # correlation of a factor's logarithm from one period to the next: it forgets towards a fresh run

@@ -18,7 +18,7 @@ from libra.lengths.forecast import scaled
 from libra.plan.decision import Decision, decide, expected
 from libra.plan.loan import loan_cases, solve_loans
 from libra.plan.model.solve import solve
-from libra.plan.options.price import price, solution
+from libra.plan.options.price import infeasibility, price, solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.price_bias import FRESH, PeriodSeconds, PriceBias, measured_mean
@@ -44,7 +44,6 @@ class Proposal:
 
     plan: Plan
     decision: Decision
-    priced: Prediction  # what runs in the coming period, for these lengths, before it is corrected
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ class Look:
     """One decision, and what became of it."""
 
     decision: Decision
-    priced: Prediction  # what runs from then on, before it is corrected
     realised: float | None = None  # seconds of a step as measured since; None: not yet
 
     @property
@@ -104,9 +102,7 @@ class Outlook:
         likeliest, best = questions[0], solutions[0]
         if transition.after != best.allocation:
             best = solution(likeliest.problem, transition.after, best.proof.bound)
-        stays = None if decision.taken else transition.before
-        priced = best.predicted if stays is None else price(likeliest.problem, stays)
-        return Proposal(site.plan(likeliest, best), decision, priced)
+        return Proposal(site.plan(likeliest, best), decision)
 
 
 class Replanner:
@@ -185,7 +181,9 @@ class Replanner:
         for trajectory in ended:
             self._tracker.observe(trajectory)
         self._tracker.observe_running(going)
-        proposal = self.outlook(ClusterSite(self._planner, self._plan, self._switch)).propose()
+        site = ClusterSite(self._planner, self._plan, self._switch)
+        self._learn_from_last(site)
+        proposal = self.outlook(site).propose()
         self.decided(proposal)
         return proposal.decision
 
@@ -208,22 +206,31 @@ class Replanner:
         self._planner = replace(self._planner, lenders=tuple(lenders))
 
     def realised(self, seconds_per_step: float) -> None:
-        """The mean seconds of a step as measured since the last decision. Prices learn from it, unless that decision
-        changed the plan."""
+        """The mean seconds of a step as measured since the last decision. With the next `step` prices learn from it,
+        unless that decision changed the plan."""
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
         if not self._looks:
             raise ValueError("no decision has been made; call step() before realised()")
-        found = measured_mean(seconds_per_step, self._period)
-        look = self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
-        if look.settled:
-            untried = len(self._looks) > 1 and not self._looks[-2].settled
-            self.learn(look.priced, found, untried=untried)
+        self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
 
     def learn(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> None:
-        """A settled period is over: no role changed in it. `priced` is what its steps were predicted to take before
-        the correction, and `untried` whether its allocation is another one than that of the settled period before."""
+        """A settled period is over: no role changed in it. `priced` is its allocation for the lengths, and at the
+        speeds, that were measured in it, before the correction; a price that was made earlier would teach as an error
+        of prices what those have followed since. `untried`: its allocation is another one than that of the settled
+        period before."""
         self._bias = self._bias.learned(priced, found, untried=untried)
+
+    def _learn_from_last(self, site: ClusterSite) -> None:
+        """The period since the last decision, where it was settled and measured."""
+        look = self._looks[-1] if self._looks else None
+        if look is None or look.realised is None or not look.settled or site.current is None:
+            return
+        [question] = site.questions([self.scenario(site)])
+        if infeasibility(question.problem, site.current) is None:
+            untried = len(self._looks) > 1 and not self._looks[-2].settled
+            found = measured_mean(look.realised, self._period)
+            self.learn(price(question.problem, site.current), found, untried=untried)
 
     def scenario(self, site: Site) -> Scenario:
         """The tracked lengths, as the site tells them apart."""
@@ -258,7 +265,7 @@ class Replanner:
         decision = proposal.decision
         if decision.taken:
             self._plan = proposal.plan
-        self._looks.append(Look(decision, proposal.priced))
+        self._looks.append(Look(decision))
 
     def _horizon(self) -> float:
         """Steps for which a plan is expected to hold: as long as plans have so far, on average."""

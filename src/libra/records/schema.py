@@ -147,6 +147,7 @@ class PeriodRecord(Record):
     switching: bool  # a worker changed role in it, so the prediction does not speak of it
     priced_seconds: float | None = None  # of one step, not corrected; None: of a run from before prices were corrected
     measured_error: float | None = None  # standard error of `measured_seconds`; None: likewise
+    hindsight_seconds: float | None = None  # as priced, with what was measured until the period's end; None: likewise
     learned: Mapping[Bottleneck, Learned] = field(default_factory=dict)  # as the period ended; empty: likewise
 
     def __post_init__(self) -> None:
