@@ -223,7 +223,8 @@ class SlotRequest:
 
     def _training_option(self, replicas: int) -> TrainingOption:
         tokens = self.workload.trajectories * self.workload.train_tokens
-        seconds = self.profile.train.step_seconds(tokens, replicas)
+        # Trainers wait until all engines have taken the new weights, so no step is shorter than both.
+        seconds = self.profile.train.step_seconds(tokens, replicas) + self.profile.switch.weight_load
         return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)
 
 
