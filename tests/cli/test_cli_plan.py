@@ -180,8 +180,8 @@ class Asked:
         log.write_bytes(self.log if isinstance(self.log, bytes) else self.log.encode())
         cluster = write(directory / "cluster.yaml", self.cluster)
         request = write(directory / "request.yaml", self.request)
-        asked = ("plan", *(() if self.simulated else ("--no-simulation",)), cluster, "-m", self.model, "-t", log)
-        return (*asked, "-r", request, "-p", self.profile, *self.options)
+        asked = ("plan", cluster, "-m", self.model, "-t", log, "-r", request, "-p", self.profile)
+        return (*asked, *(() if self.simulated else ("--no-simulation",)), *self.options)
 
     def call(self, directory: Path) -> Result:
         return libra(*self.arguments(directory))
@@ -211,9 +211,35 @@ def test_as_json_there_is_nothing_else_on_standard_output(tmp_path: Path) -> Non
     assert str(tmp_path) not in result.stdout
 
 
+def test_a_plan_is_simulated_and_says_how_it_was_chosen(tmp_path: Path) -> None:
+    asked = Asked(simulated=True, options=("-o", str(tmp_path / "plan.json"), "--simulate-for", "inf"))
+    result = asked.call(tmp_path)
+    assert result.exit_code == 0, result.stderr
+    found = parse_plan((tmp_path / "plan.json").read_text())
+    assert found.simulated is not None and found.finalists[0].allocation == found.allocation
+    said = " ".join(result.stdout.split())
+    for words in ("in simulation under cmlfq", "predicted", "Finalists", "chosen", "Memory of a GPU: training"):
+        assert words in said
+    explained = libra("explain", tmp_path / "plan.json", "--html", tmp_path / "plan.html")
+    assert explained.exit_code == 0, explained.stderr
+    assert "in simulation under cmlfq" in explained.stdout
+    assert "Plans that were simulated" in (tmp_path / "plan.html").read_text()
+    again = libra("rehearse", tmp_path / "plan.json", "-t", tmp_path / "log.jsonl", "--steps", 4, "--json")
+    assert again.exit_code == 0, again.stderr
+
+
+def test_a_router_of_loads_gets_one_engine_size_and_is_told_why(tmp_path: Path) -> None:
+    result = Asked(options=("--router", "least-loaded", "--json")).call(tmp_path)
+    found = parse_plan(result.stdout)
+    assert len(found.allocation.buckets) == 1
+    assert "least-loaded does not look at buckets: all engines have one size" in result.stderr
+    assert_refused(Asked(options=("--router", "least-loded")).call(tmp_path), "did you mean least-loaded?")
+    assert_refused(Asked(options=("--router", "mine.py:Mine")).call(tmp_path), "there is no file mine.py")
+
+
 def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
-    *arguments, _, _, _, _ = Asked().arguments(tmp_path)
-    result = libra(*arguments, "-p", "roofline", "--json")
+    *arguments, _, _, _, _ = Asked(simulated=True).arguments(tmp_path)
+    result = libra(*arguments, "-p", "roofline", "--json", "--no-simulation")
     assert result.exit_code == 0, result.stderr
     request = parse_plan(result.stdout).request
     assert isinstance(request, ClusterRequest)

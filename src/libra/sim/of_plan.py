@@ -161,12 +161,15 @@ def simulate_run(
     tenancy: Tenancy | None = None,
 ) -> SimulatedRun:
     """The first `steps` optimiser steps of a run that goes on, as `run_of` begins it; `route` learns from finished ones
-    of `learned` first."""
+    of `learned` first. With a `tenancy` the run ends with its last step, and what serves is served to its end."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
-    ahead = 1 + plan.request.staleness  # batches under way in the end
+    ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way in the end
     run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
-    run.published(steps)
+    if ahead:
+        run.published(steps)
+    else:
+        run.finish()
     return run.outcome()
 
 
