@@ -27,7 +27,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
-FORMAT = 4
+FORMAT = 5
 
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest
