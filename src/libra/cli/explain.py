@@ -49,14 +49,15 @@ def explain(
         routing_sentence,
     )
 
-    change = ""
+    change = fixed = ""
     if html is not None:
         require_pages()
     try:
         check_writable(html, reads=(plan,))
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
-            before, found = found.predicted.step, _assumed(found, what_if)
+            planned, found = found, _assumed(found, what_if)
+            before, fixed = planned.predicted.step, _fixed(planned, found)
             change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
         explanation = explain_plan(found)
         if html is not None:
@@ -72,7 +73,7 @@ def explain(
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
-    lines = (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
+    lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     for line in (*lines, *lender_sentences(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
@@ -88,6 +89,15 @@ def _assumed(plan: Plan, what_if: list[str]) -> Plan:
     if isinstance(plan.request, SlotRequest):
         raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine")
     return assume_otherwise(plan, *assume(plan.request.cluster, plan.request.recipe, what_if))
+
+
+def _fixed(planned: Plan, assumed: Plan) -> str:
+    from libra.plan.explain.what_if import held_fixed
+    from libra.plan.options.slots import SlotRequest
+
+    first, other = planned.request, assumed.request
+    assert not isinstance(first, SlotRequest) and not isinstance(other, SlotRequest)
+    return held_fixed(first.recipe, other.recipe)
 
 
 def _title(plan: Plan) -> str:
