@@ -631,6 +631,17 @@ def test_an_assumption_that_cannot_be_is_repeated(plans: dict[str, Path], assump
     assert_refused(libra("explain", plans["async"], "--what-if", assumption), words)
 
 
+@pytest.mark.parametrize(("assumption", "said"), [("batch=128", True), ("gpus=16", False)])
+def test_another_batch_keeps_the_weights_of_the_log_and_says_so(
+    plans: dict[str, Path], assumption: str, said: bool
+) -> None:
+    shown = libra("explain", plans["async"], "--what-if", assumption)
+    assert shown.exit_code == 0, shown.stderr
+    assert (
+        "trajectories weigh as in the plan, whose batch is 64: libra plan --what-if batch=128" in shown.stdout
+    ) is said
+
+
 def test_a_name_cannot_drive_the_terminal(tmp_path: Path) -> None:
     engines = [{**GROUP, "name": name, "count": 1} for name in ("\x1b[2Jone", "\x1b[2Jtwo")]
     shown = simulate(engines=write(tmp_path / "engines.yaml", {**BASE, "engines": engines}))

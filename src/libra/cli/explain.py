@@ -39,6 +39,7 @@ def explain(
     """
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.explained import explain_plan
+    from libra.plan.explain.what_if import held_fixed
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.explain_table import (
@@ -51,14 +52,15 @@ def explain(
     from libra.report.plan_headline import finalist_rows
     from libra.report.plan_headline import headline as plan_headline
 
-    change = ""
+    change = fixed = ""
     if html is not None:
         require_pages()
     try:
         check_writable(html, reads=(plan,))
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
-            before, found = found.predicted.step, _assumed(found, what_if)
+            planned, found = found, _assumed(found, what_if)
+            before, fixed = planned.predicted.step, held_fixed(planned.of_cluster.recipe, found.of_cluster.recipe)
             change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step, both predicted"
         explanation = explain_plan(found)
         if html is not None:
@@ -83,7 +85,7 @@ def explain(
     alternate = alternation(explanation.plan.predicted)
     for line in plan_headline(found):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    lines = (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
+    lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     for line in (*lines, *lender_sentences(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)

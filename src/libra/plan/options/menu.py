@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal
 
 from libra.config.recipe import Recipe
@@ -117,6 +117,7 @@ class Menu:
 
 
 _MOST = 1e15  # of a mean: tokens of all contexts together, or seconds
+_MEMBER_TOLERANCE = 1e-3  # members are written with few digits
 
 
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
@@ -125,9 +126,17 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
         raise ValueError("classes is empty; a workload needs at least one trajectory class")
     for index, cls in enumerate(classes):
         where = f"classes[{index}]"
-        for name, mean in asdict(cls).items():
+        means = {it.name: getattr(cls, it.name) for it in fields(cls) if it.name not in ("members", "seen")}
+        if cls.seen is not None:
+            means["seen"] = cls.seen
+        for number, member in enumerate(cls.members):
+            means.update((f"members[{number}].{name}", value) for name, value in member._asdict().items())
+        for name, mean in means.items():
             if not 0 <= mean < _MOST:
                 raise ValueError(f"{where}.{name} is {mean}; every mean is 0 or more, and below {_MOST:g}")
+        of_members = math.fsum(member.share for member in cls.members)
+        if cls.members and abs(of_members - 1) > _MEMBER_TOLERANCE:
+            raise ValueError(f"{where}.members: the shares sum to {of_members}; divide each by their sum")
         if not 0 <= cls.before_first_return <= 1:
             raise ValueError(f"{where}.before_first_return is {cls.before_first_return}; it is a fraction of 0 to 1")
         if not 1 <= cls.peak_context <= longest_context:
@@ -140,12 +149,6 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
         raise ValueError(f"classes: the shares sum to {total}; divide each by their sum")
     if any(shorter.peak_context > longer.peak_context for shorter, longer in pairwise(classes)):
         raise ValueError("classes are not ordered; sort them by peak_context, shortest first")
-
-
-def present(classes: Sequence[TrajectoryClass], trajectories: int) -> tuple[bool, ...]:
-    """Which classes are met in a typical step: one trajectory or more is expected to be at least that long."""
-    at_least = tuple(accumulate(cls.share for cls in reversed(classes)))[::-1]
-    return tuple(trajectories * (share + SHARE_TOLERANCE) >= 1 for share in at_least)
 
 
 def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tuple[float, ...], ...]:

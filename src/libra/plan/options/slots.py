@@ -15,11 +15,12 @@ from typing import Literal
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, slowed
 from libra.cost.engine_memory import BLOCK_TOKENS
-from libra.cost.rollout import EngineTiming, concurrency, measured_timing, residence, work
+from libra.cost.longest import MemberSeconds
+from libra.cost.rollout import EngineTiming, concurrency, measured_timing, seats_taken, work
 from libra.hardware.model import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
-from libra.plan.options.menu import Menu, check_classes, present, reach
+from libra.plan.options.menu import Menu, check_classes, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 _POOL, _LENT_POOL = "slots", "lent"
@@ -180,7 +181,7 @@ class SlotRequest:
             engines=tuple(engines),
             training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
             peaks=tuple(cls.peak_context for cls in workload.classes),
-            expected=present(workload.classes, workload.trajectories),
+            expected=(True,) * len(workload.classes),  # priced for the expected longest trajectory, rare ones weighed
             longest_context=workload.longest_context,
             recall_known=routers[:1],
             recall_possible=routers,
@@ -203,6 +204,8 @@ class SlotRequest:
                 [workload.trajectories * cls.share * row for row in work(timing, cls, max_num_seqs, shape.kv_tokens)]
                 for cls in workload.classes
             ]
+            # The other seats are taken by trajectories of the same class, as many as memory holds.
+            together = [seats_taken(cls, max_num_seqs, shape.kv_tokens) for cls in workload.classes]
             options.append(
                 EngineOption(
                     shape=shape.name,
@@ -213,10 +216,7 @@ class SlotRequest:
                     stall=self.profile.switch.weight_load,
                     work=tuple(zip(*rows, strict=True)),
                     refresh=(0.0,) * len(rows),
-                    residence=tuple(
-                        residence(timing, cls, max_num_seqs, shape.kv_tokens, workload.trajectories * cls.share)
-                        for cls in workload.classes
-                    ),
+                    residence=MemberSeconds.of(timing, workload.classes, together).longest(workload.trajectories),
                 )
             )
         return options
