@@ -13,6 +13,7 @@ import pytest
 from calls import BASE, CONFIG, EXAMPLES, LOG, PROFILE, assert_refused, changed, libra, process, write
 from click.testing import Result
 
+from libra.config.extras import install_command
 from libra.config.recipe import Recipe
 from libra.plan import plan as plans
 from libra.plan.options.cluster_request import ClusterRequest
@@ -493,7 +494,7 @@ def test_solvers_that_disagree_are_an_error(tmp_path: Path, monkeypatch: pytest.
 def test_without_the_extra_the_message_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "libra.plan.model.ilp", raising=False)
     monkeypatch.setitem(sys.modules, "pulp", None)
-    assert_refused(Asked(options=("--solver", "ilp")).call(tmp_path), "pip install 'libra-rl[ilp]'")
+    assert_refused(Asked(options=("--solver", "ilp")).call(tmp_path), install_command("ilp"))
 
 
 def test_pauses_of_people_are_said_to_bind_the_step_and_can_be_cut(tmp_path: Path) -> None:

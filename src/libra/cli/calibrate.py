@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def calibrate(
 
     Exit status: 0 done, 2 bad input.
     """
+    from libra.config.extras import install_command
     from libra.config.yaml_file import ConfigError, unknown
     from libra.cost.sources.files import save_calibration
     from libra.hardware.cluster import GPUS
@@ -41,14 +43,16 @@ def calibrate(
         if device not in (None, "cuda", "cpu"):
             raise ConfigError(f"--device is {device}; give cuda or cpu")
         check_writable(output)
+        if find_spec("torch") is None:
+            raise ConfigError(
+                f"PyTorch is not installed: {install_command('gpu')}, or the same with cpu where there is no GPU"
+            )
         from libra.backends.calibration import calibrate_device
 
         found = calibrate_device(device)
         save_calibration(output, found)
     except (ConfigError, ValueError, OSError, RuntimeError) as error:
         bad_input(error)
-    except ModuleNotFoundError:
-        bad_input(ConfigError("PyTorch is not installed; pip install 'libra-rl[cpu]' or 'libra-rl[gpu]'"))
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from libra.config.extras import install_command
 from libra.config.run import (
     ClusterConfig,
     ConfigError,
@@ -63,7 +64,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
 def _check_launcher(cluster: ClusterConfig) -> None:
     if cluster.launcher == "ray" and find_spec("ray") is None:
         raise ConfigError(
-            "cluster.launcher: Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local"
+            f"cluster.launcher: Ray is not installed, and launcher is ray; {install_command('ray')}, or use local"
         )
     if cluster.ray_address not in (None, "auto"):
         _check_ray_address(cluster.ray_address)

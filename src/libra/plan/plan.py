@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from libra.config.extras import install_command
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation
 from libra.plan.loan import Loan, loans_of, solve_loans
@@ -122,7 +123,7 @@ def _solved(problem: Problem, seed: int, solver: Solver) -> Solution:
         if error.name != "pulp":
             raise
         raise ModuleNotFoundError(
-            "PuLP, which solves the integer program, is not installed; pip install 'libra-rl[ilp]'", name="pulp"
+            f"PuLP, which solves the integer program, is not installed; {install_command('ilp')}", name="pulp"
         ) from None
     return solve_ilp(problem)
 
