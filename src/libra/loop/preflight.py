@@ -28,7 +28,7 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
-from libra.loop.run_directory import check_run_directory
+from libra.loop.run_directory import check_not_running, check_run_directory
 from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 from libra.sim.workload.request_file import RequestFormatError, read_requests
@@ -44,7 +44,8 @@ _TRAINED_COPIES = 8
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
-    """Raises `ConfigError`."""
+    """Raises `ConfigError`. A live run in the same directory is named first: it also takes the memory and the port."""
+    check_not_running(config.run_directory)
     _check_launcher(config.cluster)
     _check_model_directory(config.model.directory)
     servers = 0 if config.lending is None else config.lending.servers
