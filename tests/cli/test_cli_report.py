@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes.made_run import write_run
-
 from cli.calls import BASE, assert_refused, libra, write
+from fakes.made_run import write_run
 
 HOLDER = """
 import sys, time
