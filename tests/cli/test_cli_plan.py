@@ -294,7 +294,12 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("nodes.0.count: Input should be a valid integer", "(got 'two')"),
     ),
-    ("a GPU nobody knows", Asked(node(gpu="A801")), 2, ("nodes.0.gpu: unknown GPU 'A801'", "did you mean A800?")),
+    (
+        "a GPU nobody knows",
+        Asked(node(gpu="A801")),
+        2,
+        ("nodes.0.gpu: unknown GPU 'A801'", "known are A100, ", "describe another one"),
+    ),
     ("a GPU unlike any", Asked(node(gpu="TPU")), 2, ("nodes.0.gpu: unknown GPU 'TPU'", "known are A100, A800, H100")),
     (
         "a bandwidth without unit",

@@ -32,14 +32,16 @@ def calibrate(
     Exit status: 0 done, 2 bad input.
     """
     from libra.config.extras import install_command
-    from libra.config.yaml_file import ConfigError, unknown
+    from libra.config.yaml_file import ConfigError, shown
     from libra.cost.sources.files import save_calibration
-    from libra.hardware.cluster import GPUS
+    from libra.hardware.cluster import GPUS, nearest_gpu
     from libra.report.tables import calibration_table
 
     try:
         if gpu is not None and gpu not in GPUS:
-            raise ConfigError(unknown("GPU", gpu, GPUS))
+            close = nearest_gpu(gpu)
+            hint = f"did you mean {close}?" if close else f"known are {', '.join(GPUS)}"
+            raise ConfigError(f"--gpu: unknown GPU {shown(gpu)}; {hint}")
         if device not in (None, "cuda", "cpu"):
             raise ConfigError(f"--device is {device}; give cuda or cpu")
         check_writable(output)

@@ -115,8 +115,15 @@ _H100 = Rates(
     peer_latency=0.3e-6,
     source=_TABLES,
 )
+_A100_40GB = 1.555 / 2.039  # memory bandwidth over that of the A100 with 80 GB, by their data sheets
 _RATES = {
     "A100": _A100,
+    "A100-40GB": replace(
+        _A100,
+        bandwidth=1.5e12 * _A100_40GB,
+        cache_bandwidth=1.5e12 * _A100_40GB,
+        source=f"{_TABLES}, those of A100 but for the memory",
+    ),
     "A800": replace(_A100, link_share=BUS_SHARE["A800"], source=f"{_TABLES}, those of A100 but for the link"),
     "H100": _H100,
     "H800": replace(_H100, link_share=BUS_SHARE["H800"], source=f"{_TABLES}, those of H100 but for the link"),
@@ -189,11 +196,18 @@ class TrainingRates:
 # Highest model FLOPs utilisation published for bf16 training of dense models of 1-70 B parameters, whole steps:
 # A100-80G 64.2 % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking; H100
 # 46.4 % there (7B), 47-48 % in Megatron-LM's README (largest of 2-462B). Single GEMMs reach 70 % on both.
-_CEILING = {"A100": 0.64, "A800": 0.64, "H100": 0.47, "H800": 0.47, "H200": 0.47}
+_CEILING = {"A100": 0.64, "A100-40GB": 0.64, "A800": 0.64, "H100": 0.47, "H800": 0.47, "H200": 0.47}
 # FlashAttention-2, causal, head dimension 128, forward and backward: about 170 TFLOP/s on A100 and 335 on H100
 # (Dao 2023, arXiv 2307.08691, figs. 4 and 7). LLM Foundry's runs of 32K tokens and more, with FlashAttention-1, are
 # slower than these give.
-_ATTENTION = {"A100": 170 / 312, "A800": 170 / 312, "H100": 335 / 989, "H800": 335 / 989, "H200": 335 / 989}
+_ATTENTION = {
+    "A100": 170 / 312,
+    "A100-40GB": 170 / 312,
+    "A800": 170 / 312,
+    "H100": 335 / 989,
+    "H800": 335 / 989,
+    "H200": 335 / 989,
+}
 # Megatron Bridge's performance summary (25.11) has 121-233 TFLOP/s for mixtures of experts on H100 (Qwen3-30B-A3B 121,
 # GPT-OSS-120B 153, Qwen3-235B-A22B 233), where dense models reach 465: all of a step, with its all-to-all.
 _EXPERTS = 0.4
