@@ -300,7 +300,12 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("nodes.0.gpu: unknown GPU 'A801'", "known are A100, ", "describe another one"),
     ),
-    ("a GPU unlike any", Asked(node(gpu="TPU")), 2, ("nodes.0.gpu: unknown GPU 'TPU'", "known are A100, A800, H100")),
+    (
+        "a GPU unlike any",
+        Asked(node(gpu="TPU")),
+        2,
+        ("nodes.0.gpu: unknown GPU 'TPU'", "known are A100, A100-40GB, A800"),
+    ),
     (
         "a bandwidth without unit",
         Asked(node(inter_bandwidth=200)),

@@ -75,9 +75,7 @@ def test_no_other_gpu_is_known() -> None:
 
 @pytest.mark.parametrize("name", ["A10", "A30", "A100 PCIe", "A100-20GB", "B100", "V100", "L20", "L4S", "H20", "GH200"])
 def test_no_gpu_is_taken_for_another_one(name: str) -> None:
-    with pytest.raises(
-        ValueError, match="unknown GPU .*; known are A100, .*; describe another one by a mapping of name"
-    ):
+    with pytest.raises(ValueError, match=r"unknown GPU .*; known are A100, .*; describe another one by a mapping"):
         gpu_of(name, "gpu")
 
 
@@ -247,7 +245,7 @@ REFUSED_FILES: list[tuple[str, object, str]] = [
     ("part of a node", {"nodes": [node(count=1.5)]}, "nodes.0.count: Input should be a valid integer (got 1.5)"),
     ("true nodes", {"nodes": [node(count=True)]}, "nodes.0.count: Input should be a valid integer (got True)"),
     ("unknown GPU", {"nodes": [node(gpu="A10")]},
-     "nodes.0.gpu: unknown GPU 'A10'; did you mean A100? Known are A100, "),
+     "nodes.0.gpu: unknown GPU 'A10'; known are A100, "),
     ("unlike any", {"nodes": [node(gpu="TPU")]}, "describe another one by a mapping of name, memory, bandwidth, flops"),
     ("no GPU", {"nodes": [node(gpu=None)]}, "nodes.0.gpu: expected a name, such as A800, or a mapping (got None)"),
     ("GPU without a link", {"nodes": [node(gpu={"name": "X"})]}, "nodes.0.gpu.memory: this key is required; add it"),

@@ -406,7 +406,7 @@ def test_no_model_of_another_size_or_version_is_suggested(given: str, suggested:
 
 
 def test_what_is_neither_file_nor_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'Qwen/Qwen3-13B': no such file or known model; known are Qwen/Qwen2.5-"):
+    with pytest.raises(ConfigError, match=r"'Qwen/Qwen3-13B': no such file or known model; known are Qwen/Qwen2.5-"):
         load_model("Qwen/Qwen3-13B")
     with pytest.raises(ConfigError, match="for another one give its config"):
         load_model("some/thing-else")

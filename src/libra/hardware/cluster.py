@@ -99,7 +99,7 @@ GPUS: Mapping[str, GPU] = {
             name="A100-40GB",
             memory=40_960 * _MIB,
             bandwidth=1.555e12,
-            source="NVIDIA A100 40GB SXM4 data sheet (2021): 40 GB HBM2, 1,555 GB/s, 312 TFLOP/s bf16, NVLink 3 600 GB/s",
+            source="NVIDIA A100 40GB SXM4 data sheet (2021): 40 GB HBM2, 1,555 GB/s, 312 TFLOP/s bf16, NVLink 3",
         ),
         replace(_A100, name="A800", link=200e9, source=f"{_A100.source}; A800 has NVLink 400 GB/s"),
         _H100,
