@@ -31,6 +31,7 @@ from libra.sim.handover import KVMoves
 from libra.sim.planned_engines import planned_network
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.lending import Lending
+from libra.sim.training_run.occupancy import Occupancy
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
@@ -103,6 +104,7 @@ class _Run:
         self._decided_at = (0, 0)  # version and tick of the latest decision
         self._expected = system.plan.predicted.step  # seconds of a step
         self._published_at = 0
+        self._occupancy = Occupancy()
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
@@ -160,6 +162,7 @@ class _Run:
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
             lenders=() if lending is None else lending.outcome(self._published_at),
+            engines=tuple(self._occupancy.spans),
         )
 
     # What the cluster asks
@@ -290,6 +293,7 @@ class _Run:
         latest = seconds(now - self._published_at)
         self._expected = latest if version == 1 else _RECENT * latest + (1 - _RECENT) * self._expected
         self._published_at = now
+        self._occupancy.observe(self._service.own, limits_of(self._plan), now)
         self._fill(now)
         self._trainer.train(now)
 
