@@ -189,7 +189,7 @@ class Asked:
 def test_a_cluster_is_planned_onto_its_nodes(tmp_path: Path) -> None:
     result = Asked().call(tmp_path)
     assert result.exit_code == 0, result.stderr
-    for words in ("training", "replicas", "a800/tp", "where", "-bound", "optimal", "64 trajectories"):
+    for words in ("training", "ranks", "a800/tp", "where", "-bound", "optimal", "64 trajectories"):
         assert words in result.stdout
     assert result.stderr == ""
 

@@ -72,7 +72,12 @@ def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None
     assert marks(figure(page, "Staleness"), "line") == 2
     assert marks(figure(page, "Seconds of a step"), "line") == 1
     assert "The line is the plan's step of 2.00 s." in said
-    assert titles(figure(page, "Engines and trainer")).count("n-0/1, contexts up to 1,000: 60 % busy from 2.50 s to 5.00 s") == 1
+    assert (
+        titles(figure(page, "Engines and trainer")).count(
+            "n-0/1, contexts up to 1,000: 60 % busy from 2.50 s to 5.00 s"
+        )
+        == 1
+    )
     assert titles(figure(page, "Engines and trainer")).count("trainer: waits 1.50 s before step 2") == 1
     assert "up to 1,000 2 80 % 60 % 100 % up to 8,000 1 20 % 20 % 20 %" in said
     assert "Who worked when" not in Page(training_run_page(replace(outcome, engines=()), 2.0, "plan.json")).text

@@ -31,9 +31,7 @@ def engine_lanes(outcome: SimulatedRun) -> Figure:
     for up_to, name in chosen:
         spans = _merged(by_engine[up_to, name])
         lanes.append(Lane(name, [_span(it, colours[up_to], scale) for it in spans]))
-    note = (
-        "A lane an engine, in the colour of its bucket. Pale: less of the step had work."
-    )
+    note = "A lane an engine, in the colour of its bucket. Pale: less of the step had work."
     if every > 1:
         note += f" {len(chosen)} of {len(by_engine)} engines are shown."
     legend = (
@@ -87,5 +85,6 @@ def _merged(spans: Sequence[EngineSpan]) -> list[EngineSpan]:
 def _span(span: EngineSpan, colour: str, scale: float) -> LaneSpan:
     share = span.busy / (span.end - span.start) if span.end > span.start else 0.0
     shade = f"{colour}{round(40 + 215 * share):02x}"
-    title = f"{span.engine}, contexts up to {count(span.up_to)}: {percent(share, 0)} busy from {duration(span.start)} to {duration(span.end)}"
+    who = f"{span.engine}, contexts up to {count(span.up_to)}"
+    title = f"{who}: {percent(share, 0)} busy from {duration(span.start)} to {duration(span.end)}"
     return LaneSpan(span.start / scale, span.end / scale, percent(share, 0), title, shade)
