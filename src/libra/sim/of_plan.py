@@ -159,14 +159,12 @@ def simulate_run(
     seed: int = 0,
     exact: bool = False,
     tenancy: Tenancy | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:
     """A whole run of `steps` optimiser steps as the plan has it: groups are drawn from the log, prompt by prompt, with
     the recipe's samples each; engines and trainers wait for each other as its staleness says.
 
     `route` names the policy, which is told of the trajectories `learned` before it begins. `tenancy` says what serves
-    on the devices that the plan borrows; without it they are as slow as their share. `progress` receives the steps made
-    and all steps after each step. Raises ValueError for a plan that
+    on the devices that the plan borrows; without it they are as slow as their share. Raises ValueError for a plan that
     is not of a cluster, an unknown policy, and a trajectory that no engine of the plan holds.
     """
     system = System("plan", plan, lambda: policy, tenancy=tenancy)
@@ -176,7 +174,7 @@ def simulate_run(
     log = [trajectory for trajectory in trajectories if trajectory.finished]
     _require_room(log, max(engine.config.max_model_len for engine in planned_engines(plan)))
     episodes = Resampled(tuple(log), recipe.samples_per_prompt, recipe.max_length, seed)
-    return simulate_posttraining(system, episodes, steps, exact=exact, progress=progress)
+    return simulate_posttraining(system, episodes, steps, exact=exact)
 
 
 def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:

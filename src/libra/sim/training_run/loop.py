@@ -12,7 +12,7 @@ Synchronous training is the case of staleness 0; colocated training has engines 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 
 from libra.cost.quantization import rollout_quantization
@@ -42,19 +42,11 @@ from libra.trajectory import Trajectory
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
 
 
-def simulate_posttraining(
-    system: System,
-    episodes: Episodes,
-    steps: int,
-    *,
-    exact: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> SimulatedRun:
+def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> SimulatedRun:
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
     Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
-    visits every iteration of the engines: the same outcome, slower. `progress` receives the steps made and all steps
-    after each step. Raises ValueError where recipe and episodes do not
+    visits every iteration of the engines: the same outcome, slower. Raises ValueError where recipe and episodes do not
     fit together, or a trajectory does not fit any engine.
     """
     if steps < 1:
@@ -70,7 +62,7 @@ def simulate_posttraining(
             f"trajectories grow to {episodes.max_context} tokens, the recipe's max_length is {recipe.max_length}: raise"
             " it, or cut them"
         )
-    return _Run(system, episodes, steps, exact, progress).outcome()
+    return _Run(system, episodes, steps, exact).outcome()
 
 
 class _Run:
@@ -82,10 +74,8 @@ class _Run:
         episodes: Episodes,
         steps: int,
         exact: bool,
-        progress: Callable[[int, int], None] | None,
     ) -> None:
         request = system.request
-        self._progress = progress
         self._system, self._episodes, self._steps = system, episodes, steps
         self._recipe = request.recipe
         self._plan = system.plan
@@ -267,8 +257,6 @@ class _Run:
     def _stepped(self, step: SimulatedStep, now: int) -> None:
         """The optimiser has made a version; its weights go to the engines while the trainer goes on."""
         self._trained.append(step)
-        if self._progress is not None:
-            self._progress(step.version, self._steps)
         # Versions arrive in their order, also when another layout sends them faster.
         there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)
         self._publishing_until = there
