@@ -289,7 +289,7 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(model="Qwen/Qwen3-14"),
         ("engines.0.model: ", "did you mean Qwen/Qwen3-14B? Known are "),
     ),
-    ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
+    ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; known are A100, ",)),
     (
         "updates beyond what is counted",
         {**BASE, "weight_updates": {"every": 1e9, "times": 1, "pause": 1}},

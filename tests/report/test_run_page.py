@@ -12,7 +12,8 @@ from fakes.made_run import DECISIONS, MEASURED, MadeRun, make_step, make_summary
 from pages import Page, figure, marks, needs_nothing, titles
 from typer import Exit
 
-from libra.cli.errors import require_pages
+from libra.cli.errors import require
+from libra.config.extras import install_command
 from libra.plan.problem import Bottleneck
 from libra.records.causes import Cause
 from libra.records.run_log import outcomes, read_run
@@ -271,12 +272,10 @@ def test_pages_without_their_libraries_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "altair", None)
-    monkeypatch.delitem(sys.modules, "libra.report.vega")
     with pytest.raises(Exit) as ended:
-        require_pages()
+        require("report")
     assert ended.value.exit_code == 2
-    assert "altair is not installed" in (said := capsys.readouterr().err)
-    assert "pip install 'libra-rl[report]'" in said
+    assert f"altair is not installed: {install_command('report')}" in capsys.readouterr().err
 
 
 PLANNING = """

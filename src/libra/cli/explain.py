@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from libra.cli.errors import bad_input, infeasible, require_pages
+from libra.cli.errors import bad_input, infeasible, require
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def explain(
 
     change = fixed = ""
     if html is not None:
-        require_pages()
+        require("report")
     try:
         check_writable(html, reads=(plan,))
         found = parse_plan(plan.read_bytes(), where=str(plan))

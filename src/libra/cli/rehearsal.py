@@ -7,6 +7,7 @@ own batch, samples per prompt and staleness.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, require_pages
+from libra.cli.errors import bad_input, require
 from libra.cli.output import check_writable, tell_notes, write_text, writing
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def rehearse(
     Exit status: 0 done, 2 bad input, 130 interrupted.
     """
     if report is not None:
-        require_pages()
+        require("report")
     try:
         files = (plan, trajectories, learn_from, *(lender or ()), *(traffic or ()))
         check_writable(output, report, timeline, reads=files)
@@ -161,22 +162,25 @@ def _simulated(
     *,
     watched: bool,
 ) -> SimulatedRun:
+    from libra.report.live import SimulationProgress
     from libra.route.custom import load_policy
     from libra.sim.of_plan import simulate_run
     from libra.trajectory import read_trajectories
 
     if tenancy is not None and watched:
         tenancy = replace(tenancy, watched=True)
-    return simulate_run(
-        rehearsed.plan,
-        rehearsed.log,
-        steps,
-        load_policy(router, seed=seed),
-        learned=() if learned is None else read_trajectories(learned),
-        seed=seed,
-        exact=exact,
-        tenancy=tenancy,
-    )
+    with SimulationProgress(sys.stderr) as progress:
+        return simulate_run(
+            rehearsed.plan,
+            rehearsed.log,
+            steps,
+            load_policy(router, seed=seed),
+            learned=() if learned is None else read_trajectories(learned),
+            seed=seed,
+            exact=exact,
+            tenancy=tenancy,
+            tell=lambda done: progress.step(done, steps),
+        )
 
 
 def _write(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from libra.cli.errors import bad_input, of_option, require_pages
+from libra.cli.errors import bad_input, of_option, require
 from libra.cli.output import check_writable, tell_notes, write_text, writing
 from libra.report.words import printable
 
@@ -107,7 +107,7 @@ def simulate(
     }
     given = {name: value for name, value in options.items() if value is not None}
     if report is not None:
-        require_pages()
+        require("report")
     try:
         check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
         _check_numbers(seed, time_limit, given)

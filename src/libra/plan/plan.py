@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from libra.config.extras import install_command
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation
 from libra.plan.loan import Loan, loans_of, solve_loans
@@ -143,7 +144,7 @@ def solver_named(solver: Solver, seed: int = 0) -> Callable[[Problem], Solution]
         if error.name != "pulp":
             raise
         raise ModuleNotFoundError(
-            "PuLP, which solves the integer program, is not installed; pip install 'libra-rl[ilp]'", name="pulp"
+            f"PuLP, which solves the integer program, is not installed; {install_command('ilp')}", name="pulp"
         ) from None
     return solve_ilp
 

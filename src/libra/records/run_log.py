@@ -142,6 +142,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise RecordFormatError(f"{path}:{error.lineno}: {error.msg}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise RecordFormatError(f"{path}: is not the JSON that a run writes: {error}") from None
 
 
 def _in_order(steps: tuple[StepRecord, ...], path: Path) -> tuple[StepRecord, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from libra.plan.allocation import ONE_DEVICE
 from libra.plan.explain.explanation import BucketView, Explanation, PlanView, Split
 from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, line_figure, time_unit
@@ -97,7 +98,8 @@ def _tiles(explanation: Explanation) -> Iterator[Tile]:
         "Predicted step", duration(plan.predicted.step), f"gap to the proven bound {percent(explanation.proof.gap, 2)}"
     )
     training = f"{plural(plan.training_devices, 'device')} of {plan.training_pool}"
-    yield Tile("Training", training, f"{plan.layout}, {plural(plan.replicas, 'replica')}")
+    ranks = plural(plan.replicas, "replica" if plan.layout == ONE_DEVICE else "data-parallel rank")
+    yield Tile("Training", training, f"{plan.layout}, {ranks}")
     engines = sum(count for _, count in plan.engines)
     generating = sum(pool.generating for pool in explanation.pools)
     yield Tile(

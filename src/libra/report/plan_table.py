@@ -83,10 +83,11 @@ def _allocation(plan: Plan) -> Table:
         where = (f"{sum(group.devices for group in groups):,}", cell(_where(groups))) if plan.placement else ()
         table.add_row(role, f"{count:,}", cell(each), max_num_seqs, span, *where)
 
-    replica = "one device"
+    ranks, devices = "training replicas", "one device"
     if plan.layout is not None:  # whose name no column of a terminal has room for
-        replica, table.caption = plural(plan.layout.replica_devices, "device"), f"training: {plan.layout.family}"
-    add(None, "training replicas", plan.allocation.replicas, replica, "-", "-")
+        ranks, devices = "training ranks", plural(plan.layout.replica_devices, "device")
+        table.caption = f"training, in data-parallel ranks: {plan.layout.family}"
+    add(None, ranks, plan.allocation.replicas, devices, "-", "-")
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
         lent = any(loan.shape == bucket.shape for loan in plan.loans)

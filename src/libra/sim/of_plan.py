@@ -159,16 +159,19 @@ def simulate_run(
     seed: int = 0,
     exact: bool = False,
     tenancy: Tenancy | None = None,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
     """The first `steps` optimiser steps of a run that goes on, as `run_of` begins it; `route` learns from finished ones
-    of `learned` first. With a `tenancy` the run ends with its last step, and what serves is served to its end."""
+    of `learned` first. With a `tenancy` the run ends with its last step, and what serves is served to its end. `tell`
+    is given each step that is made."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
     ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way in the end
     run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
-    if ahead:
-        run.published(steps)
-    else:
+    for step in range(1, steps + 1):
+        run.published(step)
+        tell(step)
+    if not ahead:
         run.finish()
     return run.outcome()
 

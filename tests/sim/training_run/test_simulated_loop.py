@@ -110,6 +110,9 @@ def test_every_group_is_trained_once_and_none_too_late(staleness: int, seed: int
     assert 0 < outcome.engine_share <= 1 and outcome.trainer_share <= 1
     trained_on = sum(step.final_context_tokens for step in outcome.steps)
     assert outcome.migrated_share == outcome.migrated_tokens / trained_on >= outcome.moved_tokens / trained_on
+    assert max(span.end for span in outcome.engines) == outcome.seconds
+    assert all(0 <= span.busy <= span.end - span.start + 1e-9 for span in outcome.engines)
+    assert 0 < sum(span.busy for span in outcome.engines) <= outcome.engine_busy + 1e-6
     devices = [step.generating_devices for step in outcome.steps]
     in_service = outcome.engine_seconds / outcome.seconds
     assert min(devices) - 1e-6 <= in_service <= max(devices) + 1e-6

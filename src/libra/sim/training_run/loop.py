@@ -30,6 +30,7 @@ from libra.sim.handover import KVMoves
 from libra.sim.planned_engines import planned_network
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.lending import Lending
+from libra.sim.training_run.occupancy import Occupancy
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
@@ -94,6 +95,7 @@ class PosttrainingRun:
         self._published_at = 0
         self._publications: list[float] = []  # seconds at which versions were, from the first
         self._pause_after: int | None = None  # version at whose publication the simulation pauses
+        self._occupancy = Occupancy()
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
@@ -162,6 +164,7 @@ class PosttrainingRun:
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
             lenders=() if lending is None else lending.outcome(self._published_at),
+            engines=tuple(self._occupancy.spans),
         )
 
     # What the cluster asks
@@ -292,6 +295,7 @@ class PosttrainingRun:
         self._publications.append(seconds(now))
         if version == self._pause_after:
             self._cluster.pause()
+        self._occupancy.observe(self._service.own, limits_of(self._plan), now)
         self._fill(now)
         self._trainer.train(now)
 

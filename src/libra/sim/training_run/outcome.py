@@ -31,6 +31,17 @@ class SimulatedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSpan:
+    """One engine of one's own between two published versions. Seconds."""
+
+    engine: str
+    up_to: int  # tokens: largest final context of its bucket
+    start: float
+    end: float
+    busy: float  # of these, with work
+
+
+@dataclass(frozen=True, slots=True)
 class PlanChange:
     """One change of the plan while the run went on."""
 
@@ -78,6 +89,7 @@ class SimulatedRun:
     interrupted: int  # turns that were stopped to go on elsewhere
     preemptions: int
     lenders: tuple[LenderOutcome, ...] = ()
+    engines: tuple[EngineSpan, ...] = ()  # in service when a version was published, in order of time
 
     @property
     def generated_tokens(self) -> int:
