@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from libra.route.policy import Fleet, Instance, Placement, Policy, TurnRequest, require_snapshot
 from libra.trajectory import Trajectory
 
-FORMAT = 1  # of snapshots
+FORMAT = 2  # of snapshots
 
 
 @dataclass(slots=True)
