@@ -132,11 +132,12 @@ def test_more_processes_find_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("ttft_p99", "'ttft_p99' is no objective; give them as ttft_p99=1,tpot_p99=0.05"),
+        ("ttft_p99", "'ttft_p99' is no objective; give them as ttft_p99=1s,tpot_p99=50ms"),
         ("ttft_p98=1", "unknown objective"),
         ("ttft_p99=soon", "give seconds"),
+        ("ttft_p99=1000", "ttft_p99 is 1000 seconds, which is long; write 1000ms or 1000s"),
         ("ttft_p99=-1", "more than 0"),
-        ("ttft_p99=1e308", r"ttft_p99 is 1e\+308; give seconds, more than 0 and less than 9.22e\+06"),
+        ("ttft_p99=1e308s", r"ttft_p99 is 1e\+308; give seconds, more than 0 and less than 9.22e\+06"),
         ("ttft_p99=1,ttft_p99=2", "given twice"),
         ("tpot_p99=0.05", "limits how long a request may wait"),
     ],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from libra.backends.lend.agent import LendingPeriod
     from libra.backends.lend.lender_file import LoanOrder
     from libra.lend.certificate import Certificate
+    from libra.lend.gate import Slo
     from libra.sim.certify import LendingCase, LoadTrial
 
 app = typer.Typer(no_args_is_help=True, help="What a deployment that serves can spare for rollouts.")
@@ -38,8 +39,8 @@ def check(
     traffic: Annotated[
         Path, typer.Option("--traffic", help="What it serves: requests as .jsonl, or .csv as Azure's traces.")
     ],
-    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token.")],
-    tpot: Annotated[float, typer.Option(help="SLO: seconds a token after the first.")],
+    ttft: Annotated[str, typer.Option(help="SLO: time to the first token, such as 1s; a bare number is seconds.")],
+    tpot: Annotated[str, typer.Option(help="SLO: time of a token after the first, such as 50ms.")],
     use: Annotated[
         str, typer.Option(help="Shares of tpot that serving may be slowed down to, each tried.")
     ] = "0.6,0.8,0.95",
@@ -62,14 +63,17 @@ def check(
     Exit status: 0 done, 2 bad input (an SLO that serving alone misses among it), 3 nothing can be lent.
     """
     # Imported here: `--help` must not wait for what simulating needs.
+    from libra.config.units import PLAUSIBLE, duration
     from libra.lend.certificate import best, certificate_json
+    from libra.lend.gate import Slo
     from libra.sim.certify import NothingToLendError, certify
 
     try:
         uses = _uses(use)
         if output is not None:
             check_writable(*{_file(output, each): None for each in uses}, reads=(engine, traffic))
-        case = _case(engine, traffic, ttft, tpot, longest_grant)
+        slo = Slo(*(duration(f"--{name}", it, PLAUSIBLE[name]) for name, it in (("ttft", ttft), ("tpot", tpot))))
+        case = _case(engine, traffic, slo, longest_grant)
         found = certify(case, uses, _LOADS, _Told(as_json))
         chosen = best(found, max(it.covered for it in found))
         if output is not None:
@@ -207,9 +211,8 @@ def _line(it: LendingPeriod) -> str:
     return f"{lent}{late}; {it.turns} turns; serving {it.live} live, {it.requests} came, longest step {step}"
 
 
-def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: float) -> LendingCase:
+def _case(engine: Path, traffic: Path, slo: Slo, longest_grant: float) -> LendingCase:
     from libra.cli.lenders import read_traffic
-    from libra.lend.gate import Slo
     from libra.sim.certify import LendingCase
     from libra.sim.engines_file import load_lender
 
@@ -221,7 +224,7 @@ def _case(engine: Path, traffic: Path, ttft: float, tpot: float, longest_grant: 
         model=model.name,
         parameters=model.parameters,
         hardware=hardware,
-        slo=Slo(ttft, tpot),
+        slo=slo,
         traffic=traffic.name,
         requests=read_traffic(traffic),
         longest_grant=longest_grant,

@@ -31,7 +31,7 @@ def search(
         typer.Option(
             "--slo",
             metavar="LIMITS",
-            help="Seconds, as ttft_p99=1,tpot_p99=0.05; ttft, tpot or latency, and mean, p50, p90, p95 or p99.",
+            help="As ttft_p99=1s,tpot_p99=50ms; ttft, tpot or latency, and mean, p50, p90, p95 or p99.",
         ),
     ],
     rate: Annotated[

@@ -1,7 +1,8 @@
 """Quantities written with their unit, such as `200 Gb/s` or `80 GiB`.
 
 Invariant: a number is never taken without a unit, and a bit is never taken for a byte: `b` and `B` differ by eight.
-Sizes become bytes, rates bytes per second, speeds FLOP per second.
+Sizes become bytes, rates bytes per second, speeds FLOP per second, durations seconds. Only a duration may have no
+unit: it is in seconds, where that is plausible.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ RATES: Mapping[str, float] = {
 }
 SPEEDS: Mapping[str, float] = {"TFLOP/s": 1e12, "PFLOP/s": 1e15, "TFLOPS": 1e12, "PFLOPS": 1e15}
 
+DURATIONS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+# Seconds of latency limits above which a number without unit was hardly meant as seconds.
+PLAUSIBLE: Mapping[str, float] = {"ttft": 60.0, "tpot": 2.0, "latency": 3_600.0}
+
+_NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z][A-Za-z/]*)\s*")
 
 
@@ -40,6 +46,23 @@ def quantity(field: str, given: object, units: Mapping[str, float]) -> float:
     if match is None or match[2] not in units:
         raise ValueError(f"{field} is {given!r:.40}; write a number and one of {understood} (b is a bit, B a byte)")
     return float(match[1]) * units[match[2]]
+
+
+def duration(field: str, given: str, plausible: float = inf) -> float:
+    """Seconds of a text such as `50ms`, `1s` or `0.05`, which is seconds, too. Raises ValueError that names the field,
+    also where a number without unit is more than `plausible` seconds.
+
+    >>> duration("ttft", "50ms"), duration("ttft", "1.5")
+    (0.05, 1.5)
+    """
+    match = _NUMBER.fullmatch(given)
+    if match is None or (match[2] and match[2] not in DURATIONS):
+        raise ValueError(f"{field} is {given!r:.40}; give seconds, or a number and one of {', '.join(DURATIONS)}")
+    number, unit = match.groups()
+    value = float(number)
+    if not unit and value > plausible:
+        raise ValueError(f"{field} is {number} seconds, which is long; write {number}ms or {number}s, as you mean it")
+    return value * DURATIONS[unit or "s"]
 
 
 def written(value: float, units: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.config.units import PLAUSIBLE, duration
 from libra.config.yaml_file import unknown
 from libra.sim.clock import LONGEST
 
@@ -64,23 +65,20 @@ class Objective:
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
-    """`ttft_p99=1,tpot_p99=0.05`, in seconds. Raises ValueError.
+    """`ttft_p99=1s,tpot_p99=50ms`; a number without unit is seconds. Raises ValueError.
 
-    >>> parse_objectives("ttft_p99=1")
+    >>> parse_objectives("ttft_p99=1000ms")
     (Objective(metric='ttft', statistic='p99', limit=1.0),)
     """
     objectives = []
     for part in text.split(","):
         name, equals, number = (it.strip() for it in part.partition("="))
         if not equals:
-            raise ValueError(f"{part.strip()!r} is no objective; give them as ttft_p99=1,tpot_p99=0.05")
+            raise ValueError(f"{part.strip()!r} is no objective; give them as ttft_p99=1s,tpot_p99=50ms")
         if name not in NAMES:
             raise ValueError(unknown("objective", name, NAMES))
-        try:
-            limit = float(number)
-        except ValueError:
-            raise ValueError(f"{name} is {number!r}; give seconds, such as {name}=0.5") from None
         metric, _, statistic = name.partition("_")
+        limit = duration(name, number, PLAUSIBLE[metric])
         objectives.append(Objective(next(it for it in METRICS if it == metric), statistic, limit))
     return check_objectives(objectives)
 

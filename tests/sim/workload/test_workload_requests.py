@@ -260,3 +260,12 @@ def test_the_csv_of_a_trace_is_read_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(f"{HEADER}\n{ROW}\n")
     assert read_requests(path) == read_azure_requests(path)
+
+
+def test_times_of_2024_say_that_they_are_utc(tmp_path: Path) -> None:
+    rows = ("2024-05-10 00:00:00.009930+00:00,2162,5", "2024-05-10 00:00:01+00:00,2399,6")
+    path = written(tmp_path / "azure_2024.csv", HEADER, *rows)
+    assert [it.arrival for it in read_azure_requests(path)] == [0, 990_070_000_000]
+    path = written(tmp_path / "elsewhere.csv", HEADER, "2024-05-10 00:00:00+02:00,2162,5")
+    with pytest.raises(RequestFormatError, match=r"elsewhere\.csv:2: TIMESTAMP: .* is not YYYY-MM-DD"):
+        read_azure_requests(path)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?", re.ASCII)  # a tick is the 12th decimal
+# A tick is the 12th decimal. The traces of 2024 say that their times are UTC, those of 2023 have no zone.
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:\+00:00)?", re.ASCII)
 _MOST_DIGITS = 15
 _MOST_TOKENS = 2**31 - 1
 _LATEST = 9_200_000  # seconds, 106 days: what 63 bits of ticks hold
@@ -109,8 +110,9 @@ def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
 
 
 def read_azure_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
-    """Read a CSV file of columns TIMESTAMP, ContextTokens and GeneratedTokens, as Azure's traces of 2023 have them, in
-    the order of arrival; time zero is the first request's. Raises `RequestFormatError` as `read_requests` does."""
+    """Read a CSV file of columns TIMESTAMP, ContextTokens and GeneratedTokens, as Azure's traces of 2023 and 2024
+    have them, in the order of arrival; time zero is the first request's. Raises `RequestFormatError` as `read_requests`
+    does."""
     with _opened(path) as lines:
         if tuple(_cells(lines.readline())) != _AZURE_FIELDS:
             raise _refusal(f"{path}:1", "line", f"the header must be {','.join(_AZURE_FIELDS)}")
@@ -158,7 +160,7 @@ def _instant(cell: str, where: str) -> int:
     """Ticks since the year 1."""
     match = _TIMESTAMP.fullmatch(cell)
     if match is None:
-        raise _refusal(where, _AZURE_FIELDS[0], f"{cell[:40]!r} is not YYYY-MM-DD HH:MM:SS with up to 12 decimals")
+        raise _refusal(where, _AZURE_FIELDS[0], f"{cell[:40]!r} is not YYYY-MM-DD HH:MM:SS with up to 12 decimals, UTC")
     try:
         since = datetime.fromisoformat(match[1]) - datetime.min
     except ValueError as error:
