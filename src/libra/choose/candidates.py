@@ -24,7 +24,7 @@ Solve = Callable[[Problem], Solution]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Proposed:
     """The optimum of its kind, with the bound and status of the whole problem."""
 
     kind: str
@@ -37,15 +37,15 @@ class Candidate:
         return len(buckets), sum(">" in bucket.shape for bucket in buckets)
 
 
-def candidates(menu: Menu, best: Solution, solved: Solve) -> tuple[Candidate, ...]:
+def candidates(menu: Menu, best: Solution, solved: Solve) -> tuple[Proposed, ...]:
     """At most `MOST` different plans: the best one with a single engine size first, the others by predicted step.
 
     `best` is the optimum of the menu's problem; `solved` solves a problem with fewer options.
     """
-    found: dict[Allocation, Candidate] = {}
+    found: dict[Allocation, Proposed] = {}
     for kind, allocation in _kinds(menu, best, solved):
         priced = solution(menu.problem, allocation, best.proof.bound, best.proof.status)
-        found.setdefault(allocation, Candidate(kind, priced))
+        found.setdefault(allocation, Proposed(kind, priced))
     first = [it for it in found.values() if it.kind == ONE_SIZE]
     others = [it for it in found.values() if it.kind != ONE_SIZE]
     limit = _HOPELESS * best.predicted.step

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 
-from libra.choose.candidates import Candidate, candidates
+from libra.choose.candidates import Proposed, candidates
 from libra.choose.intervals import mean_and_error
 from libra.choose.race import Standings, race
 from libra.choose.recall import measured_recall
@@ -24,13 +24,15 @@ from libra.plan.options.menu import Menu
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan, answer
 from libra.plan.problem import Problem, Solution
-from libra.plan.simulated import Finalist, SimulatedStep
+from libra.plan.simulated import Finalist, RehearsedStep
 from libra.route.catalogue import ignores_buckets, policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
 
 _LEAST_STEPS = 2  # of a run, in the first round
+_PROMISED = 4  # samples of the chosen plan, at least, that its promise is made of
+_RACE = 0.7  # share of the time that is for the race; the rest is for the promise
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ChoiceProgress:
     """How far a choice has come."""
 
     words: str
@@ -59,7 +61,7 @@ def choose_plan(
     effort: Effort | None = None,
     placed: Sequence[DeviceGroup] = (),
     solved: Callable[[Problem], Solution] = solve,
-    tell: Callable[[Moment], None] = lambda _: None,
+    tell: Callable[[ChoiceProgress], None] = lambda _: None,
 ) -> Plan:
     """The plan with the shortest simulated step among the best of each kind (`candidates`), with its finalists.
 
@@ -72,7 +74,7 @@ def choose_plan(
     policy = policy_named(request.recipe.router, seed=effort.seed) if router is None else router
     finished = [trajectory for trajectory in log if trajectory.finished]
     began = monotonic()
-    tell(Moment("solving"))
+    tell(ChoiceProgress("solving"))
     request, menu, best = _measured(request, finished, policy, effort.seed, solved, tell)
     kinds = candidates(menu, best, solved)
     plans = [answer(request, menu, it.solution, placed) for it in kinds]
@@ -80,9 +82,12 @@ def choose_plan(
     with Rehearsals(plans, finished, policy, seed=effort.seed, jobs=effort.jobs) as runs:
         first = -(-_LEAST_STEPS // runs.steps_a_sample)
         sampler = _Told(runs, tell, len(plans))
-        standings = race(sampler, len(plans), first=first, time_left=lambda: monotonic() - began < effort.seconds)
-        steps = runs.steps_a_sample
-    chosen = _simplest(standings, kinds)
+        standings = race(
+            sampler, len(plans), first=first, time_left=lambda: monotonic() - began < _RACE * effort.seconds
+        )
+        steps, chosen = runs.steps_a_sample, _simplest(standings, kinds)
+        if len(standings.samples[chosen]) < _PROMISED:
+            standings = standings.with_samples(dict(sampler.upto({chosen: _PROMISED})))
     finalists = _finalists(standings, kinds, chosen, request.recipe.router, steps, effort.seed)
     return replace(plans[chosen], simulated=finalists[0].simulated, finalists=finalists)
 
@@ -93,7 +98,7 @@ def _measured(
     policy: Policy,
     seed: int,
     solved: Callable[[Problem], Solution],
-    tell: Callable[[Moment], None],
+    tell: Callable[[ChoiceProgress], None],
 ) -> tuple[ClusterRequest, Menu, Solution]:
     """The request with what its router gets right, its menu, and the optimum of that."""
     menu = request.menu()
@@ -101,21 +106,21 @@ def _measured(
     known = request.recipe.router_hit is not None or ignores_buckets(request.recipe.router)
     if known or len(best.allocation.buckets) == 1:
         return request, menu, best
-    tell(Moment("measuring what the router gets right"))
+    tell(ChoiceProgress("measuring what the router gets right"))
     recall = measured_recall(answer(request, menu, best), request.classes, log, deepcopy(policy), seed)
     request = replace(request, recall=recall)
     menu = request.menu()
     return request, menu, solve_loans(menu, solved)
 
 
-def _simplest(standings: Standings, kinds: Sequence[Candidate]) -> int:
+def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
     """The simplest of those that simulation does not tell from the fastest, and of these the one that is predicted to
     be fastest: a plan with several engine sizes has to earn the router that it needs."""
     return min(standings.equals, key=lambda it: (kinds[it].simplicity, kinds[it].solution.predicted.step))
 
 
 def _finalists(
-    standings: Standings, kinds: Sequence[Candidate], chosen: int, router: str, steps: int, seed: int
+    standings: Standings, kinds: Sequence[Proposed], chosen: int, router: str, steps: int, seed: int
 ) -> tuple[Finalist, ...]:
     """The chosen one, then the others by simulated step; those that were not simulated by predicted step."""
 
@@ -123,7 +128,7 @@ def _finalists(
         its, samples = kinds[index], standings.samples[index]
         simulated = slower = error = None
         if samples:
-            simulated = SimulatedStep(*mean_and_error(samples), router, steps * len(samples), seed)
+            simulated = RehearsedStep(*mean_and_error(samples), router, steps * len(samples), seed)
             if index != chosen:
                 slower, error = standings.slower(index, chosen)
         step = its.solution.predicted.step
@@ -137,13 +142,13 @@ def _finalists(
 class _Told:
     """A sampler that tells how far its rounds are."""
 
-    def __init__(self, sampler: Rehearsals, tell: Callable[[Moment], None], contenders: int) -> None:
+    def __init__(self, sampler: Rehearsals, tell: Callable[[ChoiceProgress], None], contenders: int) -> None:
         self._sampler, self._tell, self._contenders = sampler, tell, contenders
 
     def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
         versions = next(iter(wanted.values())) * self._sampler.steps_a_sample
         words = f"simulating {len(wanted)} of {self._contenders} plans, {versions} steps each"
-        self._tell(Moment(words, 0, len(wanted)))
+        self._tell(ChoiceProgress(words, 0, len(wanted)))
         for done, samples in enumerate(self._sampler.upto(wanted), start=1):
-            self._tell(Moment(words, done, len(wanted)))
+            self._tell(ChoiceProgress(words, done, len(wanted)))
             yield samples

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
 
@@ -40,6 +40,10 @@ class Standings:
     def slower(self, contender: int, than: int) -> tuple[float, float | None]:
         """Mean difference over common samples, and half of its 95 % interval (None: a single sample)."""
         return _difference(self.samples[contender], self.samples[than])
+
+    def with_samples(self, more: Mapping[int, tuple[float, ...]]) -> Standings:
+        """The same with other samples of some contenders."""
+        return replace(self, samples=tuple(more.get(k, its) for k, its in enumerate(self.samples)))
 
     @property
     def equals(self) -> tuple[int, ...]:

@@ -276,7 +276,7 @@ def _simulated(
     solver: Solver,
     simulated: tuple[float, int | None, int],
 ) -> Plan:
-    from libra.choose.choice import Effort, Moment, choose_plan
+    from libra.choose.choice import ChoiceProgress, Effort, choose_plan
     from libra.plan.plan import solver_named
     from libra.report.live import SimulationProgress
 
@@ -284,7 +284,7 @@ def _simulated(
     effort = Effort(seconds, len(os.sched_getaffinity(0)) if jobs is None else jobs, seed)
     with SimulationProgress(sys.stderr) as shown:
 
-        def tell(moment: Moment) -> None:
+        def tell(moment: ChoiceProgress) -> None:
             shown.tell(f"{moment.words}: {moment.done} of {moment.of}" if moment.of else moment.words)
 
         return choose_plan(

@@ -27,7 +27,7 @@ from libra.plan.options.price import bucket_prices, infeasibility, price
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
-from libra.plan.simulated import Finalist, SimulatedStep
+from libra.plan.simulated import Finalist, RehearsedStep
 
 FORMAT = 5
 
@@ -56,7 +56,7 @@ class Plan:
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
     loans: tuple[Loan, ...]  # lent engines that are counted on
-    simulated: SimulatedStep | None  # None: the step is only predicted
+    simulated: RehearsedStep | None  # None: the step is only predicted
     finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this one first
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT

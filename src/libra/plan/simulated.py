@@ -11,7 +11,7 @@ from libra.plan.allocation import Allocation
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedStep:
+class RehearsedStep:
     """Seconds of a step once the run has settled: the time between two published versions of the weights, mean of
     `steps` steps. Those before them, which begin with idle engines, are left out."""
 
@@ -29,6 +29,6 @@ class Finalist:
     kind: str  # what it is the best plan of, such as "one engine size"
     allocation: Allocation
     predicted: float  # seconds of a step
-    simulated: SimulatedStep | None  # None: there was no time to simulate it
+    simulated: RehearsedStep | None  # None: there was no time to simulate it
     slower: float | None = None  # seconds of a step beyond those of the chosen plan, over the steps that both have
     slower_error: float | None = None  # half of the 95 % interval of `slower`; None: too few steps to say

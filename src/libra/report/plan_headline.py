@@ -12,7 +12,7 @@ from libra.plan.memory import device_memory
 from libra.plan.options.request import PlanningRequest
 from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import Plan
-from libra.plan.simulated import Finalist, SimulatedStep
+from libra.plan.simulated import Finalist, RehearsedStep
 from libra.report.tables import number
 from libra.report.words import cell, duration, percent, plural, printable, signed_duration, signed_percent
 
@@ -34,7 +34,7 @@ def proof_sentence(plan: Plan) -> str:
     return f"By price{router}, no plan on the menu has a step below {proof.bound:,.2f} s ({proof.status}){above}."
 
 
-def step_words(step: SimulatedStep) -> str:
+def step_words(step: RehearsedStep) -> str:
     """`5 min 2 s ± 10 s`."""
     return duration(step.seconds) + ("" if step.error is None else f" ± {duration(step.error)}")
 
