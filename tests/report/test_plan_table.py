@@ -109,17 +109,17 @@ def test_the_parts_of_a_step_add_up_to_it_and_the_division_is_said() -> None:
     table = plan_tables(PLAN, BOUND, ())[1]
     assert table.title == "One optimiser step, predicted: 12.0 s, latency-bound"
     assert cells(table) == [
-        ("the longest episodes", "9.0000", "75.0 %", "largest part"),
-        ("training", "3.0000", "25.0 %", ""),
+        ("the longest episodes", "9.00", "75.0 %", "largest part"),
+        ("training", "3.00", "25.0 %", ""),
     ]
-    assert [column.footer for column in table.columns][:2] == ["the step", "12.0000"]
+    assert [column.footer for column in table.columns][:2] == ["the step", "12.00"]
     assert table.caption == "each divided by 2: with staleness 1, 2 batches are under way"
 
 
 def test_a_step_as_long_as_training_is_no_sum_and_one_of_no_length_has_no_shares() -> None:
     table = plan_tables(PLAN, Bound("training", (("training", 12.0),), 2, 0.25), ())[1]
     assert table.title == "One optimiser step, predicted: 12.0 s, training-bound"
-    assert cells(table) == [("training", "12.0000", "100.0 %", "")]
+    assert cells(table) == [("training", "12.00", "100.0 %", "")]
     assert (table.show_footer, table.caption) == (False, None)
     nothing = replace(PLAN, predicted=Prediction(0.0, 0.0, 0.0, 0.0, "rollout"))
     assert [row[2] for row in cells(plan_tables(nothing, BOUND, ())[1])] == ["-", "-"]
@@ -133,7 +133,7 @@ def test_idle_devices_are_shown_with_the_reason() -> None:
 
 
 def test_the_proof_shows_status_bound_and_gap() -> None:
-    assert [value for _, value in cells(plan_tables(PLAN, BOUND, ())[2])] == ["optimal", "11.9940 s", "0.05 %"]
+    assert [value for _, value in cells(plan_tables(PLAN, BOUND, ())[2])] == ["optimal", "11.99 s", "0.05 %"]
 
 
 def test_the_work_shows_each_class_and_who_serves_it() -> None:

@@ -36,11 +36,12 @@ def explain_page(
     title: str,
     classes: Sequence[tuple[int, float]] = (),
     answer: Sequence[str] = (),
+    alarms: Sequence[str] = (),
     finalists: Sequence[tuple[str, str, str, str]] = (),
 ) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
-    shortest first, for the distribution above the buckets. `answer` are the sentences that open it, `finalists` the
-    rows of plans that were simulated (see `plan_headline`)."""
+    shortest first, for the distribution above the buckets. `answer` are the sentences that open it, `alarms` what a
+    reader must not miss, `finalists` the rows of plans that were simulated (see `plan_headline`)."""
     plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
     otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
     # The widest of both tables, so that they compare.
@@ -58,10 +59,10 @@ def explain_page(
         title,
         headline=" ".join(answer[:2]) or headline(explanation),
         notices=[
-            *answer[2:],
-            *([headline(explanation)] if answer else ()),
+            *alarms,
             *([f"{alternate}."] if (alternate := alternation(explanation.plan.predicted)) else ()),
         ],
+        facts=[*answer[2:], *([headline(explanation)] if answer else ())],
         finalists=finalists,
         tiles=list(_tiles(explanation)),
         splits=split_figures(explanation),

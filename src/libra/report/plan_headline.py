@@ -21,7 +21,7 @@ SURPRISE = 0.10  # relative difference of simulated and predicted step that is t
 
 def headline(plan: Plan) -> tuple[str, ...]:
     """Who does what, how long a step takes, and what that is in tokens and memory."""
-    return (_split(plan), _step(plan), *_disagreement(plan), _pace(plan), *_memory(plan))
+    return (_split(plan), _step(plan), _pace(plan), *_memory(plan))
 
 
 def proof_sentence(plan: Plan) -> str:
@@ -62,13 +62,13 @@ def finalists_table(plan: Plan) -> Table:
 
 
 def roles_of(allocation: Allocation) -> str:
-    """`2 replicas train, 3 tp2 to 11,162 + 1 tp8 generate`."""
+    """`2 ranks train, 3 a800/tp2 to 11,162 + 1 a800/tp8 to 40,960`; ranks are data-parallel ones."""
     several = len(allocation.buckets) > 1
     engines = " + ".join(
         f"{bucket.engines} {bucket.shape}" + (f" to {bucket.up_to:,}" if several else "")
         for bucket in allocation.buckets
     )
-    return f"{plural(allocation.replicas, 'replica')} {'trains' if allocation.replicas == 1 else 'train'}, {engines}"
+    return f"{plural(allocation.replicas, 'rank')} {'trains' if allocation.replicas == 1 else 'train'}, {engines}"
 
 
 def _figures(finalist: Finalist, *, chosen: bool) -> tuple[str, str, str]:
@@ -91,7 +91,7 @@ def _split(plan: Plan) -> str:
     engines = printable(" + ".join(f"{count} x {shape}" for shape, count in allocation.engines_by_shape.items()))
     return (
         f"{plural(training, 'GPU')} {'trains' if training == 1 else 'train'}"
-        f" ({plural(allocation.replicas, 'replica')}), {generating} generate ({engines})."
+        f" ({plural(allocation.replicas, 'data-parallel rank')}), {generating} generate ({engines})."
     )
 
 
@@ -105,7 +105,8 @@ def _step(plan: Plan) -> str:
     )
 
 
-def _disagreement(plan: Plan) -> tuple[str, ...]:
+def disagreement(plan: Plan) -> tuple[str, ...]:
+    """A sentence where simulated and predicted step differ by more than `SURPRISE`."""
     if abs(plan.surprise) <= SURPRISE:
         return ()
     return (

@@ -114,7 +114,7 @@ def _step(plan: Plan, bound: Bound) -> Table:
     step, several = plan.predicted.step, len(bound.parts) > 1
     table = Table(
         Column("what it goes to", footer="the step"),
-        number("seconds", footer=f"{step:,.4f}"),
+        number("seconds", footer=f"{step:,.2f}"),
         number("share"),
         "",
         title=f"One optimiser step, predicted: {duration(step)}, {bound.by}-bound",
@@ -122,7 +122,7 @@ def _step(plan: Plan, bound: Bound) -> Table:
     )
     for place, (name, seconds) in enumerate(bound.parts):
         share = percent(seconds / step) if step > 0 else "-"
-        table.add_row(PART_WORDS[name], f"{seconds:,.4f}", share, "largest part" if several and not place else "")
+        table.add_row(PART_WORDS[name], f"{seconds:,.2f}", share, "largest part" if several and not place else "")
     if several and bound.batches > 1:
         staleness = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
         table.caption = f"each divided by {bound.batches}: {staleness}"
@@ -156,7 +156,7 @@ def _proof(plan: Plan) -> Table:
     table = Table("", number(""), title="Proof", show_header=False)
     table.caption = proof_sentence(plan)
     table.add_row("solver status", plan.proof.status)
-    table.add_row("no predicted step can be shorter than", f"{plan.proof.bound:,.4f} s")
+    table.add_row("no predicted step can be shorter than", f"{plan.proof.bound:,.2f} s")
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
