@@ -31,7 +31,7 @@ from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
 
 _LEAST_STEPS = 2  # of a run, in the first round
-_PROMISED = 4  # samples of the chosen plan, at least, that its promise is made of
+_PROMISED = (2, 4)  # samples of the chosen plan that its promise is made of: in any case, and if there is time
 _RACE = 0.7  # share of the time that is for the race; the rest is for the promise
 
 
@@ -86,8 +86,11 @@ def choose_plan(
             sampler, len(plans), first=first, time_left=lambda: monotonic() - began < _RACE * effort.seconds
         )
         steps, chosen = runs.steps_a_sample, _simplest(standings, kinds)
-        if len(standings.samples[chosen]) < _PROMISED:
-            standings = standings.with_samples(dict(sampler.upto({chosen: _PROMISED})))
+        least, enough = _PROMISED
+        while (samples := len(standings.samples[chosen])) < enough:
+            if samples >= least and monotonic() >= began + effort.seconds:
+                break
+            standings = standings.with_samples(dict(sampler.upto({chosen: samples + 1})))
     finalists = _finalists(standings, kinds, chosen, request.recipe.router, steps, effort.seed)
     return replace(plans[chosen], simulated=finalists[0].simulated, finalists=finalists)
 
