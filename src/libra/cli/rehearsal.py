@@ -143,7 +143,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
 
 def _router(rehearsed: _Rehearsed, router: str | None) -> str:
     """The policy that routes. Code that only the plan names is not run."""
-    from libra.route.custom import is_path
+    from libra.route.catalogue import is_path
 
     planned = rehearsed.plan.of_cluster.recipe.router
     if router is None and is_path(planned):

@@ -52,6 +52,11 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     return kind()
 
 
+def is_path(name: str) -> bool:
+    """Whether the name of a policy is path.py:Class."""
+    return ".py:" in name
+
+
 def ignores_buckets(name: str) -> bool:
     """Whether the policy of this name routes by load alone. A class of the user's own (path.py:Class) may look at
     buckets, as far as its name tells."""

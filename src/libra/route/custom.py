@@ -8,15 +8,10 @@ from __future__ import annotations
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from libra.route.catalogue import policy_named
+from libra.route.catalogue import is_path, policy_named
 from libra.route.policy import Policy
 
 _METHODS = ("place", "tool_returned", "bucket_overrun", "finished", "forget", "instance_gone")
-
-
-def is_path(name: str) -> bool:
-    """Whether the name of a policy is path.py:Class."""
-    return ".py:" in name
 
 
 def load_policy(name: str, *, seed: int = 0) -> Policy:

@@ -29,6 +29,7 @@ from libra.plan.options.lent import availability, lent_options
 from libra.plan.options.menu import LentEngine, Menu, PrefillDecodePair, Rejected, check_classes, most_buckets, reach
 from libra.plan.options.pairs import pair_options
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
+from libra.route.catalogue import check_policy, is_path
 
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
 
@@ -56,6 +57,8 @@ class ClusterRequest:
     recall: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not is_path(self.recipe.router):
+            check_policy(self.recipe.router)
         if self.recall and (len(self.recall) != len(self.classes) or not all(0 <= hit <= 1 for hit in self.recall)):
             raise ValueError(
                 f"recall has {len(self.recall)} values for {len(self.classes)} classes; give each a share of 0 to 1"
