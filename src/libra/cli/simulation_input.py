@@ -6,12 +6,13 @@ Invariant: an option that means nothing for what is simulated is refused; none i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from libra.plan.plan import parse_plan, require_answer
 from libra.report.words import plural
+from libra.route.catalogue import is_path
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
 from libra.sim.of_plan import PlannedRollout, forecast_of, planned_run
@@ -78,6 +79,12 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
         notes.append(f"{len(log) - source['log']:,} of {len(log):,} trajectories in the log left out: unfinished")
     if plan.loans:
         notes.append(LENT)
+    if request.kind == "cluster" and is_path(request.recipe.router):
+        notes.append(
+            f"the plan's router is {request.recipe.router}: {deployment.route} routes here, unless --route says"
+        )
+    elif request.kind == "cluster":
+        deployment = replace(deployment, route=request.recipe.router)
     return Asked(deployment, workload, tuple(notes), forecast_of(plan, source["steps"]))
 
 
