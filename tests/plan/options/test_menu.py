@@ -60,9 +60,10 @@ def test_shares_need_to_sum_to_one_up_to_rounding_only() -> None:
 
 def test_the_router_is_as_it_was_seen_or_perfect() -> None:
     # 0.6 and 0.5 of the work are done before the first return, when nothing is known of a trajectory.
-    assert reach((SHORT, LONG), 0.5) == (pytest.approx((0.2, 0.25)), pytest.approx((0.4, 0.5)))
-    assert reach((SHORT, LONG), 0.0) == (pytest.approx((0.0, 0.0)), pytest.approx((0.4, 0.5)))
-    assert reach((SHORT, LONG), 1.0) == (pytest.approx((0.4, 0.5)),)
+    assert reach((SHORT, LONG), (0.5, 0.5)) == (pytest.approx((0.2, 0.25)), pytest.approx((0.4, 0.5)))
+    assert reach((SHORT, LONG), (0.5, 1.0)) == (pytest.approx((0.2, 0.5)), pytest.approx((0.4, 0.5)))
+    assert reach((SHORT, LONG), (0.0, 0.0)) == (pytest.approx((0.0, 0.0)), pytest.approx((0.4, 0.5)))
+    assert reach((SHORT, LONG), (1.0, 1.0)) == (pytest.approx((0.4, 0.5)),)
 
 
 def test_where_no_tool_returns_there_is_one_bucket() -> None:
@@ -70,3 +71,8 @@ def test_where_no_tool_returns_there_is_one_bucket() -> None:
     silent = tuple(replace(cls, before_first_return=1.0) for cls in (SHORT, LONG))
     assert [most_buckets(recipe, classes) for classes in ((SHORT, LONG), silent)] == [2, 1]
     assert len(Planner(CLUSTER, QWEN_06B, recipe).plan(silent).allocation.buckets) == 1
+
+
+def test_a_router_that_ignores_buckets_has_one() -> None:
+    for router, most in (("cmlfq", 4), ("mlfq", 4), ("mine.py:Mine", 4), ("least-loaded", 1), ("sticky", 1)):
+        assert most_buckets(RECIPE.model_copy(update={"router": router}), (SHORT, LONG)) == most
