@@ -187,7 +187,7 @@ def test_a_loan_that_may_be_recalled_is_told_with_its_average(tmp_path: Path) ->
 
 
 def test_a_loan_that_is_away_too_often_is_not_taken_and_why(tmp_path: Path) -> None:
-    found, path, _ = replanned(tmp_path, rates(30, 80, 80, 80))
+    found, path, _ = replanned(tmp_path, rates(30, *(80,) * 15))
     assert found.loans == ()
     explained = " ".join(libra("explain", path).stdout.split())
     assert "s on average, as traffic may take them all away; without them it takes" in explained

@@ -21,6 +21,7 @@ from libra.lengths.classes import TrajectoryClass
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.decision import machine_seconds
 from libra.plan.options.price import price
+from libra.plan.price_bias import EXACT
 from libra.plan.replanner import Outlook
 from libra.plan.site import Scenario, SlotSite
 from libra.plan.transition import Device, Duty, Role, Transition, device_transition, unsafe
@@ -145,7 +146,7 @@ def test_the_gain_of_a_decision_is_that_of_its_moves(size: tuple[int, int, int])
     for before in allocations(*size):
         devices = tuple(started(size, before))
         site = SlotSite(config.training, config.engines, 100, devices, before, PROFILE, 8, 40.0, 1.0)
-        decision = Outlook(site, (Scenario(CLASSES, 1.0),) * 3, 100.0, 0.0).propose().decision
+        decision = Outlook(site, (Scenario(CLASSES, 1.0),) * 3, 100.0, 0.0, EXACT).propose().decision
         [question] = site.questions([Scenario(CLASSES, 1.0)])
         transition = decision.transition
         after = made(devices, transition.after, before)

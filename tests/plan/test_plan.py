@@ -192,7 +192,7 @@ def test_a_solver_that_finds_no_plan_where_there_is_one_is_wrong(monkeypatch: py
     def nothing(*_: object, **__: object) -> Solution:
         raise InfeasiblePlanError("devices leave no plan")
 
-    monkeypatch.setattr("libra.plan.plan._solved", nothing)
+    monkeypatch.setattr("libra.plan.plan.solver_named", lambda *_: nothing)
     with pytest.raises(DisagreementError, match=r"ilp finds no plan \(devices leave no plan\), cp-sat has one"):
         confirm(PLAN, "ilp")
 
