@@ -105,7 +105,9 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     for name in [name for name in sys.modules if name.startswith("aiconfigurator_core")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
-    with pytest.raises(NoTablesError, match=r"pip install 'libra-rl\[aic\]', or use a roofline"):
+    with pytest.raises(
+        NoTablesError, match=r"aiconfigurator-core is not installed; pip install .*aic.*, or use a roofline"
+    ):
         tables(GPUS["A100"], QWEN_14B, [1])
 
 

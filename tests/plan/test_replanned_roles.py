@@ -21,6 +21,7 @@ from libra.plan.options.price import infeasibility, price
 from libra.plan.placement import Role
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
+from libra.plan.price_bias import EXACT
 from libra.plan.replanner import Outlook, Proposal
 from libra.plan.site import ClusterSite, Scenario
 
@@ -51,7 +52,7 @@ def saying(tokens: float) -> tuple[TrajectoryClass, ...]:
 def proposed(running: Plan, tokens: float, horizon: float, uncertainty: float = 0.01) -> Proposal:
     """What becomes of a running plan where trajectories are expected to generate so much, or a tenth less or more."""
     scenarios = tuple(Scenario(saying(factor * tokens), factor) for factor in FACTORS)
-    return Outlook(ClusterSite(PLANNER, running), scenarios, horizon, uncertainty).propose()
+    return Outlook(ClusterSite(PLANNER, running), scenarios, horizon, uncertainty, EXACT).propose()
 
 
 def placed(plan: Plan) -> dict[Place, tuple[Role, str]]:

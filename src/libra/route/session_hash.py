@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
 from zlib import crc32
 
-from libra.route.live import Live, LivePolicy
+from libra.route.live import Live, StickyPolicy
 from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 
 
-class SessionHash(LivePolicy[Live]):
+class SessionHash(StickyPolicy[Live]):
     """The `sticky` policy: all turns of a trajectory go to one instance, whatever it has to do.
 
     The instance is the one with the highest hash of both ids (rendezvous hashing, Thaler and Ravishankar 1998), of
-    those that hold the turn: when instances come or go, no other trajectory moves. O(instances).
+    those that hold the turn: when instances come or go, no other trajectory moves. O(instances). Told not to follow
+    prefixes, it hashes each turn by itself.
     """
 
     NAME = "sticky"
+    REASON = "drawn by a hash of the session"
     BUCKETS = False
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
@@ -27,19 +28,14 @@ class SessionHash(LivePolicy[Live]):
 
     def _serve(self, live: Live, request: TurnRequest, fleet: Fleet) -> Placement | None:
         needed = request.context_tokens + fleet.turn_tokens
+        session = request.trajectory_id if self._sticky else f"{request.trajectory_id} {request.context_tokens}"
 
         def weight(instance: Instance) -> tuple[int, str]:
-            return crc32(f"{instance.id} {request.trajectory_id}".encode()), instance.id
+            return crc32(f"{instance.id} {session}".encode()), instance.id
 
         eligible = (instance for instance in fleet.instances if needed <= instance.capacity_tokens)
         chosen = max(eligible, key=weight, default=None)
-        return None if chosen is None else self._goes(live, chosen, "drawn by a hash of the session")
-
-    def _learned(self) -> dict[str, Any]:
-        return {}
-
-    def _resume(self, snapshot: dict[str, Any]) -> None:
-        pass
+        return None if chosen is None else self._goes(live, chosen, self.REASON)
 
     def _row(self, live: Live) -> tuple[str | None, bool]:
         return live.instance, live.prefix_there
