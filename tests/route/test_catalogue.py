@@ -26,7 +26,9 @@ def test_the_names_are_these() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_known() -> None:
-    with pytest.raises(ValueError, match="'random'; choose one of round-robin, least-loaded, two-choices, sticky, length-by"):
+    with pytest.raises(
+        ValueError, match="'random'; choose one of round-robin, least-loaded, two-choices, sticky, length-by"
+    ):
         policy_named("random")
 
 

@@ -37,7 +37,7 @@ _RACE = 0.7  # share of the time that is for the race; the rest is for the promi
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long plans are simulated, and how."""
+    """Time, processes and seed of a comparison by simulation."""
 
     seconds: float = inf  # of the race, on the clock; inf: until it is decided
     jobs: int = 1  # processes
@@ -46,7 +46,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceProgress:
-    """How far a choice has come."""
+    """Progress of a choice."""
 
     words: str
     done: int = 0  # runs of this round

@@ -1,4 +1,4 @@
-"""How well a mean of few values is known."""
+"""Intervals of the means of few values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of each class's work a router brings out of buckets that are too short, as seen in a replay of the log.
+"""Recall of a router: the share of each class's work that it brings out of buckets that are too short.
 
 Invariant: the policy has learned from none of the prompts on which it is measured.
 """

@@ -255,7 +255,7 @@ def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
 
 
 def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
-    """What serves on the devices that the plan borrows; None where nothing is said of it."""
+    """Serving engines on the devices that the plan borrows; None without `--lender`."""
     from libra.cli.lenders import read_traffic
     from libra.lend.recall import RecallPolicy
     from libra.sim.engines_file import load_lender

@@ -161,7 +161,7 @@ class WeighedCohorts:
         )
 
     def _members(self, ahead: Cohort, kept: Indices, peaks: Array) -> Members:
-        """What those in the bins that are not forgotten are like, cell by cell."""
+        """Cells of the bins that are not forgotten."""
         weight, _ = self.memory
         rows = np.flatnonzero(np.isin(self.cells[:, 1], kept) & (self.cells_ended[:, weight] > 0))
         cells, ended = self.cells[rows], self.cells_ended[rows, weight]

@@ -135,7 +135,7 @@ def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Co
 
 
 def solver_named(solver: Solver, seed: int = 0) -> Callable[[Problem], Solution]:
-    """What solves problems; `seed` is CP-SAT's. Raises ModuleNotFoundError without the extra `ilp`."""
+    """The solver of this name; `seed` is CP-SAT's. Raises ModuleNotFoundError without the extra `ilp`."""
     if solver == "cp-sat":
         return partial(solve, seed=seed)
     try:

@@ -84,7 +84,7 @@ class PriceBias:
         return math.sqrt(self.surprise * self.covariance[index][index])
 
     def corrected(self, priced: Prediction) -> Prediction:
-        """What to expect of a price: each of its three parts by its own factor, and the largest of them is the step.
+        """The corrected price: each of its three parts by its own factor, and the largest of them is the step.
 
         A range of step seconds is scaled like the step.
         """

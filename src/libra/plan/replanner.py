@@ -159,7 +159,7 @@ class Replanner:
 
     @property
     def bias(self) -> PriceBias:
-        """What was learned of prices."""
+        """The bias of prices, as learned."""
         return self._bias
 
     @property

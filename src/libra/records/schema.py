@@ -127,7 +127,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Learned(Record):
-    """What a run has learned of the prices of one bottleneck: measured seconds are `factor` times those priced."""
+    """Learned bias of the prices of one bottleneck: measured seconds are `factor` times those priced."""
 
     factor: float
     error: float  # standard error of its logarithm, about its relative error

@@ -16,16 +16,16 @@ from libra.plan.simulated import Finalist, RehearsedStep
 from libra.report.tables import number
 from libra.report.words import cell, duration, percent, plural, printable, signed_duration, signed_percent
 
-SURPRISE = 0.10  # relative difference of simulated and predicted step that is told
+SURPRISE = 0.10  # relative difference of simulated and predicted step that is shown
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Who does what, how long a step takes, and what that is in tokens and memory."""
+    """Split, step, tokens a second and memory of the plan, a sentence each."""
     return (_split(plan), _step(plan), _pace(plan), *_memory(plan))
 
 
 def proof_sentence(plan: Plan) -> str:
-    """What is proven, and of what it is a proof."""
+    """States the proven bound and the router that it assumes."""
     proof = plan.proof
     router = "" if isinstance(plan.request, SlotRequest) else f" for a router as good as {_router(plan)} was measured"
     if not isinstance(plan.request, SlotRequest) and not plan.request.recall:

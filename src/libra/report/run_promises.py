@@ -1,4 +1,4 @@
-"""What each period was priced at and promised, what it took, and what prices learned from it."""
+"""Promises of a run: price, promise, measured seconds and learned bias of each period."""
 
 from __future__ import annotations
 

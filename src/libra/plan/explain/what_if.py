@@ -83,7 +83,7 @@ def _value(text: str) -> Any:
 
 
 def held_fixed(before: Recipe, after: Recipe) -> str:
-    """What stays as the plan has it, though a plan from the log would change it; empty if there is nothing."""
+    """Names what stays as in the plan, though a plan from the log would change it; empty if nothing does."""
     if before.batch == after.batch:
         return ""
     return (

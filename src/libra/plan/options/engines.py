@@ -221,7 +221,7 @@ def awaited(recipe: Recipe) -> float:
 
 
 def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
-    """What an option's longest of `draws` trajectories take, by themselves and beside others."""
+    """Seconds of an option's longest of `draws` trajectories, by themselves and beside others."""
     upto = [members.longest(draws, slowed) for slowed in _SLOWED]
     lines = _chords(upto)
     return {

@@ -1,4 +1,4 @@
-"""What a planning question says whatever it is about: slots of one machine, or a cluster of GPUs."""
+"""The protocol of planning questions, about slots of one machine or a cluster of GPUs."""
 
 from __future__ import annotations
 
