@@ -159,7 +159,7 @@ class Replanner:
 
     @property
     def bias(self) -> PriceBias:
-        """The bias of prices, as learned."""
+        """Learned bias of prices."""
         return self._bias
 
     @property
