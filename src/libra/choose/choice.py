@@ -117,9 +117,16 @@ def _measured(
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
-    """The simplest of those that simulation does not tell from the fastest, and of these the one that is predicted to
-    be fastest: a plan with several engine sizes has to earn the router that it needs."""
-    return min(standings.equals, key=lambda it: (kinds[it].simplicity, kinds[it].solution.predicted.step))
+    """The simplest of those that simulation does not tell from the fastest: a plan with several engine sizes has to earn
+    the router that it needs. Of equally simple ones it is the fastest by what is known: a prediction counts as much as
+    one sample, which is about as noisy."""
+    common = min(len(standings.samples[it]) for it in standings.equals)
+
+    def expected(index: int) -> float:
+        seen = standings.samples[index][:common]
+        return (kinds[index].solution.predicted.step + sum(seen)) / (1 + len(seen))
+
+    return min(standings.equals, key=lambda it: (kinds[it].simplicity, expected(it)))
 
 
 def _finalists(
