@@ -117,9 +117,9 @@ def _measured(
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
-    """The simplest of those that simulation does not tell from the fastest: a plan with several engine sizes has to earn
-    the router that it needs. Of equally simple ones it is the fastest by what is known: a prediction counts as much as
-    one sample, which is about as noisy."""
+    """The simplest of those that simulation does not tell from the fastest: a plan with several engine sizes has to
+    earn the router that it needs. Of equally simple ones it is the fastest by what is known: a prediction counts as
+    much as one sample, which is about as noisy."""
     common = min(len(standings.samples[it]) for it in standings.equals)
 
     def expected(index: int) -> float:
