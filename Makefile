@@ -64,6 +64,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
+	$(VENV)/bin/python -m benchmarks.routing_plans --quick
 	$(VENV)/bin/python -m benchmarks.gateway --quick
 	$(VENV)/bin/python -m benchmarks.lending all --quick
 
@@ -79,6 +80,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed
+	$(VENV)/bin/python -m benchmarks.routing_plans
 	$(VENV)/bin/python -m benchmarks.gateway
 	$(VENV)/bin/python -m benchmarks.workloads
 

@@ -1,7 +1,8 @@
 """What replanning is worth where the lengths of trajectories drift.
 
 Invariant: every policy is charged for the same true work, by the price of what it holds under the true distribution of
-each period, and for every change by the same rule. Policies see sampled trajectories only; hindsight sees the truth.
+each period, and for every change by the same rule. Policies see sampled trajectories only, and the replanner what its
+steps took; hindsight sees the truth.
 
     python -m benchmarks.replanning [--quick] [--json FILE]
 
@@ -37,7 +38,7 @@ from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
-from libra.plan.planner import CLASSES, Planner, rooflines
+from libra.plan.planner import CLASSES, Planner, rooflines, what_runs
 from libra.plan.problem import Problem
 from libra.plan.replanner import REPLANNER_HALF_LIFE_STEPS, Replanner
 from libra.plan.transition import group_transition
@@ -176,6 +177,8 @@ def _followed(
         adopted = replanner.plan
         assert adopted is not None  # the first step starts one
         held["replanner"].append(adopted)
+        known = planner.request(_known(mean(start + PERIOD / 2)).classes(CLASSES), *what_runs(adopted))
+        replanner.realised(price(known.menu().problem, adopted.allocation).step)
         held["never"].append((held["never"] or [adopted])[0])
         if held["always"]:
             forecast = tracker.forecast(PERIOD / 2, CLASSES, _RECIPE.max_length)

@@ -25,6 +25,7 @@ from statistics import fmean, stdev
 
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
 from benchmarks.rollout_price_fit import Sample, fit, priced_seconds
+from benchmarks.rollout_price_heavy import CASES, FEW_CASES, half_rows, heavy_rows
 from benchmarks.rollout_price_plan import plan_case
 from benchmarks.rollout_price_simulation import Rollout, roll_out
 from benchmarks.rollout_price_steps import simulate_steps
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
-    rows = [*verdict_rows(found), *log_rows(batches)]
+    rows = [*verdict_rows(found), *heavy_rows(FEW_CASES if options.quick else CASES, batches[1]), *log_rows(batches)]
+    rows += half_rows(batches[1])
     report(rows, options.json)
     return 0
 

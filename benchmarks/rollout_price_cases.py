@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from libra.config.recipe import Recipe
@@ -24,6 +25,7 @@ from libra.trajectory import Trajectory, read_trajectories, truncate
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
 # are met, which is not the price's error.
 OBSERVED = 16_384
+OBSERVED_NUMBER = 1_000  # of their draw; batches have higher ones
 LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 
 _ETHERNET = (12.5e9, 25e9, 50e9)  # bytes/s of a node
@@ -55,7 +57,7 @@ class Case:
     def observed(self) -> tuple[Trajectory, ...]:
         """What the planner is told of."""
         samples = self.recipe.samples_per_prompt
-        return self.make(OBSERVED // samples, 1_000, samples)
+        return self.make(OBSERVED // samples, OBSERVED_NUMBER, samples)
 
     def batch(self, number: int) -> tuple[Trajectory, ...]:
         """Those of one step, drawn anew."""
@@ -114,13 +116,22 @@ def logged_cases() -> list[Case]:
 
 
 def _drawn_from(path: Path, longest: int) -> Make:
-    log = [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
+    log = _finished(path, longest)
 
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
         drawn = random.Random(number).choices(log, k=prompts * samples_per_prompt)
         return tuple(replace(it, id=f"{it.id} {copy}") for copy, it in enumerate(drawn))
 
     return make
+
+
+def logged_trajectories(case: Case) -> list[Trajectory]:
+    """The finished ones of the log that a logged case is named after, in its order."""
+    return _finished(LOGS / f"{case.name}.jsonl", case.recipe.max_length)
+
+
+def _finished(path: Path, longest: int) -> list[Trajectory]:
+    return [truncate(trajectory, longest) for trajectory in read_trajectories(path) if trajectory.finished]
 
 
 def _profiles(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
@@ -237,8 +248,29 @@ def _blend(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
     return [(share, short), (1 - share, long)]
 
 
+def _slow_tools(draw: random.Random, longest: int, sigma: float) -> list[tuple[float, Agent]]:
+    """Uniform turns and one tool, whose seconds have a long tail."""
+    turns = _log(draw, 3, 12)
+    room = longest / turns
+    returned = Uniform(20, max(40, int(room * 0.3)))
+    tool = Tool("build", 1.0, returned, _log(draw, 1, 10), sigma)
+    turn = Uniform(10, max(20, int(room * draw.uniform(0.1, 0.5))))
+    return [(1.0, Agent(Uniform(300, 2000), turn, turns, (tool,), longest))]
+
+
+def _part_with_tools(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
+    """Tasks of equal length, of which some call slow tools and others none."""
+    sigma = draw.choice((1.0, 1.7))
+    ((_, calling),) = _slow_tools(draw, longest, sigma)
+    length = int(longest * draw.uniform(0.3, 0.8))
+    answering = Agent(Uniform(300, 2000), Uniform(100, length), 1.0, (_NO_TOOL,), longest)
+    share = draw.uniform(0.1, 0.5)
+    return [(share, calling), (1 - share, answering)]
+
+
 FITTED = ("geometric", "reasoning", "search")
 TESTED = ("proof", "terminal", "blend")
+HEAVY = ("tools, sigma 1", "tools, sigma 1.7", "part with tools")  # tested, too
 
 FAMILIES: dict[str, Callable[[random.Random, int], list[tuple[float, Agent]]]] = {
     "geometric": _agents_geometric,
@@ -247,4 +279,7 @@ FAMILIES: dict[str, Callable[[random.Random, int], list[tuple[float, Agent]]]] =
     "proof": _proof,
     "terminal": _terminal,
     "blend": _blend,
+    "tools, sigma 1": partial(_slow_tools, sigma=1.0),
+    "tools, sigma 1.7": partial(_slow_tools, sigma=1.7),
+    "part with tools": _part_with_tools,
 }

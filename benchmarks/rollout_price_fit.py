@@ -27,7 +27,7 @@ _ROUNDS = 6
 _STEP = 0.02  # of a factor, to see how the price follows
 _TRUST = 0.3  # a factor changes by no more in a round
 _RANGE = (0.05, 2.0)
-_PARTS = ("decode", "prefill", "eviction", "memory", "generation", "tools")
+_PARTS = ("decode", "prefill", "eviction", "memory", "generation")
 _PRIOR = 0.05  # weight of 1 for each factor, in mean squared logarithms: what the samples say little of stays there
 
 

@@ -100,19 +100,25 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _config_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and its default as JSON ("required" where there is none), sections opened."""
+def _config_keys(section: type[BaseModel], prefix: str = "", within: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and its default as JSON, sections opened; without a default "required", or, in a section that need not
+    be given, "with `SECTION`"."""
     for name, field in section.model_fields.items():
         inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)), None)
         if inner is not None:
             kinds = (field.annotation, *get_args(field.annotation))
             several = any(get_origin(kind) in (dict, tuple) for kind in kinds)
-            yield from _config_keys(inner, f"{prefix}{name}." + ("*." if several else ""))
+            optional = within if field.is_required() else name
+            yield from _config_keys(inner, f"{prefix}{name}." + ("*." if several else ""), optional)
         elif field.is_required():
-            yield prefix + name, "required"
+            yield prefix + name, f"with `{within}`" if within else "required"
         else:
             default = str(field.default) if isinstance(field.default, Path) else field.default
             yield prefix + name, list(default) if isinstance(default, tuple) else default
+
+
+def _stated(default: str) -> Any:
+    return default if default.startswith("with ") else yaml.safe_load(default.strip("`"))
 
 
 def _is_section(kind: Any) -> bool:
@@ -127,8 +133,8 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 def test_the_yaml_keys_are_those_of_the_configuration() -> None:
     section = RUNNING.read_text(encoding="utf-8").partition("\n## The YAML file\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required) \|", section, re.MULTILINE)
-    documented = {key: yaml.safe_load(default.strip("`")) for key, default in rows}
+    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required|with `\w+`) \|", section, re.MULTILINE)
+    documented = {key: _stated(default) for key, default in rows}
     assert len(documented) == len(rows), "a key stands there twice"
     assert documented == dict(_config_keys(RunConfig))
 
@@ -222,8 +228,8 @@ def test_the_cluster_in_the_planning_page_is_one(tmp_path: Path) -> None:
 
 def test_the_keys_of_a_file_of_engines_are_documented() -> None:
     section = SIMULATION.read_text(encoding="utf-8").partition("\n## Engines from a file\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required) \|", section, re.MULTILINE)
-    documented = {key: yaml.safe_load(default.strip("`")) for key, default in rows}
+    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required|with `\w+`) \|", section, re.MULTILINE)
+    documented = {key: _stated(default) for key, default in rows}
     assert len(documented) == len(rows), "a key stands there twice"
     assert documented == dict(_config_keys(EnginesFile))
     route = next(line for line in section.splitlines() if line.startswith("| `route` "))
@@ -258,3 +264,13 @@ def test_the_running_example_imports_what_exists() -> None:
             module = importlib.import_module(statement.module)
             missing = [alias.name for alias in statement.names if not hasattr(module, alias.name)]
             assert not missing, f"{statement.module} has no {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("figure", sorted((ROOT / "docs" / "figures").glob("*.svg")), ids=lambda path: path.stem)
+def test_a_figure_paints_its_whole_sheet_so_that_it_is_legible_on_a_dark_page(figure: Path) -> None:
+    svg = figure.read_text(encoding="utf-8")
+    width, height = re.findall(r"viewBox=\"0 0 (\S+) (\S+)\"", svg)[0]
+    sheets = [
+        tag for tag in re.findall(r"<rect [^>]*>", svg) if f'width="{width}"' in tag and f'height="{height}"' in tag
+    ]
+    assert any(re.search(r'fill[=:]"?#ffffff', tag) for tag in sheets)

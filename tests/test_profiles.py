@@ -211,6 +211,9 @@ DEVICES = [
     ("a processor", "x86_64", A800.gpu, False),
     ("the GPU", "NVIDIA A800-SXM4-80GB", A800.gpu, True),
     ("a known GPU for one's own", "NVIDIA H100 80GB HBM3", OWN, False),
+    ("the same chip with half the memory", "NVIDIA A100-SXM4-40GB", GPUS["A100"], False),
+    ("the same chip with twice the memory", "NVIDIA A100-SXM4-80GB", GPUS["A100-40GB"], False),
+    ("the smaller one", "NVIDIA A100-SXM4-40GB", GPUS["A100-40GB"], True),
     ("one's own", "Mine 3000", OWN, True),
     ("one's own by its maker's name", "MI300X", OWN, True),
 ]

@@ -18,6 +18,7 @@ from typer.main import get_command
 from libra.cli import output
 from libra.cli.app import app
 from libra.cli.output import check_writable, reading
+from libra.config.extras import install_command
 
 
 def test_the_version_is_told() -> None:
@@ -99,7 +100,7 @@ def test_a_service_without_its_extra_says_how_to_get_it(command: str, file: str)
     given = [command, str(EXAMPLES / file)]
     code = f"import sys; sys.modules['aiohttp'] = None; from libra.cli.app import app; app({given!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert_refused(done, "aiohttp is not installed: pip install 'libra-rl[http]'")
+    assert_refused(done, f"aiohttp is not installed: {install_command('http')}")
 
 
 def test_engines_with_roles_are_not_emulated() -> None:

@@ -23,7 +23,7 @@ GIVEN = ("--model", "Qwen/Qwen3-14B", "-t", EXAMPLES / "search_agent.jsonl", "-r
 
 
 def plan(cluster: Path, *arguments: object) -> Result:
-    return libra("plan", cluster, *GIVEN, "-p", "roofline", *arguments)
+    return libra("plan", cluster, *GIVEN, "-p", "roofline", "--no-simulation", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ LENDER = ("--lender", EXAMPLES / "lender.yaml", "--traffic", EXAMPLES / "chat.js
 
 
 def test_a_whole_run_has_the_traffic_of_its_lenders(planned: tuple[Path, Result], tmp_path: Path) -> None:
-    run = ("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1)
+    run = ("rehearse", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, "--cold")
     shown = libra(*run, *LENDER, "-o", tmp_path / "run.json")
     assert shown.exit_code == 0, shown.stderr
     assert "serving and recalls are not simulated" not in shown.stdout and "chat-0/0" in shown.stdout
@@ -126,7 +126,7 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
     data = yaml.safe_load((EXAMPLES / "lender.yaml").read_text())
     data["engines"][0]["gpu_memory_utilization"] = 0.5
     lender = ("--lender", write(tmp_path / "lender.yaml", data), *LENDER[2:])
-    run = ("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, *lender)
+    run = ("rehearse", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, "--cold", *lender)
     trace = tmp_path / "trace.json"
     shown = libra(*run, "--kv-quota", "--timeline", trace)
     assert shown.exit_code == 0, shown.stderr
@@ -136,16 +136,15 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (LENDER, ("--lender, --traffic and --kv-quota", "give --steps")),
-        (("--steps", 1, "--kv-quota"), ("--kv-quota is of the engines that --lender describes",)),
+        (("--kv-quota",), ("--kv-quota is of the engines that --lender describes",)),
         (
-            ("--steps", 1, *LENDER, "--kv-quota"),
+            (*LENDER, "--kv-quota"),
             ("chat: the serving engine leaves", "lower its gpu_memory_utilization"),
         ),
-        (("--steps", 1, *LENDER[:2]), ("--lender is given 1 times and --traffic 0", "give one of each")),
-        (("--steps", 1, "--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines are 2", "a single engine")),
+        (LENDER[:2], ("--lender is given 1 times and --traffic 0", "give one of each")),
+        (("--lender", EXAMPLES / "engines.yaml", *LENDER[2:]), ("engines are 2", "a single engine")),
         (
-            ("--steps", 1, *LENDER, *LENDER),
+            (*LENDER, *LENDER),
             ("2 files are of Qwen/Qwen3-8B on 1 x H100, which serves on chat", "give one"),
         ),
     ],
@@ -153,12 +152,13 @@ def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple
 def test_lenders_that_do_not_fit_the_plan_are_refused(
     planned: tuple[Path, Result], arguments: tuple[object, ...], words: tuple[str, ...]
 ) -> None:
-    assert_refused(libra("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", *arguments), *words)
+    run = ("rehearse", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, "--cold")
+    assert_refused(libra(*run, *arguments), *words)
 
 
 def test_traffic_that_cannot_go_round_is_refused(planned: tuple[Path, Result], tmp_path: Path) -> None:
     (tmp_path / "burst.jsonl").write_text('{"arrival":0,"prompt_tokens":10,"output_tokens":5}\n' * 3)
-    run = ("simulate", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, *LENDER[:2], "--traffic")
+    run = ("rehearse", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, *LENDER[:2], "--traffic")
     assert_refused(
         libra(*run, tmp_path / "burst.jsonl"), "burst.jsonl: all its requests arrive at one time", "give two"
     )

@@ -13,6 +13,7 @@ import pytest
 from calls import BASE, CONFIG, EXAMPLES, LOG, PROFILE, assert_refused, changed, libra, process, write
 from click.testing import Result
 
+from libra.config.extras import install_command
 from libra.config.recipe import Recipe
 from libra.plan import plan as plans
 from libra.plan.options.cluster_request import ClusterRequest
@@ -172,6 +173,7 @@ class Asked:
     model: str = SMALL
     options: tuple[str, ...] = ()
     profile: str = "roofline"
+    simulated: bool = False
 
     def arguments(self, directory: Path) -> tuple[object, ...]:
         """Write the files, and say how they are given."""
@@ -179,7 +181,8 @@ class Asked:
         log.write_bytes(self.log if isinstance(self.log, bytes) else self.log.encode())
         cluster = write(directory / "cluster.yaml", self.cluster)
         request = write(directory / "request.yaml", self.request)
-        return ("plan", cluster, "-m", self.model, "-t", log, "-r", request, "-p", self.profile, *self.options)
+        asked = ("plan", cluster, "-m", self.model, "-t", log, "-r", request, "-p", self.profile)
+        return (*asked, *(() if self.simulated else ("--no-simulation",)), *self.options)
 
     def call(self, directory: Path) -> Result:
         return libra(*self.arguments(directory))
@@ -188,7 +191,7 @@ class Asked:
 def test_a_cluster_is_planned_onto_its_nodes(tmp_path: Path) -> None:
     result = Asked().call(tmp_path)
     assert result.exit_code == 0, result.stderr
-    for words in ("training", "replicas", "a800/tp", "where", "-bound", "optimal", "64 trajectories"):
+    for words in ("training", "ranks", "a800/tp", "where", "-bound", "optimal", "64 trajectories"):
         assert words in result.stdout
     assert result.stderr == ""
 
@@ -209,9 +212,35 @@ def test_as_json_there_is_nothing_else_on_standard_output(tmp_path: Path) -> Non
     assert str(tmp_path) not in result.stdout
 
 
+def test_a_plan_is_simulated_and_says_how_it_was_chosen(tmp_path: Path) -> None:
+    asked = Asked(simulated=True, options=("-o", str(tmp_path / "plan.json"), "--simulate-for", "inf"))
+    result = asked.call(tmp_path)
+    assert result.exit_code == 0, result.stderr
+    found = parse_plan((tmp_path / "plan.json").read_text())
+    assert found.simulated is not None and found.finalists[0].allocation == found.allocation
+    said = " ".join(result.stdout.split())
+    for words in ("in simulation under cmlfq", "predicted", "Finalists", "chosen", "Memory of a GPU: training"):
+        assert words in said
+    explained = libra("explain", tmp_path / "plan.json", "--html", tmp_path / "plan.html")
+    assert explained.exit_code == 0, explained.stderr
+    assert "in simulation under cmlfq" in explained.stdout
+    assert "Plans that were simulated" in (tmp_path / "plan.html").read_text()
+    again = libra("rehearse", tmp_path / "plan.json", "-t", tmp_path / "log.jsonl", "--steps", 4, "--json")
+    assert again.exit_code == 0, again.stderr
+
+
+def test_a_router_of_loads_gets_one_engine_size_and_is_told_why(tmp_path: Path) -> None:
+    result = Asked(options=("--router", "least-loaded", "--json")).call(tmp_path)
+    found = parse_plan(result.stdout)
+    assert len(found.allocation.buckets) == 1
+    assert "least-loaded does not look at buckets: all engines have one size" in result.stderr
+    assert_refused(Asked(options=("--router", "least-loded")).call(tmp_path), "did you mean least-loaded?")
+    assert_refused(Asked(options=("--router", "mine.py:Mine")).call(tmp_path), "there is no file mine.py")
+
+
 def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
-    *arguments, _, _, _, _ = Asked().arguments(tmp_path)
-    result = libra(*arguments, "-p", "roofline", "--json")
+    *arguments, _, _, _, _ = Asked(simulated=True).arguments(tmp_path)
+    result = libra(*arguments, "-p", "roofline", "--json", "--no-simulation")
     assert result.exit_code == 0, result.stderr
     request = parse_plan(result.stdout).request
     assert isinstance(request, ClusterRequest)
@@ -221,7 +250,8 @@ def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
     assert "is the mean of steps that alternate" in alternate
     (tmp_path / "plan.json").write_text(result.stdout)
     explained = libra("explain", tmp_path / "plan.json")
-    assert explained.stdout.startswith("Latency-bound: a step is as long as the latency of a batch, ")
+    assert "A step is predicted to take" in explained.stdout
+    assert "\nLatency-bound: a step is as long as the latency of a batch, " in explained.stdout
     assert f"\n{alternate.removeprefix('note: ')}.\n" in explained.stdout
     assert parse_plan(result.stdout).predicted.step_range is not None
 
@@ -293,8 +323,18 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("nodes.0.count: Input should be a valid integer", "(got 'two')"),
     ),
-    ("a GPU nobody knows", Asked(node(gpu="A801")), 2, ("nodes.0.gpu: unknown GPU 'A801'", "did you mean A800?")),
-    ("a GPU unlike any", Asked(node(gpu="TPU")), 2, ("nodes.0.gpu: unknown GPU 'TPU'", "known are A100, A800, H100")),
+    (
+        "a GPU nobody knows",
+        Asked(node(gpu="A801")),
+        2,
+        ("nodes.0.gpu: unknown GPU 'A801'", "known are A100, ", "describe another one"),
+    ),
+    (
+        "a GPU unlike any",
+        Asked(node(gpu="TPU")),
+        2,
+        ("nodes.0.gpu: unknown GPU 'TPU'", "known are A100, A100-40GB, A800"),
+    ),
     (
         "a bandwidth without unit",
         Asked(node(inter_bandwidth=200)),
@@ -493,7 +533,7 @@ def test_solvers_that_disagree_are_an_error(tmp_path: Path, monkeypatch: pytest.
 def test_without_the_extra_the_message_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "libra.plan.model.ilp", raising=False)
     monkeypatch.setitem(sys.modules, "pulp", None)
-    assert_refused(Asked(options=("--solver", "ilp")).call(tmp_path), "pip install 'libra-rl[ilp]'")
+    assert_refused(Asked(options=("--solver", "ilp")).call(tmp_path), install_command("ilp"))
 
 
 def test_pauses_of_people_are_said_to_bind_the_step_and_can_be_cut(tmp_path: Path) -> None:

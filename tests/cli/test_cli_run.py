@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from calls import BASE, assert_refused, changed, libra, process, write
 
+from libra.config.extras import install_command
 from libra.config.run import ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_directory import locked
@@ -130,7 +131,7 @@ def test_too_many_workers_are_told_how_many_fit(here: Path) -> None:
 def test_a_missing_ray_is_told_of_before_anything_starts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     result = libra("run", write(here / "run.yaml", BASE), "--launcher", "ray")
-    assert_refused(result, "Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local")
+    assert_refused(result, f"Ray is not installed, and launcher is ray; {install_command('ray')}, or use local")
 
 
 def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:

@@ -38,7 +38,7 @@ def test_what_is_left_out_has_the_documented_default() -> None:
     assert (recipe.mode, recipe.staleness, recipe.kv_on_update, recipe.reference) == ("async", 1, "keep", "none")
     assert (recipe.dtype, recipe.rollout_dtype, recipe.optimiser, recipe.horizon) == ("bf16", None, "adamw", 100)
     assert (recipe.gpu_memory_utilization, recipe.max_batched_tokens) == (0.9, 8192)
-    assert (recipe.tool_seconds_if_unknown, recipe.router_hit) == (1.0, 1.0)
+    assert (recipe.tool_seconds_if_unknown, recipe.router, recipe.router_hit) == (1.0, "cmlfq", None)
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocated"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -18,8 +16,6 @@ from libra.cost.lines import IterationLine
 from libra.cost.rollout import (
     EngineTiming,
     batch_work,
-    longest_of,
-    longest_upto,
     measured_timing,
     refill_seconds,
     refills,
@@ -34,15 +30,13 @@ CLASS = TrajectoryClass(
     peak_context=1000,
     mean_context=900.0,
     generated=100.0,
-    generated_std=20.0,
     context_sum=50_000.0,
     prefill=1000.0,
     turns=2.0,
     tool_seconds=3.0,
-    tool_seconds_std=0.5,
     before_first_return=0.6,
 )
-NO_TOOLS = replace(CLASS, tool_seconds=0.0, tool_seconds_std=0.0)
+NO_TOOLS = replace(CLASS, tool_seconds=0.0)
 KV = 10_000
 
 PARTS = [
@@ -66,51 +60,6 @@ def test_a_context_that_is_gone_is_prefilled_again_by_each_turn_after_the_first(
     assert refills(TIMING, replace(CLASS, turns=1.0), UNCORRECTED) == 0.0
 
 
-def test_the_longest_alone_generates_more_or_waits_longer_than_the_mean() -> None:
-    # Alone, 100 iterations of 0.01 + 0.001 + 1e-6 * 500, 0.1 of prefill and 0.2 of turns: 1.45 s, and 3 s of tools.
-    assert longest_of(TIMING, CLASS, 1.0, UNCORRECTED).seconds() == pytest.approx(4.45)
-    beyond = 1.2815516  # of six draws, as in the tests of residence
-    more, longer = 0.0115 * beyond * 20, _log_normal(3.0, 0.5, beyond) - 3.0
-    found = longest_of(TIMING, CLASS, 6.0, UNCORRECTED)
-    for slowed in (1.0, 3.0):
-        assert found.seconds(slowed) == pytest.approx(slowed * 1.45 + 3.0 + math.hypot(slowed * more, longer))
-    assert longest_of(TIMING, NO_TOOLS, 6.0, replace(UNCORRECTED, tools=5.0)).seconds() == pytest.approx(1.45 + more)
-
-
-def _log_normal(mean: float, deviation: float, beyond: float) -> float:
-    variance = math.log(1 + (deviation / mean) ** 2)
-    return mean * math.exp(-variance / 2) * math.exp(math.sqrt(variance)) ** beyond
-
-
-def test_no_trajectory_generates_more_than_its_class_has_room_for() -> None:
-    crowded = replace(NO_TOOLS, peak_context=110)
-    assert longest_of(TIMING, crowded, 1000.0, UNCORRECTED).seconds() == pytest.approx(110 * 0.0115 + 0.3)
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 5)), min_size=1, max_size=5))
-def test_the_longest_of_several_classes_against_every_way_to_meet_them(classes: list[tuple[float, float]]) -> None:
-    expected = 0.0
-    for met in product((False, True), repeat=len(classes)):
-        chances = [
-            1 - math.exp(-count) if is_met else math.exp(-count)
-            for is_met, (_, count) in zip(met, classes, strict=True)
-        ]
-        longest = max((seconds for is_met, (seconds, _) in zip(met, classes, strict=True) if is_met), default=0.0)
-        expected += math.prod(chances) * longest
-    alone, draws = zip(*classes, strict=True)
-    assert longest_upto(alone, draws)[-1] == pytest.approx(expected)
-
-
-def test_a_further_class_never_makes_the_longest_shorter() -> None:
-    generator = random.Random(3)
-    for _ in range(200):
-        alone = [generator.uniform(0, 10) for _ in range(6)]
-        draws = [generator.expovariate(1) for _ in range(6)]
-        found = longest_upto(alone, draws)
-        assert list(found) == sorted(found)
-        assert found[2] == pytest.approx(longest_upto(alone[:3], draws[:3])[-1])
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=12),
     st.integers(1, 3),
@@ -132,7 +81,6 @@ def test_one_engine_takes_its_batch_exactly_as_long_as_work_and_the_longest(
             NO_TOOLS,
             peak_context=prompt + generated,
             generated=float(generated),
-            generated_std=0.0,
             context_sum=float(generated * prompt + generated * (generated - 1) / 2),
             prefill=0.0,
             turns=1.0,
@@ -143,7 +91,8 @@ def test_one_engine_takes_its_batch_exactly_as_long_as_work_and_the_longest(
     work = sum(batch_work(timing, cls, KV, factors)[0] for cls in classes)
     own = max(classes, key=lambda cls: cls.generated)
     # The longest's own share of the work is in both.
-    alone = longest_of(timing, own, 1.0, factors).seconds() - batch_work(timing, own, KV, factors)[0]
+    alone = own.generated * timing.iteration_seconds(1, own.context_sum / own.generated)
+    alone += timing.per_turn * own.turns - batch_work(timing, own, KV, factors)[0]
     assert work + alone == pytest.approx(seconds)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,10 @@ from libra.cost.lines import IterationLine
 from libra.cost.rollout import (
     EngineTiming,
     concurrency,
-    expected_largest,
     measured_timing,
     prefill_seconds,
     refill_seconds,
-    residence,
+    seats_taken,
     work,
 )
 from libra.lengths import TrajectoryClass
@@ -33,15 +31,13 @@ CLASS = TrajectoryClass(
     peak_context=1000,
     mean_context=900.0,
     generated=100.0,
-    generated_std=20.0,
     context_sum=50_000.0,
     prefill=1000.0,
     turns=2.0,
     tool_seconds=3.0,
-    tool_seconds_std=0.5,
     before_first_return=0.6,
 )
-SILENT = replace(CLASS, generated=0.0, generated_std=0.0, context_sum=0.0)
+SILENT = replace(CLASS, generated=0.0, context_sum=0.0)
 
 
 @pytest.mark.parametrize(
@@ -121,47 +117,10 @@ def test_a_refill_prefills_the_context_of_a_random_generated_token() -> None:
     assert refill_seconds(TIMING, SILENT) == 0.0
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 10, 64])
-def test_residence_of_one_is_iterations_at_the_mean_context(max_num_seqs: int) -> None:
-    iteration = TIMING.iteration_seconds(max_num_seqs, max_num_seqs * 500)
-    assert residence(TIMING, CLASS, max_num_seqs, 10**9, 1.0) == pytest.approx(100 * iteration + 0.1 + 0.2 + 3.0)
-
-
 def test_no_more_sequences_decode_together_than_memory_holds() -> None:
-    assert residence(TIMING, CLASS, 64, 10 * 500, 1.0) == residence(TIMING, CLASS, 10, 10**9, 1.0)
-    assert residence(TIMING, CLASS, 64, 1, 1.0) == residence(TIMING, CLASS, 1, 10**9, 1.0)  # one always decodes
-
-
-def test_the_longest_of_several_generates_more_and_waits_longer_for_tools() -> None:
-    beyond = 1.2815516  # the 90 % quantile of the normal distribution, which is that of (6 - 0.375) / (6 + 0.25)
-    decode = 100 * TIMING.iteration_seconds(10, 5000)
-    wanted = decode * (1 + beyond * 0.2) + 0.3 + 3.0 + beyond * 0.5
-    assert residence(TIMING, CLASS, 10, 10**9, 6.0) == pytest.approx(wanted)
+    assert [seats_taken(CLASS, 64, kv) for kv in (10**9, 10 * 500, 1)] == [64, 10, 1]  # one always decodes
+    assert seats_taken(SILENT, 64, 1) == 64
 
 
 def test_the_slowest_line_counts() -> None:
     assert [TWO_LINES.iteration_seconds(count, 0.0) for count in (1, 20, 40)] == pytest.approx([0.011, 0.03, 0.06])
-
-
-def test_residence_of_a_class_that_generates_nothing() -> None:
-    assert residence(TIMING, SILENT, 10, 100, 1.0) == pytest.approx(0.1 + 0.2 + 3.0)
-
-
-@pytest.mark.parametrize("draws", [0.0, 0.3, 1.0])
-def test_one_draw_exceeds_nothing(draws: float) -> None:
-    assert expected_largest(draws) == 0.0
-
-
-# Expected largest of n standard normal numbers (Harter 1961, table 1).
-LARGEST = {2: 0.56419, 3: 0.84628, 5: 1.16296, 10: 1.53875, 50: 2.24907, 100: 2.50759, 400: 2.96818}
-
-
-@pytest.mark.parametrize("draws", LARGEST)
-def test_the_largest_of_several_draws_against_tables(draws: int) -> None:
-    assert expected_largest(draws) == pytest.approx(LARGEST[draws], rel=0.05)
-
-
-def test_the_largest_of_several_draws_against_drawing() -> None:
-    generator = random.Random(1)
-    drawn = [max(generator.gauss(0, 1) for _ in range(30)) for _ in range(4000)]
-    assert expected_largest(30.0) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)

@@ -54,9 +54,12 @@ def test_weights_are_cast_under_autocast() -> None:
 
 
 def test_flash_attention_3_is_hoppers() -> None:
-    assert training_rates(GPUS["H200"], "bf16", "eager").attention > 1.5 * training_rates(GPUS["H200"]).attention
+    assert training_rates(GPUS["H200"], "bf16", "eager").attention > 1.5 * training_rates(GPUS["B200"]).attention * (
+        GPUS["H200"].flops / GPUS["B200"].flops
+    )
     assert training_rates(GPUS["A100"], "bf16", "eager").attention == training_rates(GPUS["A100"]).attention
-    assert step(NARROW, "eager", length=8192.0).attention < 0.6 * step(NARROW, "fused", length=8192.0).attention
+    # Within a whole step of fused kernels attention reaches no more than the published ceiling of such steps.
+    assert training_rates(H100).attention == training_rates(H100).linear
     assert "not measured" in training_rates(GPUS["A100"], "bf16", "eager").source
 
 

@@ -16,7 +16,7 @@ from libra.lengths import TrajectoryClass
 
 
 def trajectory_class(share: float, mean: float) -> TrajectoryClass:
-    return TrajectoryClass(share, math.ceil(mean), mean, mean / 2, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0)
+    return TrajectoryClass(share, math.ceil(mean), mean, mean / 2, 1.0, 1.0, 1.0, 0.0, 1.0)
 
 
 def first_fit_decreasing(lengths: list[int], room: int) -> list[list[int]]:

@@ -98,8 +98,8 @@ def test_turns_that_are_admitted_meanwhile_cost_what_they_cost_the_simulator(
 
 
 def test_a_running_batch_is_that_of_a_random_token() -> None:
-    one = TrajectoryClass(0.5, 1000, 1000.0, 500.0, 0.0, 250_000.0, 700.0, 2.0, 0.0, 0.0, 0.5)
-    two = TrajectoryClass(0.5, 4000, 4000.0, 1500.0, 0.0, 4_500_000.0, 2700.0, 6.0, 0.0, 0.0, 0.5)
+    one = TrajectoryClass(0.5, 1000, 1000.0, 500.0, 250_000.0, 700.0, 2.0, 0.0, 0.5)
+    two = TrajectoryClass(0.5, 4000, 4000.0, 1500.0, 4_500_000.0, 2700.0, 6.0, 0.0, 0.5)
     draw = np.random.default_rng(0)
     # Contexts of the first go from 0 to 1,000, of the other, met three times as often, from 2,000 to 4,000.
     contexts = np.concatenate([draw.uniform(0, 1000, 100_000), draw.uniform(2000, 4000, 300_000)])

@@ -128,8 +128,8 @@ async def test_the_executor_makes_the_moves_that_were_priced(tmp_path: Path, mon
 
 
 CLASSES = (
-    TrajectoryClass(0.7, 30, 25.0, 10.0, 3.0, 200.0, 20.0, 2.0, 0.1, 0.1, 0.6),
-    TrajectoryClass(0.3, 90, 80.0, 30.0, 9.0, 1800.0, 60.0, 4.0, 0.3, 0.2, 0.4),
+    TrajectoryClass(0.7, 30, 25.0, 10.0, 200.0, 20.0, 2.0, 0.1, 0.6),
+    TrajectoryClass(0.3, 90, 80.0, 30.0, 1800.0, 60.0, 4.0, 0.3, 0.4),
 )
 
 

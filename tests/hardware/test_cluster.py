@@ -19,7 +19,7 @@ import libra.config.units
 from libra.config.run import ConfigError
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, rate
 from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool, override, with_gpus
-from libra.hardware.cluster_file import load_cluster
+from libra.hardware.cluster_file import gpu_of, load_cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 A800 = NodeClass("a800", 6, 8, GPUS["A800"], 200e9, 25e9)
@@ -51,6 +51,8 @@ DATA_SHEETS = {
     "H800": (80, 3.35, 989, 200),
     "H200": (141, 4.8, 989, 450),
     "B200": (180, 7.7, 2250, 900),
+    "A100-40GB": (40, 1.555, 312, 300),
+    "L4": (24, 0.3, 121, 32),
     "L40S": (48, 0.864, 362, 32),
 }
 
@@ -69,6 +71,20 @@ def test_a_known_gpu_has_the_numbers_of_its_data_sheet(name: str) -> None:
 
 def test_no_other_gpu_is_known() -> None:
     assert set(GPUS) == set(DATA_SHEETS)
+
+
+@pytest.mark.parametrize("name", ["A10", "A30", "A100 PCIe", "A100-20GB", "B100", "V100", "L20", "L4S", "H20", "GH200"])
+def test_no_gpu_is_taken_for_another_one(name: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown GPU .*; known are A100, .*; describe another one by a mapping"):
+        gpu_of(name, "gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("A100-80GB", "A100"), ("A100 40GB", "A100-40GB"), ("nvidia-l4", "L4"), ("H200 141GB", "H200")]
+)
+def test_another_spelling_of_a_gpu_is_recognised(name: str, known: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown GPU .*; did you mean {known}?"):
+        gpu_of(name, "gpu")
 
 
 QUANTITIES: list[tuple[str, Any, float]] = [
@@ -229,7 +245,7 @@ REFUSED_FILES: list[tuple[str, object, str]] = [
     ("part of a node", {"nodes": [node(count=1.5)]}, "nodes.0.count: Input should be a valid integer (got 1.5)"),
     ("true nodes", {"nodes": [node(count=True)]}, "nodes.0.count: Input should be a valid integer (got True)"),
     ("unknown GPU", {"nodes": [node(gpu="A10")]},
-     "nodes.0.gpu: unknown GPU 'A10'; did you mean A100? Known are A100, "),
+     "nodes.0.gpu: unknown GPU 'A10'; known are A100, "),
     ("unlike any", {"nodes": [node(gpu="TPU")]}, "describe another one by a mapping of name, memory, bandwidth, flops"),
     ("no GPU", {"nodes": [node(gpu=None)]}, "nodes.0.gpu: expected a name, such as A800, or a mapping (got None)"),
     ("GPU without a link", {"nodes": [node(gpu={"name": "X"})]}, "nodes.0.gpu.memory: this key is required; add it"),

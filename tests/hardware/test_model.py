@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -386,8 +387,26 @@ def test_a_configuration_that_is_not_understood_is_refused_by_field(tmp_path: Pa
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("given", "suggested"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("Qwen/Qwne3-14B", "Qwen/Qwen3-14B"),
+        ("Llama-3.1-405B-Instruct", None),
+        ("Llama-3.3-8B-Instruct", None),
+        ("Qwen3-1.7", "Qwen/Qwen3-1.7B"),
+        ("Qwen3-17B", None),
+        ("Qwen3-235B-A3B", None),
+    ],
+)
+def test_no_model_of_another_size_or_version_is_suggested(given: str, suggested: str | None) -> None:
+    hint = "known are" if suggested is None else re.escape(f"did you mean {suggested}? Known are ")
+    with pytest.raises(ConfigError, match=f"no such file or known model; {hint}.*for another one give its config.json"):
+        load_model(given)
+
+
 def test_what_is_neither_file_nor_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'Qwen/Qwen3-13B': no such file or known model; did you mean Qwen/Qwen3-"):
+    with pytest.raises(ConfigError, match=r"'Qwen/Qwen3-13B': no such file or known model; known are Qwen/Qwen2.5-"):
         load_model("Qwen/Qwen3-13B")
     with pytest.raises(ConfigError, match="for another one give its config"):
         load_model("some/thing-else")

@@ -22,7 +22,7 @@ from libra.trajectory import read_trajectories
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'libra-rl[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"),
 ]
 
 STEPS = 12

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from libra.lengths import FALSE_ALARM_RATE, TAIL_SHARE, LengthTracker, TrajectoryClass
 from libra.lengths.classes import partition
+from libra.lengths.members import Member
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
 SAMPLE = Path(__file__).parents[1] / "data" / "trajectories.jsonl"
@@ -179,13 +180,13 @@ def test_one_trajectory(turns: list[tuple[int, int, int | None]], context_sum: i
             peak_context=trajectory.peak_context,
             mean_context=trajectory.peak_context,
             generated=total,
-            generated_std=0.0,
             context_sum=context_sum,
             prefill=prefill,
             turns=len(turns),
             tool_seconds=2.0 * len(calls),
-            tool_seconds_std=0.0,
             before_first_return=turns[0][0] / total if total else 1.0,
+            members=(Member(1.0, total, prefill, len(turns), 2.0 * len(calls)),),
+            seen=1.0,
         ),
     )
 
@@ -330,7 +331,7 @@ def test_too_few_trajectories_are_no_drift(contexts: list[int], half_life: float
 
 @pytest.mark.parametrize("snapshot", [{}, {"format": 1}])
 def test_a_snapshot_of_another_format_is_refused(snapshot: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="format 3"):
+    with pytest.raises(ValueError, match="format 4"):
         LengthTracker.restore(snapshot)
 
 

@@ -129,3 +129,19 @@ def test_a_turn_elsewhere_is_a_miss() -> None:
     seen.observe([late, episode(0, 1)], (4, 100))
     seen.observe_engines(EngineWork())
     assert seen.site((), None).router_hit == 0.5
+
+
+def test_short_episodes_that_are_made_in_a_longer_bucket_load_it_as_long_ones_do() -> None:
+    """Half of the long tokens are made where they belong, and as many short ones beside them: it is as busy as if all
+    long ones were."""
+    seen = make_observations()
+    short, long = episode(0, 0), episode(0, 1)
+    short = replace(short, trajectory=replace(short.trajectory, prompt_tokens=1), turn_buckets=(0, 1))
+    limits = (short.trajectory.peak_context, 100)
+    assert long.trajectory.peak_context > limits[0]
+    seen.observe([long, replace(long, turn_buckets=(0, 0)), short], limits)
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == 1.0
+    seen.observe([long, replace(long, turn_buckets=(0, 0)), replace(short, turn_buckets=(0, 0))], limits)
+    seen.observe_engines(EngineWork())
+    assert 0.5 < seen.site((), None).router_hit < 1.0

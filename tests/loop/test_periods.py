@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
 import pytest
 
-from libra.loop.periods import Periods
+from libra.loop.periods import Periods, Stayed
 from libra.loop.recorder import Recorder
+from libra.plan.price_bias import BOTTLENECKS, FRESH, PeriodSeconds, PriceBias, measured
 from libra.plan.problem import Prediction
-from libra.records.schema import DecisionRecord, PeriodRecord
+from libra.records.schema import DecisionRecord, Learned, PeriodRecord
 
+PRICED = Prediction(step=1.6, rollout=1.6, training=1.0, latency=0.5, bottleneck="rollout")
+HINDSIGHT = Prediction(step=1.8, rollout=1.8, training=1.0, latency=0.5, bottleneck="rollout")
 PREDICTED = Prediction(step=2.0, rollout=2.0, training=1.0, latency=0.5, bottleneck="rollout")
 DECISION = DecisionRecord(
     period=1,
@@ -42,6 +46,13 @@ class Written:
     def __init__(self) -> None:
         self.periods: list[PeriodRecord] = []
         self.decisions: list[DecisionRecord] = []
+        self.bias = FRESH
+        self.learned: list[tuple[Prediction, PeriodSeconds, bool]] = []
+
+    def learn(self, priced: Prediction, found: PeriodSeconds, untried: bool) -> PriceBias:
+        self.learned.append((priced, found, untried))
+        self.bias = self.bias.learned(priced, found, untried=untried)
+        return self.bias
 
     def period(self, record: PeriodRecord) -> None:
         self.periods.append(record)
@@ -52,10 +63,10 @@ class Written:
 
 def made(first: int = 0) -> tuple[Periods, Written]:
     written = Written()
-    return Periods(cast(Recorder, written), first), written
+    return Periods(cast(Recorder, written), written.learn, first), written
 
 
-def unasked() -> float | None:
+def unasked() -> Stayed | None:
     raise AssertionError("no decision waits: nothing is to be priced")
 
 
@@ -64,13 +75,14 @@ def run(
     first_step: int,
     *seconds: float,
     switching: bool = False,
-    without_change: Callable[[], float | None] = unasked,
+    allocation: str = "train 1 | short 1",
+    without_change: Callable[[], Stayed | None] = unasked,
 ) -> None:
     """One whole period."""
-    periods.begin(first_step, "train 1 | short 1", PREDICTED, switching)
+    periods.begin(first_step, allocation, PRICED, PREDICTED, switching)
     for step in seconds:
         periods.step(step)
-    periods.end(without_change)
+    periods.end(lambda: HINDSIGHT, without_change)
 
 
 def test_a_period_is_the_mean_of_its_steps() -> None:
@@ -85,6 +97,10 @@ def test_a_period_is_the_mean_of_its_steps() -> None:
         measured_seconds=3.0,
         predicted_bottleneck="rollout",
         switching=False,
+        priced_seconds=1.6,
+        measured_error=measured([1.0, 2.0, 6.0]).error,
+        hindsight_seconds=1.8,
+        learned={name: Learned(written.bias.factor(name), written.bias.error(name)) for name in BOTTLENECKS},
     )
     assert written.periods == [record]
     assert periods.number == 4
@@ -94,8 +110,8 @@ def test_a_period_is_the_mean_of_its_steps() -> None:
 def test_a_period_without_a_step_is_not_written(begun: bool) -> None:
     periods, written = made()
     if begun:
-        periods.begin(1, "train 1", PREDICTED, switching=False)
-    periods.end(unasked)
+        periods.begin(1, "train 1", PRICED, PREDICTED, switching=False)
+    periods.end(lambda: HINDSIGHT, unasked)
     assert (written.periods, periods.number) == ([], 0)
 
 
@@ -104,11 +120,11 @@ def test_a_switch_in_the_middle_marks_the_period() -> None:
     periods.mark_switching()  # nothing is open: nothing to mark
     periods.step(1.0)  # likewise
     assert periods.predicted_seconds is None
-    periods.begin(1, "train 1", PREDICTED, switching=False)
+    periods.begin(1, "train 1", PRICED, PREDICTED, switching=False)
     periods.step(1.0)
     assert periods.predicted_seconds == 2.0
     periods.mark_switching()
-    periods.end(unasked)
+    periods.end(lambda: HINDSIGHT, unasked)
     assert [record.switching for record in written.periods] == [True]
 
 
@@ -124,16 +140,42 @@ def test_only_steady_periods_are_a_measure_of_the_allocation() -> None:
 
 @pytest.mark.parametrize(("stayed", "gain"), [(3.25, 0.75), (2.0, -0.5), (None, None)])
 def test_a_taken_decision_learns_its_cost_and_then_its_gain(stayed: float | None, gain: float | None) -> None:
-    """The gain is held against what the old allocation would cost now, not against what it cost before."""
+    """The gain is held against what the old allocation would cost now, not against what it cost before. Both sides'
+    errors are in its own."""
     periods, written = made()
     periods.decided(DECISION)
     run(periods, 11, 9.0, switching=True)
     periods.carried_out(6.5)
     run(periods, 12, 9.0, switching=True)  # still the switch: says nothing of the new allocation
-    run(periods, 13, 2.0, 3.0, without_change=lambda: stayed)
+    run(periods, 13, 2.0, 3.0, without_change=lambda: None if stayed is None else Stayed(stayed, 0.5))
     run(periods, 15, 1.0)  # the outcome was told: not told again
     paid = replace(DECISION, measured_cost=6.5)
-    assert written.decisions == [DECISION, paid, replace(paid, measured_after=2.5, realised_gain_per_step=gain)]
+    error = None if stayed is None else math.hypot(0.5, measured([2.0, 3.0]).error)
+    outcome = replace(paid, measured_after=2.5, realised_gain_per_step=gain, realised_error=error)
+    assert written.decisions == [DECISION, paid, outcome]
+
+
+def test_only_settled_periods_teach_prices_and_say_what_they_taught() -> None:
+    periods, written = made()
+    run(periods, 1, 4.0, 5.0)
+    run(periods, 3, 9.0, switching=True)
+    run(periods, 4, 3.0, allocation="train 2 | short 1")
+    run(periods, 5, 3.0, allocation="train 2 | short 1")
+    assert written.learned == [
+        (HINDSIGHT, measured([4.0, 5.0]), False),
+        (HINDSIGHT, measured([3.0]), True),
+        (HINDSIGHT, measured([3.0]), False),
+    ]
+    assert [bool(period.learned) for period in written.periods] == [True, False, True, True]
+
+
+def test_the_allocation_that_was_left_is_priced_before_the_new_one_teaches_anything() -> None:
+    periods, written = made()
+    periods.decided(DECISION)
+    periods.carried_out(6.5)
+    known: list[int] = []
+    run(periods, 11, 2.0, without_change=lambda: known.append(len(written.learned)))
+    assert (known, len(written.learned)) == ([0], 1)
 
 
 def test_a_decision_that_is_not_carried_out_yet_waits() -> None:
@@ -142,7 +184,7 @@ def test_a_decision_that_is_not_carried_out_yet_waits() -> None:
     run(periods, 11, 2.0)
     assert written.decisions == [DECISION]
     periods.carried_out(6.5)
-    run(periods, 12, 2.25, without_change=lambda: 3.0)
+    run(periods, 12, 2.25, without_change=lambda: Stayed(3.0, 0.1))
     assert written.decisions[-1].measured_after == 2.25
 
 

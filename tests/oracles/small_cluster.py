@@ -12,8 +12,8 @@ from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
 from libra.trajectory import Trajectory, Turn
 
-SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
-LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
+SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 50_000.0, 1000.0, 2.0, 3.0, 0.6)
+LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 800_000.0, 2000.0, 4.0, 10.0, 0.5)
 CLASSES = (SHORT, LONG)
 
 A800 = NodeClass("a800", 2, 8, GPUS["A800"], intra_bandwidth=200e9, inter_bandwidth=25e9)

@@ -11,8 +11,8 @@ from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.slots import EngineShape, LentSlots, SlotCounts, SlotRequest, StepWorkload
 
-SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
-LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
+SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 50_000.0, 1000.0, 2.0, 3.0, 0.6)
+LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 800_000.0, 2000.0, 4.0, 10.0, 0.5)
 
 WORKLOAD = StepWorkload(
     trajectories=8,
@@ -91,11 +91,9 @@ def _class(draw: st.DrawFn, peak: int, share: float) -> TrajectoryClass:
         peak_context=peak,
         mean_context=peak * draw(st.floats(0.5, 1)),
         generated=float(generated),
-        generated_std=generated * draw(st.floats(0, 1)),
         context_sum=peak * generated * draw(st.floats(0, 1)),
         prefill=peak * 0.5,
         turns=draw(st.floats(1, 9)),
         tool_seconds=draw(st.floats(0, 10)),
-        tool_seconds_std=draw(st.floats(0, 10)),
         before_first_return=draw(st.floats(0, 1)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from libra.plan.decision import (
 )
 from libra.plan.options.price import price
 from libra.plan.planner import Planner
+from libra.plan.price_bias import EXACT, PriceBias
 from libra.plan.problem import EngineOption, Pool, Prediction, Problem, TrainingOption
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition, group_transition
 
@@ -75,7 +77,7 @@ def test_decide(
     reason: str,
 ) -> None:
     transition = group_transition(current, proposed)
-    found = decide(ALWAYS, transition, horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
+    found = decide(ALWAYS, transition, horizon_steps=horizon, uncertainty=uncertainty, cost=cost, bias=EXACT)
     assert found.taken is taken
     assert reason in found.reason
     assert found.current == price(PROBLEM, current)
@@ -94,7 +96,7 @@ def test_decide(
     ],
 )
 def test_an_allocation_that_no_longer_fits_is_left_at_any_cost(current: Allocation, reason: str) -> None:
-    found = decide(ALWAYS, group_transition(current, FAST), horizon_steps=1.0, uncertainty=1.0, cost=1e9)
+    found = decide(ALWAYS, group_transition(current, FAST), horizon_steps=1.0, uncertainty=1.0, cost=1e9, bias=EXACT)
     assert found.taken
     assert found.reason.startswith("the current allocation no longer fits: ")
     assert reason in found.reason
@@ -102,7 +104,7 @@ def test_an_allocation_that_no_longer_fits_is_left_at_any_cost(current: Allocati
 
 
 def test_where_nothing_runs_the_proposal_is_taken() -> None:
-    found = decide(ALWAYS, Transition(None, FAST, ()), horizon_steps=0.0, uncertainty=1.0, cost=1e9)
+    found = decide(ALWAYS, Transition(None, FAST, ()), horizon_steps=0.0, uncertainty=1.0, cost=1e9, bias=EXACT)
     assert (found.taken, found.current, found.proposed) == (True, None, price(PROBLEM, FAST))
 
 
@@ -110,17 +112,23 @@ def test_cases_are_weighed() -> None:
     """Half of the time there is thrice the work: the step is the mean, the bottleneck that of the first likeliest."""
     cases = (Case(PROBLEM, 0.5), Case(make_problem(work=24.0), 0.5))
     assert expected(cases, SLOW) == Prediction(8.0, 8.0, 1.0, 0.375, "rollout")
-    found = decide(cases, group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.6)
+    found = decide(cases, group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.6, bias=EXACT)
     assert found.gain_per_step == pytest.approx(8 - 16 / 3)
     assert found.taken
-    assert not decide(cases, group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.7).taken
-    assert not decide(cases[:1], group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.6).taken
+    assert not decide(
+        cases, group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.7, bias=EXACT
+    ).taken
+    assert not decide(
+        cases[:1], group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.6, bias=EXACT
+    ).taken
 
 
 def test_what_fits_only_some_cases_is_left() -> None:
     smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),))
     cases = (Case(PROBLEM, 0.9), Case(smaller, 0.1))
-    found = decide(cases, group_transition(SLOW, one_bucket(1, 2)), horizon_steps=1.0, uncertainty=0.0, cost=1e9)
+    found = decide(
+        cases, group_transition(SLOW, one_bucket(1, 2)), horizon_steps=1.0, uncertainty=0.0, cost=1e9, bias=EXACT
+    )
     assert found.taken
     assert "uses 4 devices" in found.reason
 
@@ -130,14 +138,54 @@ def test_what_fits_only_some_cases_is_left() -> None:
 def test_arguments_are_not_negative(argument: str, value: float) -> None:
     arguments = {"horizon_steps": 1.0, "uncertainty": 0.0, "cost": 0.0, argument: value}
     with pytest.raises(ValueError, match=argument):
-        decide(ALWAYS, group_transition(SLOW, FAST), **arguments)
+        decide(ALWAYS, group_transition(SLOW, FAST), bias=EXACT, **arguments)
 
 
 def test_a_proposal_that_does_not_fit_is_an_error() -> None:
     smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),))
     transition = group_transition(one_bucket(1, 2), FAST)
     with pytest.raises(ValueError, match="uses 4 devices of pool pool; it has 3"):
-        decide([Case(smaller, 1.0)], transition, horizon_steps=1.0, uncertainty=0.0, cost=0.0)
+        decide([Case(smaller, 1.0)], transition, horizon_steps=1.0, uncertainty=0.0, cost=0.0, bias=EXACT)
+
+
+LEARNED = PriceBias(
+    (math.log(1.5), 0.0, 0.0), ((0.0025, 0.0, 0.0), (0.0, 0.0025, 0.0), (0.0, 0.0, 0.0025)), 0.0, EXACT.prior
+)
+ONE_TRAINS_5 = replace(PROBLEM, training=(replace(PROBLEM.training[0], seconds=5.0), PROBLEM.training[1]))
+# Rollout takes half as long again: SLOW 6 s and FAST 4 s, unless one replica trains for 5 s. Errors are 5 %.
+BIASED = [
+    ("a gain above the error of prices", PROBLEM, LEARNED, True, 2.0, 0.05 * 2.0),
+    ("an allocation that did not run may be wrong by more", PROBLEM, replace(LEARNED, untried=0.3), True, 2.0,
+     math.hypot(0.05 * 2.0, 0.3 * 4.0)),
+    ("a gain below it", PROBLEM, replace(LEARNED, untried=0.6), False, 2.0, math.hypot(0.05 * 2.0, 0.6 * 4.0)),
+    ("two bottlenecks: their errors do not cancel", ONE_TRAINS_5, LEARNED, True, 1.0,
+     math.hypot(0.05 * 6.0, 0.05 * 5.0)),
+    ("a bottleneck that nothing is known of", ONE_TRAINS_5,
+     replace(LEARNED, covariance=((0.0025, 0.0, 0.0), (0.0, 0.09, 0.0), (0.0, 0.0, 0.09))), False, 1.0,
+     math.hypot(0.05 * 6.0, 0.3 * 5.0)),
+]  # fmt: skip
+
+
+@by_name("problem, bias, taken, gain, error", BIASED)
+def test_a_gain_has_to_exceed_what_corrected_prices_may_be_wrong_by(
+    problem: Problem, bias: PriceBias, taken: bool, gain: float, error: float
+) -> None:
+    cases, change = (Case(problem, 1.0),), group_transition(SLOW, FAST)
+    found = decide(cases, change, horizon_steps=1e9, uncertainty=0.0, cost=0.0, bias=bias)
+    assert (found.taken, found.gain_per_step, found.price_error) == (taken, pytest.approx(gain), pytest.approx(error))
+    assert found.doubt == found.price_error
+    assert found.current == bias.corrected(price(problem, SLOW))
+    assert found.proposed == bias.corrected(price(problem, FAST))
+    assert taken or "s by which prices are" in found.reason
+
+
+def test_the_errors_of_work_and_of_prices_add_up_as_independent_ones() -> None:
+    bias = replace(LEARNED, untried=0.25)
+    found = decide(ALWAYS, group_transition(SLOW, FAST), horizon_steps=1e9, uncertainty=0.3, cost=0.0, bias=bias)
+    assert found.doubt == pytest.approx(math.hypot(0.3 * 6.0, found.price_error))
+    assert 0.3 * 6.0 < 2.0 and found.price_error < 2.0 < found.doubt
+    assert not found.taken
+    assert f"{found.doubt:.4g} s together" in found.reason
 
 
 # What a change costs.

@@ -84,7 +84,7 @@ def test_equal_values_give_equal_bytes_even_when_a_whole_number_of_seconds_is_wr
 
 def test_a_plan_opens_with_its_format_and_ends_with_its_request_and_a_newline() -> None:
     text = dump_plan(PLAN)
-    assert text.startswith('{\n  "format": 4,\n  "allocation": {')
+    assert text.startswith('{\n  "format": 5,\n  "allocation": {')
     assert list(json.loads(text))[-1] == "request"
     assert text.endswith("}\n")
 
@@ -125,7 +125,7 @@ SPOILED = [
     ("not a number", spoil("predicted.step", float("nan")), "predicted.step: Input should be a finite number"),
     ("unknown kind", spoil("request.kind", "cloud"), "request: Input tag 'cloud'"),
     ("no kind", spoil("request.kind", None), "request: Unable to extract tag"),
-    ("older format", spoil("format", 2), "format is 2; this version of libra reads format 4: plan again"),
+    ("older format", spoil("format", 2), "format is 2; this version of libra reads format 5: plan again"),
     ("no format", spoil("format", None), "format is missing"),
 ]
 

@@ -39,12 +39,10 @@ def saying(tokens: float) -> tuple[TrajectoryClass, ...]:
         replace(
             cls,
             generated=share * tokens,
-            generated_std=0.1 * tokens,
             prefill=0.95 * cls.peak_context - share * tokens,
             context_sum=0.8 * share * tokens * cls.mean_context,
             turns=2.0,
             tool_seconds=0.0,
-            tool_seconds_std=0.0,
         )
         for cls, share in ((SHORT, 0.25), (LONG, 1.0))
     )

@@ -16,6 +16,7 @@ from libra.plan.allocation import Allocation
 from libra.plan.model.solve import STEP_TOLERANCE
 from libra.plan.options.price import infeasibility, price
 from libra.plan.planner import Planner, recipe_tracker
+from libra.plan.price_bias import FRESH
 from libra.plan.replanner import Replanner
 from libra.trajectory import Trajectory, Turn
 
@@ -112,6 +113,21 @@ def test_what_was_measured_is_kept_beside_the_decision() -> None:
     replanner.realised(7.0)
     assert [look.realised for look in replanner.looks] == [9.0, 7.0]
     assert replanner.looks[1].decision == decision
+
+
+def test_prices_learn_from_settled_steps_alone() -> None:
+    """Steps that take twice as long as priced double what is expected; those in which the plan changed say nothing."""
+    replanner, _ = started(FREE)
+    replanner.realised(1e6)  # the plan began in them
+    first = replanner.step([], [])
+    assert replanner.bias == FRESH
+    assert first.current is not None and not first.taken
+    replanner.realised(2 * first.current.step)
+    second = replanner.step([], [])
+    bottleneck = first.current.bottleneck
+    assert 1.3 < replanner.bias.factor(bottleneck) < 2.3
+    assert second.current is not None
+    assert second.current.step == pytest.approx(first.current.step * replanner.bias.factor(bottleneck))
 
 
 def test_a_run_goes_on_from_its_plan_and_tracker() -> None:

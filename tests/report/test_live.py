@@ -3,11 +3,13 @@ from __future__ import annotations
 import io
 import os
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
+from fakes import made_run
 from rich.console import Console
 
-from libra.loop.progress import loan_words
+from libra.loop.progress import RunProgress, loan_words
 from libra.records.schema import StepLoan
 from libra.report.live import (
     FIRST_SECONDS,
@@ -19,6 +21,8 @@ from libra.report.live import (
     make_display,
     panel,
 )
+from libra.report.remaining import RemainingTime
+from libra.report.words import duration
 from libra.sim.simulate import Elapsed
 
 VIEW = RunView(
@@ -206,6 +210,44 @@ def test_a_log_file_gets_a_line_now_and_then() -> None:
         "simulated 1.00 s: 9 of 10 requests that came have ended",
         "simulated 3.00 s: 27 of 30 requests that came have ended",
     ]
+
+
+def test_a_simulation_that_knows_its_steps_says_how_long_it_will_take() -> None:
+    out, clock = io.StringIO(), Clock()
+    with SimulationProgress(out, clock) as progress:
+        for step in range(1, 5):
+            clock.now += 6.0
+            progress.step(step, 8)
+    assert out.getvalue().splitlines() == [
+        "simulated step 2 of 8, about 36.0 s left",
+        "simulated step 4 of 8, about 24.0 s left",
+    ]
+
+
+def test_the_time_left_follows_the_latest_steps_and_begins_anew_with_another_series() -> None:
+    remaining = RemainingTime()
+    assert remaining.observe(1, 100, 10.0) is None
+    assert remaining.observe(2, 100, 12.0) == 196.0
+    left = [remaining.observe(step, 100, 12.0 + 4.0 * (step - 2)) for step in range(3, 40)]
+    assert left[-1] == 4.0 * 61
+    assert remaining.observe(1, 50, 200.0) is None
+
+
+def test_a_run_says_how_long_its_steps_will_take() -> None:
+    assert "step 5/20  about 1 min 15 s left  training" in plain_lines((30.0, replace(VIEW, left=75.0)))[-1]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(panel(replace(VIEW, left=75.0), 30.0))
+    assert "about 1 min 15 s left" in console.file.getvalue()  # type: ignore[attr-defined]
+    shown, clock = io.StringIO(), Clock()
+    progress = RunProgress("run", 20, PlainDisplay(shown, 0.0, clock), clock)
+    for step in (1, 2):
+        clock.now += 3.0
+        progress.warm_up(step, 10, 0.5)
+    assert "supervised warm-up 2/10, loss 0.500, about 24.0 s left" in shown.getvalue()
+    for step in made_run.make_steps(2):
+        progress.step(step, "", ())
+    mean = fmean(step.step_seconds for step in made_run.make_steps(2))
+    assert f"step 2/20  about {duration(18 * mean)} left" in shown.getvalue()
 
 
 def test_a_terminal_gets_a_line_that_moves_and_goes() -> None:

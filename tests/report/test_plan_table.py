@@ -34,6 +34,8 @@ PLAN = Plan(
     layout=None,
     placement=(),
     loans=(),
+    simulated=None,
+    finalists=(),
     request=REQUEST,
 )
 
@@ -73,9 +75,9 @@ def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
 
 def test_on_a_cluster_it_shows_the_layout_the_devices_and_the_nodes() -> None:
     table = plan_tables(CLUSTER_PLAN, BOUND, ())[0]
-    assert table.caption == f"training: {LAYOUT.family}"
+    assert table.caption == f"training, in data-parallel ranks: {LAYOUT.family}"
     assert cells(table) == [
-        ("training replicas", "2", "2 devices", "-", "-", "4", "b 1"),
+        ("training ranks", "2", "2 devices", "-", "-", "4", "b 1"),
         ("engines", "4", "a/tp1", "64", "1 to 1,000", "4", "a 0-2, 5"),
         ("engines", "1", "b/tp4", "512", "1,001 to 8,192", "4", "b 0"),
     ]
@@ -86,7 +88,7 @@ def test_the_allocation_breaks_no_word(width: int) -> None:
     console = Console(file=StringIO(), width=width, record=True)
     console.print(plan_tables(CLUSTER_PLAN, BOUND, ())[0])
     said = console.export_text()
-    for word in (*LAYOUT.family.split(), "max_num_seqs", "replicas", "devices"):
+    for word in (*LAYOUT.family.split(), "max_num_seqs", "ranks", "devices"):
         assert word in said
 
 

@@ -8,19 +8,21 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from fakes.made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
+from fakes.made_run import DECISIONS, MEASURED, MadeRun, make_step, make_summary, write_lines, write_run
 from pages import Page, figure, marks, needs_nothing, titles
 from typer import Exit
 
-from libra.cli.errors import require_pages
+from libra.cli.errors import require
+from libra.config.extras import install_command
 from libra.plan.problem import Bottleneck
 from libra.records.causes import Cause
-from libra.records.run_log import read_run
-from libra.records.schema import EventRecord
+from libra.records.run_log import outcomes, read_run
+from libra.records.schema import EventRecord, Learned
 from libra.report.charts import MAX_COLUMNS
 from libra.report.run_figures import role_spans, running_mean
 from libra.report.run_page import render_report
 from libra.report.run_verdict import headline
+from libra.report.words import duration
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +211,27 @@ def test_what_is_missing_is_said_in_words(made_run: MadeRun) -> None:
         assert words in said, words
 
 
+def test_what_was_promised_realised_and_learned_is_a_table(made_run: MadeRun) -> None:
+    assert "Promised, realised, learned" not in Page(render_report(made_run.directory)).text
+    learned = {"rollout": Learned(1.25, 0.1), "training": Learned(1.125, 0.2), "latency": Learned(1.0, 0.2)}
+    first, *others = made_run.periods
+    taught = replace(first, priced_seconds=2.0, measured_error=0.25, hindsight_seconds=2.1, learned=learned)
+    write_lines(made_run.directory / "periods.jsonl", [taught, *others])
+    said = Page(render_report(made_run.directory)).text
+    took = duration(first.measured_seconds)
+    assert f"2.00 s {duration(first.predicted_seconds)} {took} ± 0.50 s" in said
+    assert "generation × 1.25 ± 20 %, training × 1.12 ± 40 %" in said
+    assert "a worker changed role" in said
+
+
+def test_a_realised_gain_has_its_interval(made_run: MadeRun) -> None:
+    judged = replace(MEASURED, price_error=0.2, realised_error=0.1)
+    write_lines(made_run.directory / "decisions.jsonl", [*DECISIONS, judged])
+    assert "≈ +0.50 s ± 0.20 s" in Page(render_report(made_run.directory)).text
+    [outcome, _] = outcomes(read_run(made_run.directory))
+    assert outcome.error_seconds == pytest.approx(0.2 * outcome.steps)
+
+
 def test_refusals_only_are_explained(made_run: MadeRun) -> None:
     write_lines(made_run.directory / "decisions.jsonl", [DECISIONS[0], replace(DECISIONS[0], period=1, step=40)])
     said = Page(render_report(made_run.directory)).text
@@ -249,12 +272,10 @@ def test_pages_without_their_libraries_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "altair", None)
-    monkeypatch.delitem(sys.modules, "libra.report.vega")
     with pytest.raises(Exit) as ended:
-        require_pages()
+        require("report")
     assert ended.value.exit_code == 2
-    assert "altair is not installed" in (said := capsys.readouterr().err)
-    assert "pip install 'libra-rl[report]'" in said
+    assert f"altair is not installed: {install_command('report')}" in capsys.readouterr().err
 
 
 PLANNING = """

@@ -14,7 +14,7 @@ from libra.records.loan_history import RunClock, run_loans
 from libra.report.training_run_page import training_run_page
 from libra.report.training_run_trace import write_training_trace
 from libra.sim.tenant import Misses
-from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun, SimulatedStep
+from libra.sim.training_run.outcome import EngineSpan, LenderOutcome, SimulatedRun, SimulatedStep
 
 
 @pytest.fixture
@@ -45,7 +45,12 @@ def outcome(tmp_path: Path) -> SimulatedRun:
         )
         for it, late in zip(histories, ((1, 2), ()), strict=True)
     )
-    return SimulatedRun("plan", steps, (), 10.0, 40.0, 30.0, 500, 20, 900, 300, 4, 0, lenders)
+    engines = tuple(
+        EngineSpan(name, up_to, 2.5 * number, 2.5 * (number + 1), busy)
+        for number in range(4)
+        for name, up_to, busy in (("n-0/0", 1000, 2.5), ("n-0/1", 1000, 1.5), ("n-0/2-3", 8000, 0.5))
+    )
+    return SimulatedRun("plan", steps, (), 10.0, 40.0, 30.0, 500, 20, 900, 300, 4, 0, lenders, engines)
 
 
 def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None:
@@ -65,6 +70,17 @@ def test_the_page_has_its_steps_and_what_was_lent(outcome: SimulatedRun) -> None
         assert words in said, words
     assert titles(figure(page, "Seconds of a step")).count("optimiser step 2: waits for complete groups 1.5") == 1
     assert marks(figure(page, "Staleness"), "line") == 2
+    assert marks(figure(page, "Seconds of a step"), "line") == 1
+    assert "The line is the plan's step of 2.00 s." in said
+    assert (
+        titles(figure(page, "Engines and trainer")).count(
+            "n-0/1, contexts up to 1,000: 60 % busy from 2.50 s to 5.00 s"
+        )
+        == 1
+    )
+    assert titles(figure(page, "Engines and trainer")).count("trainer: waits 1.50 s before step 2") == 1
+    assert "up to 1,000 2 80 % 60 % 100 % up to 8,000 1 20 % 20 % 20 %" in said
+    assert "Who worked when" not in Page(training_run_page(replace(outcome, engines=()), 2.0, "plan.json")).text
 
 
 def test_the_trace_has_its_steps_and_lent_devices(outcome: SimulatedRun, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from sessions import LIMITS, OK, Step, decisions, follow, steps
 
 from libra.route.catalogue import POLICIES, policy_named, policy_restored
 from libra.route.cmlfq import CMLFQ
+from libra.route.live import FORMAT
 from libra.route.policy import InstanceView, Policy, TurnRequest, View
 from libra.route.published import PublishedCMLFQ
 from libra.route.service_cost import MigrationCost
@@ -60,11 +61,11 @@ def test_a_restored_policy_decides_as_the_original(
 
 
 @every_name
-@pytest.mark.parametrize("field", [{"format": 2}, {"policy": "another"}])
+@pytest.mark.parametrize("field", [{"format": FORMAT + 1}, {"policy": "another"}])
 def test_a_snapshot_of_another_policy_is_refused(name: str, field: dict[str, object]) -> None:
     snapshot = policy_named(name).snapshot()
     assert snapshot["policy"] == name
-    with pytest.raises(ValueError, match=f"this is '{name}' format 1"):
+    with pytest.raises(ValueError, match=f"this is '{name}' format {FORMAT}"):
         policy_restored(name, snapshot | field)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sessions import OK
 
 from libra.route.bucket import bucket_of
+from libra.route.live import FORMAT
 from libra.route.oracle import Oracle
 from libra.route.policy import InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS
@@ -190,7 +191,7 @@ def test_a_snapshot_does_not_carry_what_it_knows() -> None:
     snapshot = Oracle({}).snapshot()
     with pytest.raises(ValueError, match="known is missing: give the trajectories"):
         Oracle.restore(snapshot)
-    with pytest.raises(ValueError, match="this is 'oracle' format 1"):
+    with pytest.raises(ValueError, match=f"this is 'oracle' format {FORMAT}"):
         Oracle.restore(snapshot | {"policy": "mlfq"}, {})
 
 

@@ -58,7 +58,7 @@ def test_a_recall_that_cannot_come_in_time() -> None:
 
 
 def instance(id: str, bucket: int, load: int, recalls: float = 0.0) -> InstanceView:
-    return InstanceView(id, bucket, (SHORT, LONG)[bucket], load, 0.02, recalls)
+    return InstanceView(id, bucket, (SHORT, LONG)[bucket], load, None, recalls)
 
 
 def view(*instances: InstanceView) -> View:

@@ -234,7 +234,7 @@ def test_a_router_that_has_learned_uses_all_buckets() -> None:
     assert len(plan.allocation.buckets) == 2
 
     def turns_in_the_second_bucket(learned: Sequence[Trajectory]) -> int:
-        result = simulate_plan(plan, LOG, learned=learned)
+        result = simulate_plan(plan, LOG, "cmlfq-published", learned=learned)
         buckets = [engine.bucket for engine in result.engines]
         return sum(buckets[engine] for engine in result.requests.engine.tolist())
 

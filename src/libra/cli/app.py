@@ -12,7 +12,20 @@ from typing import Annotated
 
 import typer
 
-from libra.cli import calibrate, emulation, explain, lend, plan, routing, run, search, simulation, trace
+from libra.cli import (
+    calibrate,
+    emulation,
+    explain,
+    lend,
+    plan,
+    rehearsal,
+    report,
+    routing,
+    run,
+    search,
+    simulation,
+    trace,
+)
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -22,10 +35,12 @@ app = typer.Typer(
 )
 for command in (
     run.run,
+    report.report,
     plan.plan,
     explain.explain,
     calibrate.calibrate,
     simulation.simulate,
+    rehearsal.rehearse,
     search.search,
     routing.route,
     emulation.emulate,

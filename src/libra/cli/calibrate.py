@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -30,25 +31,30 @@ def calibrate(
 
     Exit status: 0 done, 2 bad input.
     """
-    from libra.config.yaml_file import ConfigError, unknown
+    from libra.config.extras import install_command
+    from libra.config.yaml_file import ConfigError, shown
     from libra.cost.sources.files import save_calibration
-    from libra.hardware.cluster import GPUS
+    from libra.hardware.cluster import GPUS, nearest_gpu
     from libra.report.tables import calibration_table
 
     try:
         if gpu is not None and gpu not in GPUS:
-            raise ConfigError(unknown("GPU", gpu, GPUS))
+            close = nearest_gpu(gpu)
+            hint = f"did you mean {close}?" if close else f"known are {', '.join(GPUS)}"
+            raise ConfigError(f"--gpu: unknown GPU {shown(gpu)}; {hint}")
         if device not in (None, "cuda", "cpu"):
             raise ConfigError(f"--device is {device}; give cuda or cpu")
         check_writable(output)
+        if find_spec("torch") is None:
+            raise ConfigError(
+                f"PyTorch is not installed: {install_command('gpu')}, or the same with cpu where there is no GPU"
+            )
         from libra.backends.calibration import calibrate_device
 
         found = calibrate_device(device)
         save_calibration(output, found)
     except (ConfigError, ValueError, OSError, RuntimeError) as error:
         bad_input(error)
-    except ModuleNotFoundError:
-        bad_input(ConfigError("PyTorch is not installed; pip install 'libra-rl[cpu]' or 'libra-rl[gpu]'"))
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:

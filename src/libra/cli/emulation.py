@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, needing
+from libra.cli.errors import bad_input, require
 from libra.cli.output import tell_notes
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def emulate(
                 " is simulated: leave the role out"
             )
         tell_notes(notes, err=True)
-        with needing("http", "aiohttp", "prometheus_client"):
-            asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
+        require("http")
+        asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
     except (ValueError, OSError) as error:
         bad_input(error)
 

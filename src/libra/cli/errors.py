@@ -5,13 +5,12 @@ Invariant: one line on standard error, and an exit status that says whose turn i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Iterable
 from typing import NoReturn
 
 import typer
 
+from libra.config.extras import install_command, missing_library
 from libra.report.words import printable
 
 
@@ -37,19 +36,7 @@ def infeasible(error: Exception, what: str = "no plan exists") -> NoReturn:
     raise typer.Exit(3) from None
 
 
-@contextmanager
-def needing(extra: str, *libraries: str) -> Iterator[None]:
-    """Where one of these libraries is not installed, the command ends with the extra that has it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in libraries:
-            raise
-        bad_input(ValueError(f"{error.name} is not installed: pip install 'libra-rl[{extra}]'"))
-
-
-def require_pages() -> None:
-    """What pages are made with is installed, or the command ends before it has done any work."""
-    with needing("report", "altair", "jinja2", "markupsafe", "vl_convert"):
-        for library in ("libra.report.page", "libra.report.vega"):
-            import_module(library)
+def require(extra: str) -> None:
+    """End the command, before it has done any work, where a library of this extra is not installed."""
+    if (library := missing_library(extra)) is not None:
+        bad_input(ValueError(f"{library} is not installed: {install_command(extra)}"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from libra.cli.errors import bad_input, infeasible, require_pages
+from libra.cli.errors import bad_input, infeasible, require
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def explain(
     """
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.explained import explain_plan
+    from libra.plan.explain.what_if import held_fixed
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.explain_table import (
@@ -48,21 +49,31 @@ def explain(
         lender_sentences,
         routing_sentence,
     )
+    from libra.report.plan_headline import finalist_rows
+    from libra.report.plan_headline import headline as plan_headline
 
-    change = ""
+    change = fixed = ""
     if html is not None:
-        require_pages()
+        require("report")
     try:
         check_writable(html, reads=(plan,))
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
-            before, found = found.predicted.step, _assumed(found, what_if)
-            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
+            planned, found = found, _assumed(found, what_if)
+            before, fixed = planned.predicted.step, held_fixed(planned.of_cluster.recipe, found.of_cluster.recipe)
+            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step, both predicted"
         explanation = explain_plan(found)
         if html is not None:
             from libra.report.explain_page import explain_page
 
-            write_text(html, explain_page(explanation, _title(found), _distribution(found)))
+            page = explain_page(
+                explanation,
+                found.request.title,
+                [(cls.peak_context, cls.share) for cls in found.request.classes],
+                plan_headline(found),
+                finalist_rows(found),
+            )
+            write_text(html, page)
     except InfeasiblePlanError as error:
         infeasible(error)
     except (ConfigError, ValueError, OSError) as error:
@@ -72,7 +83,9 @@ def explain(
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
-    lines = (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
+    for line in plan_headline(found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     for line in (*lines, *lender_sentences(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
@@ -83,28 +96,9 @@ def explain(
 def _assumed(plan: Plan, what_if: list[str]) -> Plan:
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.what_if import assume, assume_otherwise
-    from libra.plan.options.slots import SlotRequest
 
-    if isinstance(plan.request, SlotRequest):
-        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine")
-    return assume_otherwise(plan, *assume(plan.request.cluster, plan.request.recipe, what_if))
-
-
-def _title(plan: Plan) -> str:
-    from libra.plan.options.slots import SlotRequest
-
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        return f"{request.profile.model} on {request.fleet.devices} slots"
-    nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in request.cluster.nodes)
-    lending = [request.lending_nodes(lender) for lender in request.lenders]
-    lent = "".join(f" + {n.count} x {n.gpus} {n.gpu.name} that serve" for n in lending)
-    return f"{request.model.name} on {nodes}{lent}"
-
-
-def _distribution(plan: Plan) -> list[tuple[int, float]]:
-    from libra.plan.options.slots import SlotRequest
-
-    request = plan.request
-    classes = request.workload.classes if isinstance(request, SlotRequest) else request.classes
-    return [(cls.peak_context, cls.share) for cls in classes]
+    try:
+        request = plan.of_cluster
+    except ValueError:
+        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine") from None
+    return assume_otherwise(plan, *assume(request.cluster, request.recipe, what_if))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, needing, require_pages
+from libra.cli.errors import bad_input, require
 from libra.cli.output import check_writable, tell_notes, write_text, writing
 
 if TYPE_CHECKING:
@@ -117,21 +117,21 @@ def serve(
             raise ValueError(f"--period is {period:g}; give more than 0 seconds, and finite")
         if logs is not None and logs.exists() and not logs.is_dir():
             raise ValueError(f"--logs: {logs} is no directory; give one, or a name that is free")
-        with needing("cpu", "msgspec", "tokenizers", "psutil", "vllm"):
-            from libra.backends.launch.fork_server import LaunchError
-            from libra.backends.lend.agent import LoanEndedError
-            from libra.backends.lend.device_page import LendingError
-            from libra.backends.lend.lender_file import load_lender_file
+        require("cpu")
+        from libra.backends.launch.fork_server import LaunchError
+        from libra.backends.lend.agent import LoanEndedError
+        from libra.backends.lend.device_page import LendingError
+        from libra.backends.lend.lender_file import load_lender_file
 
-            lender = load_lender_file(file)
-            directory = Path(tempfile.mkdtemp(prefix="libra-lend-")) if logs is None else logs
-            try:
-                asyncio.run(_serve(lender, directory, period, as_json))
-            except (LoanEndedError, LaunchError) as error:
-                typer.echo(f"libra: {error} (logs: {directory})", err=True)
-                raise typer.Exit(1) from None
-            except LendingError as error:
-                bad_input(error)
+        lender = load_lender_file(file)
+        directory = Path(tempfile.mkdtemp(prefix="libra-lend-")) if logs is None else logs
+        try:
+            asyncio.run(_serve(lender, directory, period, as_json))
+        except (LoanEndedError, LaunchError) as error:
+            typer.echo(f"libra: {error} (logs: {directory})", err=True)
+            raise typer.Exit(1) from None
+        except LendingError as error:
+            bad_input(error)
     except (ConfigError, ValueError, OSError) as error:
         bad_input(error)
 
@@ -155,7 +155,7 @@ def report(
     from libra.report.words import duration, percent, plural
 
     if html is not None:
-        require_pages()
+        require("report")
     try:
         check_writable(html, timeline, reads=(record,))
         loan = recorded_loan(record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +18,9 @@ from libra.cli.output import STDOUT, check_writable, reading, tell_notes, write_
 if TYPE_CHECKING:
     from libra.config.recipe import Recipe
     from libra.plan.offline import LogEvidence
+    from libra.plan.options.cluster_request import ClusterRequest
     from libra.plan.plan import Plan, Solver
+    from libra.route.policy import Policy
     from libra.trajectory import Trajectory
 
 
@@ -74,6 +78,28 @@ def plan(
     solver: Annotated[
         SolverName, typer.Option("--solver", help="cp-sat, or ilp: an integer linear program (needs the ilp extra).")
     ] = SolverName.cp_sat,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            "--router", help="Policy that will route the turns (default: the request's): its name, or path.py:Class."
+        ),
+    ] = None,
+    simulate_for: Annotated[
+        float,
+        typer.Option(
+            "--simulate-for",
+            metavar="SECONDS",
+            min=0,
+            help="Compare plans in simulation for about as long; inf: until decided.",
+        ),
+    ] = 20.0,
+    no_simulation: Annotated[
+        bool, typer.Option("--no-simulation", help="Answer at once with the shortest predicted step.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Processes that simulate (default: one for each core).")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the simulated draws.")] = 0,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Solve again with the other solver and compare the results.")
     ] = False,
@@ -84,9 +110,11 @@ def plan(
 ) -> None:
     """Plan offline: who trains, who generates, in which parallelism and buckets, on which GPUs.
 
-    With --model the plan is for a cluster of GPUs. Without it, CLUSTER is the configuration of a run on one machine
-    (as for `libra run`), and --profile is the profile.json that a run has measured. The plan embeds its request and a
-    proof (status, bound, gap); the same inputs give the same bytes.
+    With --model the plan is for a cluster of GPUs: the solver proposes the best plan of each kind, whole runs in
+    simulation under your router decide, and the plan carries both figures. The solver's proof (status, bound, gap) is
+    of the predicted step. Without --model, CLUSTER is the configuration of a run on one machine (as for `libra run`),
+    and --profile is the profile.json that a run has measured; its step is only predicted. The plan embeds its request;
+    the same inputs give the same bytes with --simulate-for inf, and with --no-simulation.
 
     Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
     conflicts).
@@ -96,6 +124,7 @@ def plan(
     from libra.plan.explain.explained import bound_and_pools
     from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
+    from libra.report.plan_headline import headline
     from libra.report.plan_table import log_notes, plan_tables
 
     notes: list[str] = []
@@ -107,6 +136,8 @@ def plan(
         if model is None:
             if host is not None:
                 raise ConfigError("--host is for engines on GPUs; a run's profile.json has all that was measured")
+            if router is not None:
+                raise ConfigError("--router is for a cluster of GPUs; a run's configuration says who routes")
             found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value)
         else:
             found, evidence = _plan_cluster(
@@ -121,6 +152,8 @@ def plan(
                 longest_tool_call,
                 solver.value,
                 notes,
+                router,
+                None if no_simulation else (simulate_for, jobs, seed),
             )
         if confirm:
             notes.append(_confirmed(found, solver.value))
@@ -139,6 +172,8 @@ def plan(
         typer.echo(text, nl=False)
     else:
         console = Console()
+        for line in headline(found):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
         for table in plan_tables(found, bound, pools):
             console.print(table)
     tell_notes((*notes, *log_notes(found, bound, evidence)), err=as_json)
@@ -197,7 +232,10 @@ def _plan_cluster(
     longest_tool_call: float | None,
     solver: Solver,
     notes: list[str],
+    router: str | None,
+    simulated: tuple[float, int | None, int] | None,
 ) -> tuple[Plan, LogEvidence]:
+    """`simulated` are seconds, processes and seed of the comparison by simulation; None: none is made."""
     from libra.cli.lenders import load_lenders
     from libra.cost.sources.profiles import engine_profiles
     from libra.hardware.cluster import Cluster
@@ -213,6 +251,7 @@ def _plan_cluster(
     lenders = load_lenders(where, cluster)
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
+    recipe, policy = _routed(recipe, router, notes)
     evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
     if truncate:
         cut = sum(trajectory.peak_context > recipe.max_length for trajectory in _read(log, read_trajectories(log)))
@@ -225,11 +264,49 @@ def _plan_cluster(
     lending = Cluster(tuple(left[lender.pool] for lender in lenders)) if lenders else None
     lent = () if lending is None else engine_profiles(lending, shape, recipe, profile, lambda _: None, host)
     planner = Planner(cluster, shape, recipe, profiles, lenders, lent)
-    return planner.plan(evidence.tracker, solver=solver), evidence
+    if simulated is None:
+        return planner.plan(evidence.tracker, solver=solver), evidence
+    return _simulated(planner.request(evidence.tracker), evidence, policy, solver, simulated), evidence
+
+
+def _simulated(
+    request: ClusterRequest,
+    evidence: LogEvidence,
+    policy: Policy,
+    solver: Solver,
+    simulated: tuple[float, int | None, int],
+) -> Plan:
+    from libra.choose.choice import Effort, Moment, choose_plan
+    from libra.plan.plan import solver_named
+    from libra.report.live import SimulationProgress
+
+    seconds, jobs, seed = simulated
+    effort = Effort(seconds, len(os.sched_getaffinity(0)) if jobs is None else jobs, seed)
+    with SimulationProgress(sys.stderr) as shown:
+
+        def tell(moment: Moment) -> None:
+            shown.tell(f"{moment.words}: {moment.done} of {moment.of}" if moment.of else moment.words)
+
+        return choose_plan(
+            request, evidence.recent, router=policy, effort=effort, solved=solver_named(solver), tell=tell
+        )
 
 
 def _read(log: Path, trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:
     return reading(log, trajectories, "trajectories")
+
+
+def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recipe, Policy]:
+    """The recipe with the router that was asked for, and its policy. One that ignores buckets gets one engine size."""
+    from libra.route.custom import load_policy, looks_at_buckets
+
+    if router is not None:
+        recipe = recipe.model_copy(update={"router": router})
+    policy = load_policy(recipe.router)
+    if not looks_at_buckets(policy) and recipe.max_buckets > 1:
+        notes.append(f"{recipe.router} does not look at buckets: all engines have one size, and serve all lengths")
+        recipe = recipe.model_copy(update={"max_buckets": 1})
+    return recipe, policy
 
 
 def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from libra.cli.errors import bad_input, needing
+from libra.cli.errors import bad_input, require
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def route(
         policy = _policy(asked, state)
         for trajectory in () if learn_from is None else read_trajectories(learn_from):
             policy.finished(trajectory)
-        with needing("http", "aiohttp", "msgspec", "prometheus_client"):
-            asyncio.run(_serve(asked, policy, host, port, log, as_json))
+        require("http")
+        asyncio.run(_serve(asked, policy, host, port, log, as_json))
         if state is not None:
             write_text(state, json.dumps(policy.snapshot()))
     except (ValueError, OSError) as error:

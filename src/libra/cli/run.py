@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, require_pages
+from libra.cli.errors import bad_input, require
 from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
 
@@ -78,13 +78,13 @@ def run(
 
 
 def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
+    require("cpu")
     # Imported here: planning and reading traces must not need what running needs.
     from libra.environments.registry import load_environment
     from libra.loop.preflight import check
     from libra.loop.run_directory import locked
     from libra.records.files import DiskError
 
-    require_pages()
     environment = load_environment(settings.environment, beside)
     check(settings, resume, overwrite)
     try:

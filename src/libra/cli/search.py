@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input, infeasible, of_option, require_pages
+from libra.cli.errors import bad_input, infeasible, of_option, require
 from libra.cli.output import check_writable, tell_notes, write_text
 from libra.report.words import printable
 
@@ -97,7 +97,7 @@ def search(
 
     notes: list[str] = []
     if report is not None:
-        require_pages()
+        require("report")
     try:
         check_writable(output, report, reads=(cluster, requests, menu))
         if plan and report is not None:

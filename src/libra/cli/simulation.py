@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from libra.cli.errors import bad_input, of_option, require_pages
+from libra.cli.errors import bad_input, of_option, require
 from libra.cli.output import check_writable, tell_notes, write_text, writing
 from libra.report.words import printable
 
@@ -39,28 +39,6 @@ def simulate(
     learn_from: Annotated[
         Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Simulate a whole run of this many steps, training included; for a cluster's plan."),
-    ] = None,
-    lender: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--lender",
-            help="With --steps: what serves on the devices that the plan borrows, as for `libra lend check`.",
-        ),
-    ] = None,
-    traffic: Annotated[
-        list[Path] | None,
-        typer.Option("--traffic", help="What each of those engines serves, a file for each --lender, in their order."),
-    ] = None,
-    kv_quota: Annotated[
-        bool,
-        typer.Option(
-            "--kv-quota",
-            help="KV memory of those devices changes hands as their users need it, instead of what is certified.",
-        ),
-    ] = False,
     concurrency: Annotated[
         int | None,
         typer.Option(help="Most trajectories in flight (default: all; for a plan, as many as its staleness allows)."),
@@ -105,7 +83,7 @@ def simulate(
 ) -> None:
     """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
 
-    Of a plan, one step's rollout; with --steps a whole run, in which engines and trainers wait for each other.
+    Of a plan it is one step's rollout; `libra rehearse` simulates whole runs, in which engines and trainers wait.
 
     Simulated time is exact and follows vLLM's scheduler; times of iterations are those that the planner reads. The
     same inputs give the same bytes.
@@ -114,14 +92,12 @@ def simulate(
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.cli.simulation_input import asked
-    from libra.cli.training_run import refuse_unfit, run_of_plan
     from libra.report.live import SimulationProgress
     from libra.sim.of_plan import teach
     from libra.sim.simulate import simulate as run
     from libra.trajectory import read_trajectories
 
     options = {
-        "--steps": steps,
         "--concurrency": concurrency,
         "--samples-per-prompt": samples_per_prompt,
         "--unknown-tool-seconds": unknown_tool_seconds,
@@ -131,41 +107,10 @@ def simulate(
     }
     given = {name: value for name, value in options.items() if value is not None}
     if report is not None:
-        require_pages()
+        require("report")
     try:
-        reads = (what, trajectories, requests, learn_from, *(lender or ()), *(traffic or ()))
-        check_writable(output, requests_out, timeline, report, reads=reads)
+        check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
         _check_numbers(seed, time_limit, given)
-        if steps is not None and what.suffix == ".json":
-            unfit = {
-                "--requests": requests,
-                "--time-limit": time_limit,
-                "--requests-out": requests_out,
-                **{name: value for name, value in given.items() if name not in ("--steps", "--truncate-context")},
-            }
-            refuse_unfit(unfit)
-            run_of_plan(
-                what,
-                trajectories,
-                steps,
-                route=route,
-                learn_from=learn_from,
-                truncate=truncate_context,
-                seed=seed,
-                exact=exact,
-                output=output,
-                report=report,
-                timeline=timeline,
-                as_json=as_json,
-                lenders=lender or [],
-                traffic=traffic or [],
-                kv_quota=kv_quota,
-            )
-            return
-        if lender or traffic or kv_quota:
-            raise ValueError(
-                "--lender, --traffic and --kv-quota are for a whole run of a plan that borrows: give --steps"
-            )
         work = asked(what, trajectories, requests, given, seed)
         deployment = _routed(work.deployment, route)
         policy = deployment.policy(seed)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import parse_plan, require_answer
 from libra.report.words import plural
 from libra.sim.deployment import Deployment
@@ -27,7 +26,6 @@ _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
 _OF_REQUESTS = ("--rate-scale", "--start")
 _MEANT_FOR = {
-    "--steps": "a cluster's plan",
     **dict.fromkeys(_OF_TRAJECTORIES, "trajectories (--trajectories)"),
     **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
 }
@@ -68,8 +66,7 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     plan = parse_plan(what.read_bytes(), where=str(what))
     request = plan.request
     require_answer(plan, request.menu().problem)
-    longest = request.workload.longest_context if isinstance(request, SlotRequest) else request.recipe.max_length
-    log = list(read_workload(trajectories, longest, given.get(_TRUNCATE, False)))
+    log = list(read_workload(trajectories, request.longest_context, given.get(_TRUNCATE, False)))
     try:
         deployment, workload = planned_run(plan, log, seed=seed, **_keywords(given))
     except PlacementError as error:

@@ -83,7 +83,10 @@ class Recipe(Section):
     # Whether a bucket may be a prefill/decode pair: prompts are computed on some engines, tokens generated on others.
     prefill_decode: bool = Field(default=False, strict=True)
     max_buckets: _Count = 4  # ranges of final context that are told apart: a router has to tell them apart, too
-    router_hit: _Share = 1.0  # share of a trajectory's work, after its first tool return, that reaches its own bucket
+    # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class.
+    router: Annotated[str, Field(strict=True, min_length=1)] = "cmlfq"
+    # Share of a trajectory's work, after its first tool return, that reaches its own bucket; null: as measured.
+    router_hit: _Share | None = None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

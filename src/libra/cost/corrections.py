@@ -11,17 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchFactors:
-    """Factors of the parts of a step's seconds; the parts are those of `batch_work` and `Longest`."""
+    """Factors of the parts of a step: those of `libra.cost.rollout` and `libra.cost.longest`."""
 
     decode: float  # of all
     prefill: float  # samples of one prompt prefill it together
     eviction: float  # contexts that are prefilled again: those of the longer trajectories are gone more often
     memory: float  # waiting for memory, which others use meanwhile
-    generation: float  # of the longest trajectory: as the batch drains, and its draws are not normal
-    tools: float  # of the longest trajectory
+    generation: float  # of the longest trajectory: as the batch drains
 
 
-UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0)
 
 BATCH = BatchFactors(
     decode=0.92,
@@ -29,5 +28,4 @@ BATCH = BatchFactors(
     eviction=1.0,
     memory=0.46,
     generation=0.99,
-    tools=1.1,
 )

@@ -25,6 +25,7 @@ _FASTER: Mapping[str, Mapping[Product, float]] = {
     "H100": _EIGHT,
     "H800": _EIGHT,
     "H200": _EIGHT,
+    "L4": _EIGHT,
     "L40S": _EIGHT,
     "B200": {"fp8": 2.0, "fp4": 4.0},
 }

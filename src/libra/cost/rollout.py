@@ -8,17 +8,13 @@ context, at most K of them in one iteration.
 Where a step waits for its whole batch, all of it starts at once on empty engines, and seats that are taken one after
 the other are not what bounds it. Then an engine that generates in I iterations takes `step * I + per_sequence * G +
 per_context_token * C`, and I is what its longest trajectory generates. So a batch takes what all its trajectories ask
-of the engines (`batch_work`, which engines share), and its longest trajectory alone (`Longest`, which they cannot).
+of the engines (`batch_work`, which engines share), and its longest trajectory alone (`libra.cost.longest`), which they
+cannot.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
-
-import numpy as np
 
 from libra.cost.corrections import BatchFactors
 from libra.cost.device import EngineCost
@@ -28,7 +24,6 @@ from libra.lengths import TrajectoryClass
 
 _NEAR = 0.05  # relative: lines from below that come as near need no help from secants
 _EIGHTH = 8  # between the ends of a secant
-_WIDEST = 1e150  # times its mean that the deviation of tool times counts as: its square is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +79,17 @@ def prefill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
     They come spread over its growing context, so a prefilled token has half the final context before it on average, and
     so has a turn that is admitted.
     """
-    seconds = cls.prefill * (timing.per_prefill_token + timing.per_prefill_context * cls.mean_context / 2)
-    return seconds + timing.per_admitted_token * cls.turns * cls.mean_context / 2
+    token, admission = prompt_seconds(timing, cls.mean_context)
+    return cls.prefill * token + cls.turns * (admission - timing.per_turn)
+
+
+def prompt_seconds(timing: EngineTiming, final_context: float) -> tuple[float, float]:
+    """Engine seconds of each prefilled token, and of each turn, of a trajectory with this final context."""
+    half = final_context / 2
+    return (
+        timing.per_prefill_token + timing.per_prefill_context * half,
+        timing.per_turn + timing.per_admitted_token * half,
+    )
 
 
 def refill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
@@ -94,23 +98,14 @@ def refill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
     return context * (timing.per_prefill_token + timing.per_prefill_context * context / 2)
 
 
-def residence(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int, draws: float) -> float:
-    """Seconds from the first token to the last of the longest of `draws` trajectories of the class.
-
-    The other seats are taken by trajectories of the same class, as many as memory holds. Generation and tools are as
-    much longer than the class's mean as the largest of so many draws of a normal distribution is expected to be.
-    """
-    beyond = expected_largest(draws)
-    longer = 1 + beyond * cls.generated_std / cls.generated if cls.generated else 1.0
+def seats_taken(cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> float:
+    """Sequences of the class that decode together on an engine with as many seats, as far as memory holds them."""
     context = cls.context_sum / cls.generated if cls.generated else 0.0
-    together = min(float(max_num_seqs), max(1.0, kv_tokens / context)) if context else float(max_num_seqs)
-    decode = longer * cls.generated * timing.iteration_seconds(together, together * context)
-    apart = prefill_seconds(timing, cls) + timing.per_turn * cls.turns
-    return decode + apart + cls.tool_seconds + beyond * cls.tool_seconds_std
+    return min(float(max_num_seqs), max(1.0, kv_tokens / context)) if context else float(max_num_seqs)
 
 
 def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, factors: BatchFactors) -> tuple[float, ...]:
-    """Engine seconds per trajectory of a batch that starts at once, for each line; besides, there is `Longest`."""
+    """Engine seconds per trajectory of a batch that starts at once, for each line, its longest left out."""
     apart = factors.prefill * prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return tuple(
         factors.decode * (line.per_sequence * cls.generated + line.per_context_token * cls.context_sum)
@@ -123,56 +118,6 @@ def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, facto
 def refills(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -> float:
     """Engine seconds per trajectory if every turn after the first finds its context gone, and prefills it again."""
     return factors.eviction * max(0.0, cls.turns - 1) * refill_seconds(timing, cls)
-
-
-@dataclass(frozen=True, slots=True)
-class Longest:
-    """The longest of some trajectories of a class, if no other were beside it.
-
-    Tokens are taken to be normal and limited by the class's peak; seconds of tools have longer tails: log-normal. Who
-    generates most is seldom who waits longest: beyond their means the two add up like independent deviations.
-    """
-
-    generates: float  # seconds in which the mean trajectory generates
-    waits: float  # seconds in which its tools run
-    generates_more: float  # the longest by itself, beyond the mean
-    waits_more: float
-
-    def seconds(self, slowed: float = 1.0) -> float:
-        """Where others make generation take `slowed` times as long. Convex: the longest is another one then."""
-        more = math.hypot(slowed * self.generates_more, self.waits_more)
-        return slowed * self.generates + self.waits + more
-
-
-def longest_of(timing: EngineTiming, cls: TrajectoryClass, draws: float, factors: BatchFactors) -> Longest:
-    """The longest of `draws` trajectories of the class."""
-    beyond = expected_largest(draws)
-    longest = min(float(cls.peak_context), cls.generated + beyond * cls.generated_std)
-    mean, most = (factors.generation * _alone(timing, cls, tokens) for tokens in (cls.generated, longest))
-    waits_more = factors.tools * max(0.0, _longest_tools(cls, beyond) - cls.tool_seconds)
-    return Longest(mean, factors.tools * cls.tool_seconds, max(0.0, most - mean), waits_more)
-
-
-def longest_upto(seconds: Sequence[float], draws: Sequence[float]) -> tuple[float, ...]:
-    """[class] seconds to expect of the longest trajectory of all classes up to each one, given the longest of each.
-
-    `draws` trajectories of each class are expected; as many as a Poisson distribution says come. So a class that is
-    rarely met counts by how often it is.
-    """
-    order = np.argsort(-np.asarray(seconds), kind="stable")
-    ranked, counts = np.asarray(seconds)[order], np.asarray(draws)[order]
-    counted = counts[:, None] * (order[:, None] <= np.arange(len(order)))  # [rank, class]
-    longer = np.cumsum(counted, axis=0) - counted
-    found: list[float] = (np.exp(-longer) * -np.expm1(-counted) * ranked[:, None]).sum(axis=0).tolist()
-    return tuple(found)
-
-
-def _longest_tools(cls: TrajectoryClass, beyond: float) -> float:
-    """Seconds of tools that are `beyond` standard deviations longer than the class's, in the logarithm."""
-    if not cls.tool_seconds:
-        return 0.0
-    variance = math.log1p(min(cls.tool_seconds_std / cls.tool_seconds, _WIDEST) ** 2)
-    return cls.tool_seconds * math.exp(beyond * math.sqrt(variance) - variance / 2)
 
 
 def secant_timings(
@@ -209,18 +154,3 @@ def _secant(grid: EngineGrid, low: int, high: int, context: float, longest: floa
     at_low, at_high = (max(0.0, grid.decode_seconds(b, context) - slope * b * context) for b in (low, high))
     rate = max(0.0, (at_high - at_low) / (high - low))
     return IterationLine(max(0.0, at_low - rate * low), rate, slope)
-
-
-def _alone(timing: EngineTiming, cls: TrajectoryClass, generated: float) -> float:
-    """Engine seconds of a trajectory with no other beside it, tools left out."""
-    context = cls.context_sum / cls.generated if cls.generated else 0.0
-    decode = generated * timing.iteration_seconds(1.0, context)
-    return decode + prefill_seconds(timing, cls) + timing.per_turn * cls.turns
-
-
-def expected_largest(draws: float) -> float:
-    """Expected largest of `draws` standard normal numbers, in standard deviations; 0 for one draw or fewer.
-
-    Blom's approximation (Statistical Estimates and Transformed Beta-Variables, 1958), within 2 % from two draws on.
-    """
-    return 0.0 if draws <= 1 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))

@@ -66,31 +66,17 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     """
     model, batch, rates, state, fabric = work.model, work.batch, work.rates, work.state, work.fabric
     tp, cp = table.tp, table.cp
-    layers = np.ceil(model.layers / table.pp)
-    sparse = np.minimum(layers, model.sparse_layers)
+    layers, sparse = _stage_layers(model, table)
     tokens = batch.tokens / table.dp / cp  # of one rank, on one of its context-parallel devices
     # Ring attention is a kernel and a merge for each part of the keys.
     launches = counts * layers * (OPERATIONS + 2 * (cp - 1)) * LAUNCH
 
-    active = model.experts.active if model.experts else 0
-    dense = layers * (model.attention_parameters() + model.norm_parameters)
-    dense = dense + (layers - sparse) * model.dense_mlp_parameters
-    dense = dense + sparse * (model.shared_expert_parameters + model.router_parameters)
-    routed = sparse * active * model.expert_parameters
-    # A pass reads every expert of the device once per micro-batch, however few tokens come to it.
-    held = sparse * model.expert_parameters * (model.experts.count if model.experts else 0) / (table.ep * tp)
-    reading = counts * held * state.weights / rates.bandwidth
-    experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
-    forward = 2 * dense * tokens / tp / rates.linear + experts
-    if rates.passes:
-        every, _ = layer_bytes_per_token(model, table, state)
-        forward = forward + rates.passes * every * tokens * layers / rates.bandwidth
-    if state.product < state.weights:  # weights are cast for every pass
-        forward = forward + counts * (dense + held) * (state.weights + state.product) / tp / rates.bandwidth
-    head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
-
-    keys = batch.context_sum / table.dp
-    attention = model.forward_flops(0, 1) * keys * layers / model.layers / (tp * cp) / rates.attention
+    forward, attention, head = _computed(work, table, counts, rates)
+    if rates.fused is not None:
+        least, slower_attention, slower_head = _computed(work, table, counts, rates.fused)
+        # Backward takes twice the forward and 2.5 times its attention: what attention gains is bounded with both.
+        gained = ATTENTION_BACKWARD / 2 * np.maximum(0.0, slower_attention - attention)
+        forward, head = np.maximum(forward, least + gained), np.maximum(head, slower_head)
     product = _product_width(model)
     again = tokens / tp * state.weights * layers * (4 * model.hidden + 3 * product) / rates.bandwidth
     layer_recompute = np.select(
@@ -103,8 +89,8 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     whole = all_gather_seconds(micro * model.hidden * value, group, fabric)
     per_layer = np.where(tp > 1, 4 * whole, 0.0)  # gather and scatter, around attention and around the MLP
     per_sparse = np.zeros(len(table))
-    if model.sparse_layers:
-        copies = micro * active * model.hidden * value
+    if model.experts and model.sparse_layers:
+        copies = micro * model.experts.active * model.hidden * value
         moved = all_to_all_seconds(copies / tp, Group(table.ep, tp), fabric)
         beside = np.where(tp > 1, 2 * whole + 2 * all_gather_seconds(copies, group, fabric), 0.0)
         per_sparse = np.where(table.ep > 1, 2 * moved, 0.0) + beside - per_layer
@@ -129,6 +115,40 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         exchange_forward=layers_exchange + ring_forward,
         exchange_backward=layers_exchange + ring_backward + again_exchange,
     )
+
+
+def _stage_layers(model: ModelSpec, table: LayoutTable) -> tuple[Array, Array]:
+    """Layers of the largest pipeline stage, and how many of them have experts at most."""
+    layers = np.ceil(model.layers / table.pp)
+    return layers, np.minimum(layers, model.sparse_layers)
+
+
+def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRates) -> tuple[Array, Array, Array]:
+    """Forward seconds of one rank by these rates: of a stage's layers without attention and launches, of its attention,
+    and of the language-model head."""
+    model, batch, state = work.model, work.batch, work.state
+    tp = table.tp
+    layers, sparse = _stage_layers(model, table)
+    tokens = batch.tokens / table.dp / table.cp  # of one rank, on one of its context-parallel devices
+    active = model.experts.active if model.experts else 0
+    dense = layers * (model.attention_parameters() + model.norm_parameters)
+    dense = dense + (layers - sparse) * model.dense_mlp_parameters
+    dense = dense + sparse * (model.shared_expert_parameters + model.router_parameters)
+    routed = sparse * active * model.expert_parameters
+    # A pass reads every expert of the device once per micro-batch, however few tokens come to it.
+    held = sparse * model.expert_parameters * (model.experts.count if model.experts else 0) / (table.ep * tp)
+    reading = counts * held * state.weights / rates.bandwidth
+    experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
+    forward = 2 * dense * tokens / tp / rates.linear + experts
+    if rates.passes:
+        every, _ = layer_bytes_per_token(model, table, state)
+        forward = forward + rates.passes * every * tokens * layers / rates.bandwidth
+    if state.product < state.weights:  # weights are cast for every pass
+        forward = forward + counts * (dense + held) * (state.weights + state.product) / tp / rates.bandwidth
+    head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
+    keys = batch.context_sum / table.dp
+    attention = model.forward_flops(0, 1) * keys * layers / model.layers / (tp * table.cp) / rates.attention
+    return forward, attention, head
 
 
 def _product_width(model: ModelSpec) -> float:

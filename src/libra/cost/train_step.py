@@ -192,7 +192,7 @@ def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters)
 
 def _seconds_per_token(work: Work) -> tuple[float, float]:
     """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of balance."""
-    model, rates = work.model, work.rates
+    model, rates = work.model, work.rates.fused or work.rates  # passes grow with tokens as products do
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
     linear = 3 * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
     return linear, (1 + ATTENTION_BACKWARD) * model.forward_flops(0, 1) / rates.attention

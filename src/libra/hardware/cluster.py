@@ -6,6 +6,7 @@ so whatever holds one need not doubt its units. Sizes are bytes, rates are bytes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from libra.config.yaml_file import unknown
 from libra.hardware.loan_terms import LoanTerms
 
 _MIB = 2.0**20
+_LEAST_REPORTED = 0.93  # of the memory in a GPU's name: the driver keeps some, error correction of GDDR6 a sixteenth
 
 # What no GPU or network of today comes near. A value outside was given in another unit.
 _GPU_RANGES = {
@@ -70,7 +72,7 @@ class GPU:
 
 # Speeds are without sparsity, with which data sheets double them. Memory is what the driver reports: a data sheet's
 # gigabytes are binary ones, less what error correction and the driver take (nvidia-smi: A100 81,920 MiB, H100 81,559,
-# H200 143,771, B200 183,359, L40S 46,068).
+# H200 143,771, B200 183,359, L40S 46,068, L4 23,034, A100-40GB 40,960).
 _A100 = GPU(
     name="A100",
     memory=81_920 * _MIB,
@@ -92,6 +94,13 @@ GPUS: Mapping[str, GPU] = {
     gpu.name: gpu
     for gpu in (
         _A100,
+        replace(
+            _A100,
+            name="A100-40GB",
+            memory=40_960 * _MIB,
+            bandwidth=1.555e12,
+            source="NVIDIA A100 40GB SXM4 data sheet (2021): 40 GB HBM2, 1,555 GB/s, 312 TFLOP/s bf16, NVLink 3",
+        ),
         replace(_A100, name="A800", link=200e9, source=f"{_A100.source}; A800 has NVLink 400 GB/s"),
         _H100,
         replace(_H100, name="H800", link=200e9, source=f"{_H100.source}; H800 has NVLink 400 GB/s"),
@@ -112,6 +121,14 @@ GPUS: Mapping[str, GPU] = {
             source="NVIDIA HGX B200 data sheet (2025): 180 GB HBM3e, 7.7 TB/s, 2.25 PFLOP/s bf16, NVLink 5 1.8 TB/s",
         ),
         GPU(
+            name="L4",
+            memory=23_034 * _MIB,
+            bandwidth=300e9,
+            flops=121e12,
+            link=32e9,
+            source="NVIDIA L4 data sheet (2023): 24 GB GDDR6, 300 GB/s, 121 TFLOP/s bf16, PCIe 4 x16 64 GB/s",
+        ),
+        GPU(
             name="L40S",
             memory=46_068 * _MIB,
             bandwidth=864e9,
@@ -121,6 +138,32 @@ GPUS: Mapping[str, GPU] = {
         ),
     )
 }
+
+_FORM = re.compile(r"nvidia|tesla|gpu|sxm\d?|hgx|dgx")  # words that name no other GPU than the one without them
+_MEMORY = re.compile(r"(\d+)\s*gi?b\b")
+
+
+def nearest_gpu(given: str) -> str | None:
+    """The known GPU that is written differently in `given`; never one with another memory, link or chip.
+
+    >>> [nearest_gpu(name) for name in ("NVIDIA H100 SXM5 80GB", "h-200", "H100 PCIe", "A30", "H200 80GB")]
+    ['H100', 'H200', None, None, None]
+    """
+    text = _FORM.sub("", given.casefold())
+    memory = _MEMORY.search(text)
+    for name, gpu in GPUS.items():
+        if _letters(text) == _letters(name):
+            return name
+        if memory is not None and _letters(_MEMORY.sub("", text)) == _letters(name):
+            size = float(memory[1]) * 2.0**30
+            if gpu.memory <= size <= gpu.memory / _LEAST_REPORTED:
+                return name
+    return None
+
+
+def _letters(name: str) -> str:
+    """Letters and digits of a name, in lower case."""
+    return "".join(filter(str.isalnum, name.casefold()))
 
 
 MOST_NODES = 100_000  # of one class

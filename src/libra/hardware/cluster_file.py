@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import StrictInt
 
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, written
-from libra.config.yaml_file import Section, nearest, read_section, refusal, shown, valid
-from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, ServingPool
+from libra.config.yaml_file import Section, read_section, refusal, shown, valid
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, ServingPool, nearest_gpu
 from libra.hardware.loan_terms import LoanSection
 
 
@@ -95,7 +95,7 @@ def gpu_of(given: object, key: str) -> GPU:
         for name, gpu in GPUS.items():
             if name.casefold() == given.casefold():
                 return gpu
-        close = nearest(given, GPUS)
+        close = nearest_gpu(given)
         hint = f"did you mean {close}? Known are" if close else "known are"
         raise ValueError(
             f"{key}: unknown GPU {shown(given)}; {hint}"

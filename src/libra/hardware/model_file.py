@@ -9,6 +9,7 @@ kind of quantisation and of position scaling among them, are not read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -52,7 +53,8 @@ def _from_library(given: str) -> ModelSpec:
     by_name = {name.casefold(): name for name in names} | {_short(name): name for name in names}
     name = by_name.get(given.casefold())
     if name is None:
-        close = nearest(_short(given), by_name)
+        same = [name for name in by_name if _numbers(name) == _numbers(_short(given))]
+        close = nearest(_short(given), same)
         hint = f"did you mean {by_name[close]}? Known are" if close else "known are"
         raise ConfigError(
             f"{shown(given)}: no such file or known model; {hint} {', '.join(names)}; for another one give its"
@@ -65,6 +67,11 @@ def _from_library(given: str) -> ModelSpec:
 def _short(name: str) -> str:
     """Without the organisation, in lower case."""
     return name.rpartition("/")[2].casefold()
+
+
+def _numbers(name: str) -> list[str]:
+    """Version and sizes in a name: a model that differs in one is another model, not another spelling."""
+    return re.findall(r"\d+(?:\.\d+)?", name)
 
 
 def _parse(text: str, path: Path, name: str) -> ModelSpec:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.lengths.cohorts import LOG_CONTEXT, Sums
+from libra.lengths.members import Member, Members, of_classes
 
 TAIL_SHARE = 0.05  # the class of the longest trajectories holds no more than this share of them, where bins allow
 
@@ -21,20 +22,20 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryClass:
-    """Trajectories of similar final context, as one weighted class: means (and standard deviations, where the name says
-    so) over its trajectories, save for `share` and `peak_context`. Lengths are tokens, times are seconds."""
+    """Trajectories of similar final context, as one weighted class: means over its trajectories, save for `share`,
+    `peak_context` and `members`. Lengths are tokens, times are seconds."""
 
     share: float  # fraction of trajectories; the shares of a workload sum to 1
     peak_context: int  # no trajectory of the class needs more
     mean_context: float  # of the final contexts
     generated: float  # G: tokens generated
-    generated_std: float
     context_sum: float  # C: sum of the context length over those tokens
     prefill: float  # tokens prefilled with a warm prefix cache: prompt and tool returns, each once
     turns: float
     tool_seconds: float
-    tool_seconds_std: float
     before_first_return: float  # fraction of `generated` that belongs to the first turn, before any tool has spoken
+    members: tuple[Member, ...] = ()  # those it may have, by which the longest is priced; none: all are like the mean
+    seen: float | None = None  # equally weighted finished trajectories that say as much; None: it is certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Distribution:
     lower: Array  # tokens: the bin's lower edge
     peaks: Array  # tokens: the longest final context in the bin
     samples: float  # equally weighted finished trajectories that would say as much
+    members: Members
 
     def total(self) -> Sums:
         """Means over all trajectories."""
@@ -69,31 +71,30 @@ class Distribution:
     def classes(self, limit: int) -> tuple[TrajectoryClass, ...]:
         """At most `limit` classes, shortest first; see `LengthTracker.classes`."""
         starts = partition(self.shares, self.peaks, limit)
-        members = np.split(np.arange(len(self.shares)), starts[1:])
-        return tuple(_class(Sums(*self.sums[bins].sum(axis=0)), int(self.peaks[bins[-1]])) for bins in members)
+        bins = np.split(np.arange(len(self.shares)), starts[1:])
+        of_bin = np.repeat(np.arange(len(bins)), [len(its) for its in bins])
+        return tuple(
+            _class(Sums(*self.sums[its].sum(axis=0)), int(self.peaks[its[-1]]), members, self.samples)
+            for its, members in zip(bins, of_classes(self.members, of_bin), strict=True)
+        )
 
 
-def _class(sums: Sums, peak: int) -> TrajectoryClass:
+def _class(sums: Sums, peak: int, members: tuple[Member, ...], samples: float) -> TrajectoryClass:
     count = float(sums.trajectories)
     return TrajectoryClass(
         share=count,
         peak_context=peak,
         mean_context=float(sums.final_context / count),
         generated=float(sums.generated / count),
-        generated_std=_std(count, sums.generated, sums.generated_squared),
         context_sum=float(sums.context_sum / count),
         prefill=float(sums.prefill / count),
         turns=float(sums.turns / count),
         tool_seconds=float(sums.tool_seconds / count),
-        tool_seconds_std=_std(count, sums.tool_seconds, sums.tool_seconds_squared),
         # Where nothing was generated, no part of it came after a tool return.
         before_first_return=float(sums.first_generated / sums.generated) if sums.generated > 0 else 1.0,
+        members=members,
+        seen=count * samples,
     )
-
-
-def _std(count: float, total: float, squares: float) -> float:
-    """Standard deviation of `count` values of which the sum and the sum of squares are known."""
-    return math.sqrt(max(0.0, squares / count - (total / count) ** 2))  # rounding can take equal values below zero
 
 
 def partition(shares: Array, peaks: Array, limit: int) -> list[int]:

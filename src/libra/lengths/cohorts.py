@@ -46,6 +46,7 @@ class Sums(NamedTuple):
     unknown_returns: float  # tool returns whose seconds were not recorded
     tool_seconds: float  # of all returns
     tool_seconds_squared: float  # of the trajectory's tool seconds
+    generated_tool_seconds: float  # the product of both
 
 
 LOG_CONTEXT = Sums._fields.index("log_context")
@@ -86,6 +87,7 @@ def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: flo
         unknown_returns=unknown,
         tool_seconds=waited,
         tool_seconds_squared=waited**2,
+        generated_tool_seconds=generated * waited,
     )
 
 

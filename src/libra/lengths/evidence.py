@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.lengths.classes import Distribution
-from libra.lengths.cohorts import COUNTS, LOG_CONTEXT, OCTAVES, POWERS, SUMS, Cohort, Table
+from libra.lengths.cohorts import COUNTS, LOG_CONTEXT, OCTAVES, POWERS, SUMS, Cell, Cohort, Table
+from libra.lengths.members import Members, spread
 
 FALSE_ALARM_RATE = 0.01  # chance that one look at stationary trajectories calls them drifted
 FORGOTTEN = 1e-3  # trajectories: a bin whose share is worth less than this is left out, with its largest context
@@ -110,6 +111,10 @@ class WeighedCohorts:
     ended: Array  # [bin, power] with the running ones that no finished one tells more about
     sums: Array  # [bin, field] of the finished ones
     peaks: Array  # [bin] tokens: the longest finished one
+    cells: Indices  # [cell, work and context bin] of all that has ended
+    cells_ended: Array  # [cell, power] as `ended`
+    cells_finished: Array  # [cell] finished ones, weighted by the first power
+    cells_sums: Array  # [cell, field] of the finished ones
     by_work: Array  # [work bin] share of all trajectories that end there
     log_contexts: Array  # [work bin] mean logarithm of the final context of those
     drift: Drift
@@ -145,13 +150,28 @@ class WeighedCohorts:
         counts = np.where(finished, self.finished[kept, 0], ahead_counts[kept])
         sums = np.where(finished[:, None], self.sums[kept], ahead_sums[kept])
         share = ended[kept] / ended[kept].sum()
+        peaks = np.maximum(self.peaks, ahead.peaks)[kept]
         return Distribution(
             shares=share,
             sums=sums * (share / counts)[:, None],
             lower=np.exp2(kept / bins_per_octave),
-            peaks=np.maximum(self.peaks, ahead.peaks)[kept],
+            peaks=peaks,
             samples=self.samples,
+            members=self._members(ahead, kept, peaks),
         )
+
+    def _members(self, ahead: Cohort, kept: Indices, peaks: Array) -> Members:
+        """What those in the bins that are not forgotten are like, cell by cell."""
+        weight, _ = self.memory
+        rows = np.flatnonzero(np.isin(self.cells[:, 1], kept) & (self.cells_ended[:, weight] > 0))
+        cells, ended = self.cells[rows], self.cells_ended[rows, weight]
+        counts, sums = self.cells_finished[rows, None], self.cells_sums[rows]
+        running = {cell: values for cell, values in ahead.table.items()}
+        for row in np.flatnonzero(counts[:, 0] <= 0):
+            values = running[Cell(*cells[row].tolist())]
+            counts[row], sums[row] = values[COUNTS][0], values[SUMS]
+        bins = np.searchsorted(kept, cells[:, 1])
+        return spread(bins, ended / ended.sum(), sums / counts, peaks[bins])
 
 
 def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
@@ -190,6 +210,9 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     finished_by_context = _summed(cells[:, 1], ends[: len(finished)], bins)
     ended = _summed(end_cells[:, 1], ends, bins)
 
+    ended_cells, of_cell = np.unique(end_cells, axis=0, return_inverse=True)
+    of_finished_cell = of_cell[: len(finished)]
+
     memory = ends[:, int(drift.drifted)]
     # A running one that ends in its bin is taken to be in the middle of it.
     log_contexts = (end_cells[:, 1] + 0.5) * math.log(2) * OCTAVES / bins
@@ -202,6 +225,10 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
         ended=ended,
         sums=_summed(cells[:, 1], sums * slow[cells[:, 0], None], bins),
         peaks=np.max([cohort.peaks for cohort in cohorts], axis=0),
+        cells=ended_cells,
+        cells_ended=_summed(of_cell, ends, len(ended_cells)),
+        cells_finished=np.bincount(of_finished_cell, finished[:, 0], len(ended_cells)).astype(float),
+        cells_sums=_summed(of_finished_cell, sums, len(ended_cells)),
         by_work=shares / shares.sum(),
         log_contexts=np.divide(logs, shares, out=np.zeros(work_bins), where=shares > 0),
         drift=drift,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from libra.lengths.classes import TrajectoryClass
 from libra.lengths.cohorts import LOG_CONTEXT, Cohort
 from libra.lengths.evidence import WeighedCohorts
+from libra.lengths.members import Member
 
 DAMPING = 0.9  # each version ahead continues the trend by this much of the one before (Gardner & McKenzie 1985)
 TREND_MEMORY = 4  # a trend is seen over this many half-lives of the rest: a small change between noisy levels
@@ -137,11 +138,13 @@ def scaled(cls: TrajectoryClass, factor: float, longest: int | None) -> Trajecto
         peak_context=peak if longest is None else min(peak, max(longest, cls.peak_context)),
         mean_context=cls.mean_context * factor,
         generated=cls.generated * factor,
-        generated_std=cls.generated_std * factor,
         context_sum=cls.context_sum * factor**2,
         prefill=cls.prefill * factor,
         turns=max(1.0, cls.turns * factor),
         tool_seconds=cls.tool_seconds * factor,
-        tool_seconds_std=cls.tool_seconds_std * factor,
         before_first_return=min(1.0, cls.before_first_return / factor),
+        members=tuple(
+            Member(it.share, it.generated * factor, it.prefill * factor, it.turns * factor, it.tool_seconds * factor)
+            for it in cls.members
+        ),
     )

@@ -19,7 +19,7 @@ from libra.lengths.evidence import FORGOTTEN, Drift, WeighedCohorts, weigh
 from libra.lengths.forecast import TREND_MEMORY, LengthForecast, cohort_levels, fit, project
 from libra.trajectory import Trajectory
 
-FORMAT = 3  # of a snapshot
+FORMAT = 4  # of a snapshot
 
 _COHORTS = 64  # more are made fewer, by forgetting old ones or by joining neighbours
 

@@ -21,6 +21,8 @@ from libra.loop.fleet import ServingEngine
 from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.plan.options.slots import make_tracker
+from libra.plan.price_bias import PeriodSeconds, PriceBias
+from libra.plan.problem import Prediction
 from libra.plan.replanner import Replanner
 from libra.plan.site import SlotSite
 from libra.plan.transition import Device, Role
@@ -138,10 +140,15 @@ class Observations:
         for episode in episodes:
             peak = episode.trajectory.peak_context
             own = next((index for index, limit in enumerate(limits) if peak <= limit), len(limits) - 1)
-            if own > 0:
-                for turn, bucket in list(zip(episode.trajectory.turns, episode.turn_buckets, strict=True))[1:]:
-                    self._routed_tokens += turn.generated_tokens
-                    self._hit_tokens += turn.generated_tokens * (bucket == own)
+            for turn, bucket in list(zip(episode.trajectory.turns, episode.turn_buckets, strict=True))[1:]:
+                self._routed_tokens += turn.generated_tokens * (own > 0)
+                # What ends in the first bucket and is made elsewhere takes the place there of what should have been.
+                self._hit_tokens += turn.generated_tokens * (bucket == own if own > 0 else bucket > 0)
+
+    def learn(self, priced: Prediction, found: PeriodSeconds, untried: bool) -> PriceBias:
+        """A settled period was `priced`, and measured; see `Replanner.learn`. Returns what is known from then on."""
+        self.replanner.learn(priced, found, untried=untried)
+        return self.replanner.bias
 
     def observe_training(self, result: StepResult, trajectories: int) -> None:
         """One step's training: what it asked for, and how long it took against the calibration."""
@@ -191,7 +198,7 @@ class Observations:
             self.current_profile(),
             self._max_turn_tokens,
             self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak,
-            self._router_hits.value,
+            min(1.0, self._router_hits.value),
             self._lent_engine,
             self.loans.share,
         )

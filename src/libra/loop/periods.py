@@ -1,25 +1,36 @@
 """Predictions held against what happened: periods of equal allocation, and the decisions between them.
 
 Invariant: a prediction is made before the steps that it speaks of; a period in which a worker changed role says so and
-ends with the change, so that every other period measures one allocation.
+ends with the change, so that every other period, a settled one, measures one allocation. Prices learn from those alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import NamedTuple
 
 from libra.loop.recorder import Recorder
+from libra.plan.price_bias import BOTTLENECKS, PeriodSeconds, PriceBias, measured
 from libra.plan.problem import Prediction
-from libra.records.schema import DecisionRecord, PeriodRecord
+from libra.records.schema import DecisionRecord, Learned, PeriodRecord
+
+
+class Stayed(NamedTuple):
+    """The seconds of a step that the allocation which a decision left would take now, and their standard error."""
+
+    seconds: float
+    error: float
 
 
 @dataclass(slots=True)
 class _Open:
     first_step: int
     allocation: str
-    predicted: Prediction
+    priced: Prediction
+    predicted: Prediction  # the price, corrected by what was learned until then
     switching: bool
     seconds: list[float]
 
@@ -27,11 +38,15 @@ class _Open:
 class Periods:
     """The open period, and the decisions whose outcome is not known yet."""
 
-    def __init__(self, recorder: Recorder, first: int = 0) -> None:
-        self._recorder = recorder
+    def __init__(
+        self, recorder: Recorder, learn: Callable[[Prediction, PeriodSeconds, bool], PriceBias], first: int = 0
+    ) -> None:
+        """`learn` is given the price of a settled period in hindsight, what was measured, and whether its allocation
+        is another one than that of the settled period before; it returns what is known of prices from then on."""
+        self._recorder, self._learn = recorder, learn
         self._number = first
         self._open: _Open | None = None
-        self._last_steady: float | None = None  # measured step seconds of the last period without a switch
+        self._last_steady: PeriodRecord | None = None  # the last settled period
         self._waiting: DecisionRecord | None = None
 
     @property
@@ -45,11 +60,11 @@ class Periods:
     @property
     def measured_before(self) -> float | None:
         """Measured step seconds of the latest period without a switch."""
-        return self._last_steady
+        return None if self._last_steady is None else self._last_steady.measured_seconds
 
-    def begin(self, step: int, allocation: str, predicted: Prediction, switching: bool) -> None:
-        """A period starts with `step`."""
-        self._open = _Open(step, allocation, predicted, switching, [])
+    def begin(self, step: int, allocation: str, priced: Prediction, predicted: Prediction, switching: bool) -> None:
+        """A period starts with `step`; `predicted` is the corrected price."""
+        self._open = _Open(step, allocation, priced, predicted, switching, [])
 
     def step(self, seconds: float) -> None:
         """One step was made. Outside a period (nothing could be predicted) it counts for none."""
@@ -61,12 +76,17 @@ class Periods:
         if self._open is not None:
             self._open.switching = True
 
-    def end(self, without_change: Callable[[], float | None]) -> None:
-        """Close the open period and tell a waiting decision what came of it. `without_change` prices the allocation
-        that the decision left, for the work as it is now."""
+    def end(self, hindsight: Callable[[], Prediction | None], without_change: Callable[[], Stayed | None]) -> None:
+        """Close the open period, record the outcome of a waiting decision, and let prices learn.
+
+        They learn from `hindsight`, the period's own allocation priced with what was measured in it: lengths and speeds
+        that have changed meanwhile are followed as such, and would be corrected twice. `without_change` prices the
+        allocation that the decision left, for the work as it is now, before prices learn: what the new allocation took
+        is no evidence of the old one.
+        """
         if self._open is None or not self._open.seconds:
             return
-        period = self._open
+        period, self._open = self._open, None
         record = PeriodRecord(
             period=self._number,
             first_step=period.first_step,
@@ -76,13 +96,20 @@ class Periods:
             measured_seconds=fmean(period.seconds),
             predicted_bottleneck=period.predicted.bottleneck,
             switching=period.switching,
+            priced_seconds=period.priced.step,
         )
-        self._recorder.period(record)
         self._number += 1
-        self._open = None
         if not record.switching:
-            self._last_steady = record.measured_seconds
-            self._settle(record.measured_seconds, without_change)
+            found = measured(period.seconds)
+            self._settle(found, without_change)
+            again = hindsight() or period.priced
+            untried = self._last_steady is not None and self._last_steady.allocation != period.allocation
+            bias = self._learn(again, found, untried)
+            learned = {name: Learned(bias.factor(name), bias.error(name)) for name in BOTTLENECKS}
+            self._last_steady = record = replace(
+                record, measured_error=found.error, hindsight_seconds=again.step, learned=learned
+            )
+        self._recorder.period(record)
 
     def decided(self, record: DecisionRecord) -> None:
         """A decision was made; a taken one waits for the first steady period after it."""
@@ -100,12 +127,17 @@ class Periods:
         """The taken decision is not what the workers do: nothing that is measured is its outcome."""
         self._waiting = None
 
-    def _settle(self, measured: float, without_change: Callable[[], float | None]) -> None:
+    def _settle(self, found: PeriodSeconds, without_change: Callable[[], Stayed | None]) -> None:
         waiting = self._waiting
         if waiting is None or waiting.measured_cost is None:
             return
         # The work drifts, so the step time before the change is no measure of what staying would have cost.
         stayed = without_change()
-        gain = stayed - measured if stayed is not None else None
-        self._recorder.decision(replace(waiting, measured_after=measured, realised_gain_per_step=gain))
-        self._waiting = None
+        self._waiting, judged = None, replace(waiting, measured_after=found.seconds)
+        if stayed is not None:
+            judged = replace(
+                judged,
+                realised_gain_per_step=stayed.seconds - found.seconds,
+                realised_error=math.hypot(stayed.error, found.error),
+            )
+        self._recorder.decision(judged)

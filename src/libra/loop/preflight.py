@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from libra.config.extras import install_command
 from libra.config.run import (
     ClusterConfig,
     ConfigError,
@@ -27,7 +28,7 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
-from libra.loop.run_directory import check_run_directory
+from libra.loop.run_directory import check_not_running, check_run_directory
 from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 from libra.sim.workload.request_file import RequestFormatError, read_requests
@@ -43,7 +44,8 @@ _TRAINED_COPIES = 8
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
-    """Raises `ConfigError`."""
+    """Raises `ConfigError`. A live run in the same directory is named first: it also takes the memory and the port."""
+    check_not_running(config.run_directory)
     _check_launcher(config.cluster)
     _check_model_directory(config.model.directory)
     servers = 0 if config.lending is None else config.lending.servers
@@ -63,7 +65,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
 def _check_launcher(cluster: ClusterConfig) -> None:
     if cluster.launcher == "ray" and find_spec("ray") is None:
         raise ConfigError(
-            "cluster.launcher: Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local"
+            f"cluster.launcher: Ray is not installed, and launcher is ray; {install_command('ray')}, or use local"
         )
     if cluster.ray_address not in (None, "auto"):
         _check_ray_address(cluster.ray_address)

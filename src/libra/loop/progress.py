@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
+from time import monotonic
 
 from libra.records.schema import StepLoan, StepRecord
-from libra.report.live import Display, RunView
+from libra.report.live import Display, RunView, left_words
+from libra.report.remaining import RemainingTime
 from libra.report.words import percent
 
-_RECENT_STEPS = 10  # over which the shown reward is averaged
+_RECENT_STEPS = 10  # over which the shown reward and the pace are averaged
 _NAMED = 2  # recalled devices: of more, their number
 
 
 class RunProgress:
     """The phases and steps of one run, on its display."""
 
-    def __init__(self, name: str, steps: int, display: Display) -> None:
-        self._name, self._steps, self._display = name, steps, display
+    def __init__(self, name: str, steps: int, display: Display, clock: Callable[[], float] = monotonic) -> None:
+        self._name, self._steps, self._display, self._clock = name, steps, display, clock
+        self._remaining = RemainingTime()  # of the warm-up
+        self._step_seconds = deque[float](maxlen=_RECENT_STEPS)
         self._rewards = deque[float](maxlen=_RECENT_STEPS)
 
     def line(self, text: str) -> None:
@@ -29,12 +33,14 @@ class RunProgress:
         self._display.show(RunView(self._name, step, self._steps, phase=phase))
 
     def warm_up(self, step: int, steps: int, loss: float) -> None:
-        self.phase(f"supervised warm-up {step}/{steps}, loss {loss:.3f}")
+        left = left_words(self._remaining.observe(step, steps, self._clock()))
+        self.phase(f"supervised warm-up {step}/{steps}, loss {loss:.3f}" + (f", {left}" if left else ""))
         if step == steps:
             self.line(f"supervised warm-up: {steps} steps, loss {loss:.3f}")
 
     def step(self, record: StepRecord, last_decision: str, messages: Iterable[str]) -> None:
         self._rewards.append(record.reward_mean)
+        self._step_seconds.append(record.step_seconds)
         self._display.show(
             RunView(
                 name=self._name,
@@ -50,6 +56,7 @@ class RunProgress:
                 last_decision=last_decision,
                 phase=f"step {record.step_seconds:.2f} s, training waits {record.wait_seconds:.2f} s",
                 messages=tuple(messages),
+                left=fmean(self._step_seconds) * (self._steps - record.step),
             )
         )
 

@@ -16,10 +16,11 @@ from libra.exec.executor import Executor
 from libra.exec.pool import fitted
 from libra.exec.protocols import ProcessController
 from libra.loop.observations import Observations
-from libra.loop.periods import Periods
+from libra.loop.periods import Periods, Stayed
 from libra.loop.recorder import Recorder
 from libra.plan.allocation import Allocation
 from libra.plan.options.price import infeasibility, price
+from libra.plan.price_bias import EXACT
 from libra.plan.problem import Prediction
 from libra.plan.replanner import Proposal
 from libra.plan.site import SlotSite
@@ -43,7 +44,7 @@ class ReplanController:
     first_period: int
 
     def __post_init__(self) -> None:
-        self.periods = Periods(self.recorder, self.first_period)
+        self.periods = Periods(self.recorder, self.observations.learn, self.first_period)
         self.changed: Callable[[], None] = lambda: None  # told when there may be something to do at a boundary
         self.last_decision = ""
         self._step = 0
@@ -120,37 +121,48 @@ class ReplanController:
 
     def close(self) -> None:
         """The last period ends."""
-        self.periods.end(self._without_change)
+        self.periods.end(self._hindsight, self._without_change)
 
     def _any_idle(self) -> bool:
         return any(worker.role is Role.IDLE for worker in self.executor.pool.healthy())
 
     def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
-        self.periods.end(self._without_change)
+        self.periods.end(self._hindsight, self._without_change)
         steps_left = self.steps - self._step
         if decide and steps_left > 0 and self._task is None:
             self._task = asyncio.create_task(self._decide(steps_left))
             self._task.add_done_callback(lambda task: self.changed())
         self._begin_period(switching=self._applying or forced, tried=tried)
 
-    def _without_change(self) -> float | None:
+    def _hindsight(self) -> Prediction | None:
+        """The price of what runs, for the work and at the speeds that are measured by now."""
+        allocation = self.executor.allocation()
+        return None if allocation is None else self._price(allocation, tried=True, ahead=False)
+
+    def _without_change(self) -> Stayed | None:
         """Step seconds of the allocation that was left last, for the work as it is tracked now."""
-        predicted = None if self._left is None else self._predict(self._left, tried=False)
-        return None if predicted is None else predicted.step
+        priced = None if self._left is None else self._price(self._left, tried=False, ahead=False)
+        if priced is None:
+            return None
+        bias = self.observations.replanner.bias
+        stayed = bias.corrected(priced)
+        return Stayed(stayed.step, bias.error(stayed.bottleneck) * stayed.step)
 
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
         """Predict the next period. Buckets that were not `tried` yet have no known router."""
         self._period_began = self._step
         allocation = self.executor.allocation()
-        predicted = None if allocation is None else self._predict(allocation, tried)
-        if allocation is not None and predicted is not None:
-            self.periods.begin(self._step + 1, allocation.describe(), predicted, switching)
+        priced = None if allocation is None else self._price(allocation, tried)
+        if allocation is not None and priced is not None:
+            predicted = self.observations.replanner.bias.corrected(priced)
+            self.periods.begin(self._step + 1, allocation.describe(), priced, predicted, switching)
 
-    def _predict(self, allocation: Allocation, tried: bool) -> Prediction | None:
-        """The price of an allocation for the work as it is tracked now; None where it does not fit."""
-        site = self._site(allocation if tried else None)
-        [question] = site.questions([self.observations.replanner.scenario(site)])
+    def _price(self, allocation: Allocation, tried: bool, ahead: bool = True) -> Prediction | None:
+        """The price of an allocation for the work that the next period is forecast to have, or for that which is
+        tracked now; None where it does not fit."""
+        site, replanner = self._site(allocation if tried else None), self.observations.replanner
+        [question] = site.questions([replanner.forecast(site) if ahead else replanner.scenario(site)])
         return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
 
     def _site(self, current: Allocation | None) -> SlotSite:
@@ -158,12 +170,12 @@ class ReplanController:
 
     async def _decide(self, steps_left: int, untried: bool = False) -> None:
         """Plan, decide, and carry the decision out, while the steps go on. What is in force and `untried` is no safer
-        than what is proposed: that the work is uncertain is no reason to keep it."""
+        than what is proposed: that the work or prices are uncertain is no reason to keep it."""
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
             # Without a lent device nothing is wrong; but one that came back is borrowed again.
             back = any(worker.lent is not None and worker.role is Role.IDLE for worker in workers)
-            if not back and current is not None and self._predict(current, tried=True) is not None:
+            if not back and current is not None and self._price(current, tried=True) is not None:
                 return
             pool = self.executor.pool
             if all(worker in workers for worker in pool.all() if worker.lent is None):
@@ -173,7 +185,7 @@ class ReplanController:
         replanner = self.observations.replanner
         outlook = replanner.outlook(self._site(current), steps_left)
         if untried:
-            outlook = replace(outlook, uncertainty=0.0)
+            outlook = replace(outlook, uncertainty=0.0, bias=EXACT)
         proposal = await asyncio.to_thread(outlook.propose, self.seed)
         if self.executor.pool.healthy() != workers:
             self.worker_lost()  # it was planned for others
@@ -216,7 +228,8 @@ class ReplanController:
             gain_per_step=before - after,
             horizon_steps=int(decision.horizon_steps),
             cost=decision.cost,
-            uncertainty=decision.uncertainty * before,
+            uncertainty=decision.doubt,
+            price_error=decision.price_error,
             taken=decision.taken,
             reason=decision.reason,
             solver_status=plan.proof.status,

@@ -18,9 +18,9 @@ from filelock import FileLock, Timeout
 from libra.config.run import ConfigError, RunConfig
 from libra.loop.checkpoint import latest_checkpoint
 from libra.records.files import write_whole, writing
+from libra.records.run_lock import LOCK, running_process
 from libra.route.catalogue import policy_restored
 
-_LOCK = "lock"  # the file's name; it holds the process id, stays when the run ends, and means nothing then
 _RESUMED_AS_STARTED = (
     (None, "seed"),
     ("environment", "kind"),
@@ -35,7 +35,7 @@ _RESUMED_AS_STARTED = (
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a run directory, which is made where there is none. Raises `ConfigError` where another process
     holds it, `DiskError` where the file cannot be made."""
-    path = directory / _LOCK
+    path = directory / LOCK
     lock = FileLock(path, mode=0o644, blocking=False, fallback_to_soft=False)
     try:
         with writing(path):
@@ -44,13 +44,24 @@ def locked(directory: Path) -> Iterator[None]:
                 lock.acquire()
             except Timeout:
                 owner = path.read_text(errors="replace").strip() or "unknown"
-                raise ConfigError(
-                    f"name: process {owner} is running in {directory}; wait for it, stop it, or give another --name"
-                ) from None
+                raise _RunningError(directory, owner) from None
             path.write_text(f"{os.getpid()}\n")
         yield
     finally:
         lock.release()
+
+
+class _RunningError(ConfigError):
+    def __init__(self, directory: Path, process: str) -> None:
+        super().__init__(
+            f"name: process {process} is running in {directory}; wait for it, stop it, or give another --name"
+        )
+
+
+def check_not_running(directory: Path) -> None:
+    """Raises `ConfigError` where another process runs in the directory, whose files then change under any check."""
+    if (process := running_process(directory)) is not None:
+        raise _RunningError(directory, process)
 
 
 def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
@@ -123,7 +134,7 @@ def _check_resumed(config: RunConfig, started_with: Path) -> None:
 
 def _files(directory: Path) -> list[Path]:
     """What a run has left in its directory; the lock says nothing of that."""
-    return [path for path in directory.iterdir() if path.name != _LOCK]
+    return [path for path in directory.iterdir() if path.name != LOCK]
 
 
 def _writable(directory: Path) -> bool:

@@ -1,8 +1,9 @@
 """Whether a transition is worth what it costs.
 
-Invariant: both allocations are priced for the same work, the problem's. A change must earn back its cost within the
-horizon, and its gain must exceed what the tracked statistics may be wrong by; no other threshold delays it. The
-decision carries every number that it was made of, and the moves that were priced.
+Invariant: both allocations are priced for the same work, the problem's, and corrected by what the run has learned of
+prices. A change must earn back its cost within the horizon, and its gain must exceed what the tracked statistics and
+the corrected prices may be wrong by; no other threshold delays it. The decision carries every number that it was made
+of, and the moves that were priced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from libra.cost.whole_iterations import whole_iterations
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Prediction, Problem
+from libra.plan.price_bias import BOTTLENECKS, EXACT, PriceBias
+from libra.plan.problem import Bottleneck, Prediction, Problem
 from libra.plan.transition import IDLE, Role, Transition, engine_shape
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
@@ -100,15 +102,22 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
 class Decision:
     """Change to the proposed allocation, or stay, and why."""
 
-    current: Prediction | None  # None: nothing runs, or what runs cannot serve the problem
-    proposed: Prediction
+    current: Prediction | None  # corrected; None: nothing runs, or what runs cannot serve the problem
+    proposed: Prediction  # corrected
     transition: Transition  # from the current allocation to the proposed one, also when it is not taken
     gain_per_step: float | None  # seconds; None: the current allocation has no price
     horizon_steps: float  # steps for which the proposed plan is expected to hold
     cost: float  # seconds of stepping that the change loses
     uncertainty: float  # relative error that the tracked work may have
+    price_error: float  # seconds: standard error of the gain by what prices may be wrong by
     taken: bool
     reason: str
+
+    @property
+    def doubt(self) -> float:
+        """Seconds of a step that the gain has to exceed; 0 where the current allocation has no price. The two errors
+        are independent of each other."""
+        return 0.0 if self.current is None else math.hypot(self.uncertainty * self.current.step, self.price_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,67 +138,100 @@ class Case:
 
 
 def decide(
-    cases: Sequence[Case], transition: Transition, *, horizon_steps: float, uncertainty: float, cost: float
+    cases: Sequence[Case],
+    transition: Transition,
+    *,
+    horizon_steps: float,
+    uncertainty: float,
+    cost: float,
+    bias: PriceBias,
 ) -> Decision:
     """Compare the two allocations of a transition over all that the work may be: the change is taken where
 
         (current step - proposed step) * horizon_steps  >  cost
-         current step - proposed step                   >  uncertainty * current step
+        (current step - proposed step)**2               >  (uncertainty * current step)**2 + price_error**2
 
-    with both steps priced for the same cases, in expected seconds; `cost` are the seconds of the transition. What does
-    not fit one of the cases is left at any cost. Raises ValueError when an argument is negative, or the proposal does
-    not fit.
+    with both steps priced for the same cases and corrected by the `bias`, in expected seconds. `cost` are the seconds
+    of the transition, and `price_error` the standard error of the difference of the two corrected steps: where one
+    bottleneck bounds both, what its factor may be wrong by is wrong by the same share of both, and only that of the
+    difference counts; where two do, neither makes up for the other but by what they have in common. What does not fit
+    one of the cases is left at any cost. Raises ValueError when an argument is negative, or the proposal does not fit.
     """
     for name, value in (("horizon_steps", horizon_steps), ("uncertainty", uncertainty), ("cost", cost)):
         if not value >= 0:
             raise ValueError(f"{name} is {value}; give a number >= 0")
     current, proposed = transition.before, transition.after
-    numbers = (horizon_steps, cost, uncertainty)
-    after = expected(cases, proposed)
+
+    def decided(
+        before: _Expected | None, gain: float | None, reason: str, *, error: float = 0.0, taken: bool = True
+    ) -> Decision:
+        was = None if before is None else before.step
+        return Decision(was, after.step, transition, gain, horizon_steps, cost, uncertainty, error, taken, reason)
+
+    after = _expected(cases, proposed, bias)
     if current is None:
-        first = "nothing runs yet, or nothing that can go on: the best plan starts"
-        return Decision(None, after, transition, None, *numbers, True, first)
+        return decided(None, None, "nothing runs yet, or nothing that can go on: the best plan starts")
     unfit = next((reason for case in cases if (reason := case.infeasibility(current)) is not None), None)
     if unfit is not None:
-        return Decision(
-            None, after, transition, None, *numbers, True, f"the current allocation no longer fits: {unfit}"
-        )
-    before = expected(cases, current)
-    gain = before.step - after.step
+        return decided(None, None, f"the current allocation no longer fits: {unfit}")
+    before = _expected(cases, current, bias)
+    gain = before.step.step - after.step.step
     if current == proposed:
-        return Decision(before, after, transition, gain, *numbers, False, "the current allocation is optimal")
-    taken, reason = _weigh(before.step, gain, *numbers)
-    return Decision(before, after, transition, gain, *numbers, taken, reason)
+        return decided(before, gain, "the current allocation is optimal", taken=False)
+    error = bias.error_between(before.bounds, after.bounds)
+    taken, reason = _weigh(before.step.step, gain, horizon_steps, cost, uncertainty * before.step.step, error)
+    return decided(before, gain, reason, error=error, taken=taken)
 
 
-def expected(cases: Sequence[Case], allocation: Allocation) -> Prediction:
-    """The mean price of an allocation over the cases; the bottleneck is that of the likeliest. Raises ValueError where
-    it does not fit one of them."""
-    prices = [price(case.problem, case.left(allocation)) for case in cases]
+def expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias = EXACT) -> Prediction:
+    """The mean corrected price of an allocation over the cases; the bottleneck is that of the likeliest. Raises
+    ValueError where it does not fit one of them."""
+    return _expected(cases, allocation, bias).step
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    step: Prediction
+    bounds: dict[Bottleneck, float]  # seconds of the step, by what bounds it; the cases differ in that
+
+
+def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) -> _Expected:
+    prices = [bias.corrected(price(case.problem, case.left(allocation))) for case in cases]
     likeliest = max(range(len(cases)), key=lambda index: cases[index].weight)
 
     def mean(values: Iterable[float]) -> float:
         return math.fsum(case.weight * value for case, value in zip(cases, values, strict=True))
 
-    return Prediction(
+    step = Prediction(
         step=mean(each.step for each in prices),
         rollout=mean(each.rollout for each in prices),
         training=mean(each.training for each in prices),
         latency=mean(each.latency for each in prices),
         bottleneck=prices[likeliest].bottleneck,
     )
+    bounds = {name: mean(each.step * (each.bottleneck == name) for each in prices) for name in BOTTLENECKS}
+    return _Expected(step, bounds)
 
 
-def _weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:
-    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and why (not)."""
+def _weigh(
+    step: float, gain: float, horizon_steps: float, cost: float, unsure: float, price_error: float
+) -> tuple[bool, str]:
+    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and why (not). The tracked work
+    is `unsure` seconds of a step, and the prices of both sides are wrong by `price_error`."""
     if gain <= 0:
         return (
             False,
             f"nothing better was found: the best other allocation takes {-gain:.4g} s longer than {step:.4g} s",
         )
     saves = f"the change saves {gain:.4g} s of {step:.4g} s a step"
-    if gain <= uncertainty * step:
-        return False, f"{saves}, not more than the {uncertainty * step:.4g} s by which the tracked work is uncertain"
+    doubt = math.hypot(unsure, price_error)
+    if gain <= doubt:
+        of = " and ".join(
+            [f"{unsure:.4g} s by which the tracked work is uncertain"] * (unsure > 0)
+            + [f"{price_error:.4g} s by which prices are"] * (price_error > 0)
+        )
+        together = f", {doubt:.4g} s together" if unsure > 0 and price_error > 0 else ""
+        return False, f"{saves}, not more than the {of}{together}"
     total = f"{saves}, {gain * horizon_steps:.4g} s over {horizon_steps:.4g} steps"
     if gain * horizon_steps <= cost:
         return False, f"{total}, not more than the {cost:.4g} s it costs"

@@ -7,6 +7,8 @@ takes no time; for a cluster unfinished ones count as lower bounds, and the reci
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -29,6 +31,7 @@ class LogEvidence:
     longest_turn: int  # tokens; no turn of the log is longer
     longest_tool_call: float  # seconds, as counted
     cut_tool_calls: int  # that took longer than they count
+    recent: tuple[Trajectory, ...] = ()  # finished ones, to draw from in simulation; see `gather_workload`
 
 
 class _ToolCalls:
@@ -97,9 +100,11 @@ def gather_workload(
     `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
     Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says,
-    one of more than `longest_tool_call` seconds counts as so long.
+    one of more than `longest_tool_call` seconds counts as so long. The latest finished ones are kept: as many as have,
+    unweighted, the mean age of all of them as the tracker weighs them.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
+    recent: deque[Trajectory] = deque(maxlen=math.ceil(2 * tracker.half_life / math.log(2)))
     running: list[Trajectory] = []
     finished = longest_turn = 0
     tool_calls = _ToolCalls(longest_tool_call)
@@ -108,11 +113,12 @@ def gather_workload(
         if trajectory.finished:
             finished += 1
             tracker.observe(trajectory)
+            recent.append(trajectory)
         else:
             running.append(trajectory)
     if running:
         tracker.observe_running(running)
-    return LogEvidence(tracker, finished, len(running), longest_turn, tool_calls.longest, tool_calls.cut)
+    return LogEvidence(tracker, finished, len(running), longest_turn, tool_calls.longest, tool_calls.cut, tuple(recent))
 
 
 def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfile) -> SlotRequest:

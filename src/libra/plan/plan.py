@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from libra.config.extras import install_command
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation
 from libra.plan.loan import Loan, loans_of, solve_loans
@@ -26,8 +27,9 @@ from libra.plan.options.price import bucket_prices, infeasibility, price
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
+from libra.plan.simulated import Finalist, SimulatedStep
 
-FORMAT = 4
+FORMAT = 5
 
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest
@@ -54,6 +56,8 @@ class Plan:
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
     loans: tuple[Loan, ...]  # lent engines that are counted on
+    simulated: SimulatedStep | None  # None: the step is only predicted
+    finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this one first
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
@@ -61,6 +65,23 @@ class Plan:
         seqs, buckets = len(self.max_num_seqs), len(self.allocation.buckets)
         if seqs != buckets:
             raise ValueError(f"max_num_seqs has {seqs} values, and allocation {buckets} buckets: plan again")
+
+    @property
+    def of_cluster(self) -> ClusterRequest:
+        """The request of a plan for a cluster of GPUs. Raises ValueError where it is for slots of one machine."""
+        if isinstance(self.request, SlotRequest):
+            raise ValueError("the plan is of slots of one machine; plan for a cluster of GPUs")
+        return self.request
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step: as simulated, or where it was not, as predicted."""
+        return self.predicted.step if self.simulated is None else self.simulated.seconds
+
+    @property
+    def surprise(self) -> float:
+        """Relative difference of the simulated step from the predicted one; 0 where nothing was simulated."""
+        return self.step / self.predicted.step - 1 if self.predicted.step > 0 else 0.0
 
     @property
     def solution(self) -> Solution:
@@ -85,7 +106,7 @@ def make_plan(
     Raises `InfeasiblePlanError` when no allocation can serve the request, ModuleNotFoundError without the extra `ilp`.
     """
     menu = request.menu()
-    return answer(request, menu, solve_loans(menu, lambda problem: _solved(problem, seed, solver)), placed)
+    return answer(request, menu, solve_loans(menu, solver_named(solver, seed)), placed)
 
 
 def confirm(plan: Plan, solver: Solver) -> Confirmation:
@@ -96,7 +117,7 @@ def confirm(plan: Plan, solver: Solver) -> Confirmation:
     """
     first: Solver = "ilp" if solver == "cp-sat" else "cp-sat"
     try:
-        second = _solved(plan.request.menu().problem, 0, solver)
+        second = solver_named(solver)(plan.request.menu().problem)
     except InfeasiblePlanError as error:
         raise DisagreementError(f"{solver} finds no plan ({error}), {first} has one: {solver} is wrong") from None
     return compare(first, plan.solution, solver, second)
@@ -113,18 +134,19 @@ def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Co
     return Confirmation(solver, other.predicted.step, other.proof.bound)
 
 
-def _solved(problem: Problem, seed: int, solver: Solver) -> Solution:
+def solver_named(solver: Solver, seed: int = 0) -> Callable[[Problem], Solution]:
+    """What solves problems; `seed` is CP-SAT's. Raises ModuleNotFoundError without the extra `ilp`."""
     if solver == "cp-sat":
-        return solve(problem, seed=seed)
+        return partial(solve, seed=seed)
     try:
         from libra.plan.model.ilp import solve_ilp
     except ModuleNotFoundError as error:
         if error.name != "pulp":
             raise
         raise ModuleNotFoundError(
-            "PuLP, which solves the integer program, is not installed; pip install 'libra-rl[ilp]'", name="pulp"
+            f"PuLP, which solves the integer program, is not installed; {install_command('ilp')}", name="pulp"
         ) from None
-    return solve_ilp(problem)
+    return solve_ilp
 
 
 def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequence[DeviceGroup] = ()) -> Plan:
@@ -134,7 +156,9 @@ def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequenc
     layout = menu.layouts.get((allocation.layout, allocation.replicas))
     placement = () if layout is None else place(problem, allocation, placed, menu.pairs)
     loans = loans_of(menu.lent, allocation)
-    return Plan(allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, loans, request)
+    return Plan(
+        allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, loans, None, (), request
+    )
 
 
 def require_answer(plan: Plan, problem: Problem) -> None:

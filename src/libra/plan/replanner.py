@@ -1,8 +1,8 @@
 """Keeps a training loop, simulated or real, on a plan that fits what its trajectories have become.
 
 Invariant: every decision was made of this run's own trajectories: of what has finished, and of what is running as far
-as it has come. A replanner starts nothing and waits for nothing but its solver; carrying out the moves is the loop's
-business.
+as it has come; and of prices corrected by this run's own steps. A replanner starts nothing and waits for nothing but
+its solver; carrying out the moves is the loop's business.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 
 from libra.cost.device import SwitchCost
 from libra.lend.lender import Lender
-from libra.lengths import LengthTracker
+from libra.lengths import LengthForecast, LengthTracker
 from libra.lengths.forecast import scaled
 from libra.plan.decision import Decision, decide, expected
 from libra.plan.loan import loan_cases, solve_loans
 from libra.plan.model.solve import solve
-from libra.plan.options.price import solution
+from libra.plan.options.price import infeasibility, price, solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
+from libra.plan.price_bias import FRESH, PeriodSeconds, PriceBias, measured_mean
+from libra.plan.problem import Prediction
 from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 
@@ -51,6 +53,11 @@ class Look:
     decision: Decision
     realised: float | None = None  # seconds of a step as measured since; None: not yet
 
+    @property
+    def settled(self) -> bool:
+        """Whether the steps since then measure what was priced: no role changes among them."""
+        return not self.decision.taken
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -60,6 +67,7 @@ class Outlook:
     scenarios: tuple[Scenario, ...]  # as forecast, then off by as much as the forecast may be
     horizon_steps: float
     uncertainty: float  # relative error of the tracked work that a gain has to exceed
+    bias: PriceBias  # of prices, as learned so far
 
     def propose(self, seed: int = 0) -> Proposal:
         """Solve for each of the lengths, and weigh the change to the best of the plans against its cost. Takes as long
@@ -81,9 +89,16 @@ class Outlook:
         costs = [0.0 if site.current is None else site.seconds(questions[0], each) for each in transitions]
         transition, cost = min(
             zip(transitions, costs, strict=True),
-            key=lambda way: expected(cases, way[0].after).step * self.horizon_steps + way[1],
+            key=lambda way: expected(cases, way[0].after, self.bias).step * self.horizon_steps + way[1],
         )
-        decision = decide(cases, transition, horizon_steps=self.horizon_steps, uncertainty=self.uncertainty, cost=cost)
+        decision = decide(
+            cases,
+            transition,
+            horizon_steps=self.horizon_steps,
+            uncertainty=self.uncertainty,
+            cost=cost,
+            bias=self.bias,
+        )
         likeliest, best = questions[0], solutions[0]
         if transition.after != best.allocation:
             best = solution(likeliest.problem, transition.after, best.proof.bound)
@@ -124,6 +139,7 @@ class Replanner:
         self._holds = float(period) if holds is None else holds
         self._plan = plan
         self._looks: list[Look] = []
+        self._bias = FRESH
         if tracker is None:
             if planner is None:
                 raise ValueError("give a planner, or a tracker that counts as the loop's engines do")
@@ -140,6 +156,11 @@ class Replanner:
     def looks(self) -> tuple[Look, ...]:
         """All decisions so far, oldest first."""
         return tuple(self._looks)
+
+    @property
+    def bias(self) -> PriceBias:
+        """What was learned of prices."""
+        return self._bias
 
     @property
     def tracker(self) -> LengthTracker:
@@ -160,7 +181,9 @@ class Replanner:
         for trajectory in ended:
             self._tracker.observe(trajectory)
         self._tracker.observe_running(going)
-        proposal = self.outlook(ClusterSite(self._planner, self._plan, self._switch)).propose()
+        site = ClusterSite(self._planner, self._plan, self._switch)
+        self._learn_from_last(site)
+        proposal = self.outlook(site).propose()
         self.decided(proposal)
         return proposal.decision
 
@@ -183,21 +206,47 @@ class Replanner:
         self._planner = replace(self._planner, lenders=tuple(lenders))
 
     def realised(self, seconds_per_step: float) -> None:
-        """The mean seconds of a step as measured since the last decision, whatever happened in them."""
+        """The mean seconds of a step as measured since the last decision. With the next `step` prices learn from it,
+        unless that decision changed the plan."""
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
         if not self._looks:
             raise ValueError("no decision has been made; call step() before realised()")
         self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
 
+    def learn(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> None:
+        """A settled period is over: no role changed in it. `priced` is its allocation for the lengths, and at the
+        speeds, that were measured in it, before the correction; a price that was made earlier would teach as an error
+        of prices what those have followed since. `untried`: its allocation is another one than that of the settled
+        period before."""
+        self._bias = self._bias.learned(priced, found, untried=untried)
+
+    def _learn_from_last(self, site: ClusterSite) -> None:
+        """The period since the last decision, where it was settled and measured."""
+        look = self._looks[-1] if self._looks else None
+        if look is None or look.realised is None or not look.settled or site.current is None:
+            return
+        [question] = site.questions([self.scenario(site)])
+        if infeasibility(question.problem, site.current) is None:
+            untried = len(self._looks) > 1 and not self._looks[-2].settled
+            found = measured_mean(look.realised, self._period)
+            self.learn(price(question.problem, site.current), found, untried=untried)
+
     def scenario(self, site: Site) -> Scenario:
         """The tracked lengths, as the site tells them apart."""
         return Scenario(self._tracker.classes(site.classes), 1.0)
 
+    def forecast(self, site: Site) -> Scenario:
+        """The lengths as they are forecast for the middle of the coming period."""
+        forecast = self._forecast(site)
+        return Scenario(forecast.classes, forecast.scale)
+
+    def _forecast(self, site: Site) -> LengthForecast:
+        return self._tracker.forecast(self._period / 2, site.classes, site.longest_context)
+
     def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
         """What a decision about the site would be made of now. Raises ValueError while nothing has ever finished."""
-        longest = site.longest_context
-        forecast = self._tracker.forecast(self._period / 2, site.classes, longest)
+        longest, forecast = site.longest_context, self._forecast(site)
         error = math.hypot(forecast.error, _UNSEEN)
         factors = [math.exp(deviations * error) for deviations, _ in _NODES]
         return Outlook(
@@ -208,6 +257,7 @@ class Replanner:
             ),
             min(self._horizon(), site.horizon, steps_left),
             _CONFIDENCE * self._tracker.work_uncertainty(),
+            self._bias,
         )
 
     def decided(self, proposal: Proposal) -> None:

@@ -100,7 +100,7 @@ class DecisionOutcome:
     decision: DecisionRecord
     steps: int  # in force
     net_seconds: float | None  # estimated to be saved over these steps, the cost paid; None: not known
-    error_seconds: float | None  # of that estimate: the cost model's mean error in this run; None: not known
+    error_seconds: float | None  # that it may be wrong by; None: not known
 
 
 def outcomes(log: RunLog) -> tuple[DecisionOutcome, ...]:
@@ -128,9 +128,12 @@ def _read_lines(kind: type[R], path: Path, cut_off: list[str]) -> tuple[R, ...]:
 def _outcome(decision: DecisionRecord, steps: int, error: float | None) -> DecisionOutcome:
     gain, cost, after = decision.realised_gain_per_step, decision.measured_cost, decision.measured_after
     net = None if gain is None or cost is None else gain * steps - cost
+    if net is not None and decision.realised_interval is not None:
+        return DecisionOutcome(decision, steps, net, decision.realised_interval * steps)
     if net is None or gain is None or after is None or error is None:
         return DecisionOutcome(decision, steps, net, None)
-    # The step of the allocation that was left is priced by the model, and all that the model is wrong is in the gain.
+    # A run that did not learn of its prices: the step of the allocation that was left is priced by the model, and all
+    # that the model is wrong is in the gain.
     return DecisionOutcome(decision, steps, net, error * (after + gain) * steps)
 
 
@@ -139,6 +142,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise RecordFormatError(f"{path}:{error.lineno}: {error.msg}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise RecordFormatError(f"{path}: is not the JSON that a run writes: {error}") from None
 
 
 def _in_order(steps: tuple[StepRecord, ...], path: Path) -> tuple[StepRecord, ...]:

@@ -126,6 +126,14 @@ class StepRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Learned(Record):
+    """What a run has learned of the prices of one bottleneck: measured seconds are `factor` times those priced."""
+
+    factor: float
+    error: float  # standard error of its logarithm, about its relative error
+
+
+@dataclass(frozen=True, slots=True)
 class PeriodRecord(Record):
     """The steps between two planning decisions: what was predicted for them, and what was measured."""
 
@@ -133,10 +141,14 @@ class PeriodRecord(Record):
     first_step: int
     last_step: int
     allocation: str
-    predicted_seconds: float  # of one step
+    predicted_seconds: float  # of one step, corrected by what was learned before it
     measured_seconds: float  # mean over the steps of the period
     predicted_bottleneck: Bottleneck
     switching: bool  # a worker changed role in it, so the prediction does not speak of it
+    priced_seconds: float | None = None  # of one step, not corrected; None: of a run from before prices were corrected
+    measured_error: float | None = None  # standard error of `measured_seconds`; None: likewise
+    hindsight_seconds: float | None = None  # as priced, with what was measured until the period's end; None: likewise
+    learned: Mapping[Bottleneck, Learned] = field(default_factory=dict)  # as the period ended; empty: likewise
 
     def __post_init__(self) -> None:
         _require_finite(self)
@@ -165,7 +177,7 @@ class DecisionRecord(Record):
     gain_per_step: float  # predicted seconds saved by each step
     horizon_steps: int
     cost: float  # predicted seconds of the switch
-    uncertainty: float  # seconds of one step that the gain must exceed
+    uncertainty: float  # seconds of one step that the gain must exceed: of the tracked work and of prices
     taken: bool
     reason: str
     solver_status: str
@@ -176,11 +188,25 @@ class DecisionRecord(Record):
     measured_after: float | None = None  # mean step seconds in the first full period after
     measured_cost: float | None = None  # seconds
     realised_gain_per_step: float | None = None  # seconds
+    price_error: float | None = None  # seconds: standard error of `gain_per_step`, of prices; None: not known
+    realised_error: float | None = None  # seconds: standard error of `realised_gain_per_step`; None: not known
 
     @property
     def predicted_net(self) -> float:
         """Seconds that the change was expected to save over its horizon, its own cost paid."""
         return self.gain_per_step * self.horizon_steps - self.cost
+
+    @property
+    def realised_interval(self) -> float | None:
+        """Seconds by which `realised_gain_per_step` may be wrong, either way: 95 % of normal errors are smaller. None:
+        not known."""
+        return None if self.realised_error is None else 2 * self.realised_error
+
+    @property
+    def surely_lost(self) -> bool:
+        """Whether the change made steps longer by more than its outcome may be wrong by."""
+        gain, interval = self.realised_gain_per_step, self.realised_interval
+        return gain is not None and interval is not None and gain + interval < 0
 
 
 @dataclass(frozen=True, slots=True)

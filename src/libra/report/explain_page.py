@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from libra.plan.allocation import ONE_DEVICE
 from libra.plan.explain.explanation import BucketView, Explanation, PlanView, Split
 from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, line_figure, time_unit
@@ -30,9 +31,16 @@ _BUSY, _BOUNDING = ROLES[Role.ROLLOUT], ROLES[Role.FAILED]
 _TALLEST = 2.0  # steps; what takes longer would flatten the crossing
 
 
-def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[int, float]] = ()) -> str:
+def explain_page(
+    explanation: Explanation,
+    title: str,
+    classes: Sequence[tuple[int, float]] = (),
+    answer: Sequence[str] = (),
+    finalists: Sequence[tuple[str, str, str, str]] = (),
+) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
-    shortest first, for the distribution above the buckets."""
+    shortest first, for the distribution above the buckets. `answer` are the sentences that open it, `finalists` the
+    rows of plans that were simulated (see `plan_headline`)."""
     plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
     otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
     # The widest of both tables, so that they compare.
@@ -48,8 +56,13 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
     return render(
         "explain.html",
         title,
-        headline=headline(explanation),
-        notices=[f"{alternate}."] if (alternate := alternation(explanation.plan.predicted)) else (),
+        headline=" ".join(answer[:2]) or headline(explanation),
+        notices=[
+            *answer[2:],
+            *([headline(explanation)] if answer else ()),
+            *([f"{alternate}."] if (alternate := alternation(explanation.plan.predicted)) else ()),
+        ],
+        finalists=finalists,
         tiles=list(_tiles(explanation)),
         splits=split_figures(explanation),
         buckets=(bucket_figure(explanation, classes),),
@@ -81,9 +94,12 @@ def _over(step: float, plan: PlanView) -> str:
 
 def _tiles(explanation: Explanation) -> Iterator[Tile]:
     plan = explanation.plan
-    yield Tile("Step", duration(plan.predicted.step), f"gap to the proven bound {percent(explanation.proof.gap, 2)}")
+    yield Tile(
+        "Predicted step", duration(plan.predicted.step), f"gap to the proven bound {percent(explanation.proof.gap, 2)}"
+    )
     training = f"{plural(plan.training_devices, 'device')} of {plan.training_pool}"
-    yield Tile("Training", training, f"{plan.layout}, {plural(plan.replicas, 'replica')}")
+    ranks = plural(plan.replicas, "replica" if plan.layout == ONE_DEVICE else "data-parallel rank")
+    yield Tile("Training", training, f"{plan.layout}, {ranks}")
     engines = sum(count for _, count in plan.engines)
     generating = sum(pool.generating for pool in explanation.pools)
     yield Tile(

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from libra.plan.transition import Role
 from libra.records.schema import role_of
+from libra.report.remaining import RemainingTime
 from libra.report.words import cell, count, duration, plain, printable
 
 if TYPE_CHECKING:  # a run needs no simulator
@@ -57,6 +58,7 @@ class RunView:
     last_decision: str = ""  # empty: none yet
     phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
+    left: float | None = None  # seconds that the other steps need
     lending: str = ""  # what a step had of the lent devices; empty: there are none
 
 
@@ -164,7 +166,7 @@ def summary_line(view: RunView) -> str:
     'step 3/20  training  reward 0.41 (mean of 3 steps)  4,200 tokens/s  staleness 0.5, max 1  w0 train'
     """
     lending = f"lent devices: {view.lending}" if view.lending else ""
-    parts = [f"step {view.step}/{view.steps}", view.phase, *_measures(view), lending]
+    parts = [f"step {view.step}/{view.steps}", left_words(view.left), view.phase, *_measures(view), lending]
     workers = ", ".join(f"{worker} {role}" for worker, role, _ in view.workers)
     return "  ".join(part for part in (*parts, workers) if part)
 
@@ -176,6 +178,7 @@ def panel(view: RunView, elapsed: float) -> RenderableType:
         f"  step {view.step}/{view.steps} ",
         *_bar(view.step, view.steps),
         f"  {duration(elapsed)}  ",
+        *((f"{left_words(view.left)}  ",) if view.left is not None else ()),
         (view.phase, "italic"),
     )
     workers = Table.grid(padding=(0, 2))
@@ -190,6 +193,14 @@ def panel(view: RunView, elapsed: float) -> RenderableType:
         blocks.append(Text.assemble(("last decision  ", "bold"), view.last_decision))
     blocks += [Text(message, style="dim") for message in view.messages]
     return Group(*blocks)
+
+
+def left_words(seconds: float | None) -> str:
+    """
+    >>> left_words(75.0), left_words(None)
+    ('about 1 min 15 s left', '')
+    """
+    return "" if seconds is None else f"about {duration(seconds)} left"
 
 
 def _measures(view: RunView) -> list[str]:
@@ -223,10 +234,17 @@ class SimulationProgress:
         self._pace = REFRESH_SECONDS if live else LOG_SECONDS
         self._clock = clock
         self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
+        self._remaining = RemainingTime()
+        self._remaining.observe(0, 0, clock())
 
     def __call__(self, moment: Elapsed) -> None:
         ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
         self.tell(f"simulated {duration(moment.seconds)}: {ended}")
+
+    def step(self, done: int, steps: int) -> None:
+        """A simulation that knows its steps has made `done` of them."""
+        left = left_words(self._remaining.observe(done, steps, self._clock()))
+        self.tell(f"simulated step {done} of {steps}" + (f", {left}" if left else ""))
 
     def tell(self, words: str) -> None:
         """Show this, if it is time to."""

@@ -16,6 +16,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.report.explain_table import alternation
+from libra.report.plan_headline import finalists_table, proof_sentence
 from libra.report.tables import number, whole
 from libra.report.words import PART_WORDS, cell, duration, percent, plain, plural
 
@@ -27,7 +28,8 @@ def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Ta
     idle = [pool for pool in pools if pool.idle and not pool.serves]
     lenders = [pool for pool in pools if pool.serves]
     tables = (_allocation(plan), *([_idle(idle)] if idle else []), *([_lenders(plan, lenders)] if lenders else []))
-    return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
+    finalists = [finalists_table(plan)] if plan.finalists else []
+    return (*tables, *finalists, _step(plan, bound), _proof(plan), _workload(plan))
 
 
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
@@ -46,7 +48,7 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
         )
     unknown = evidence.tracker.unknown_tool_share
     if unknown > 0:
-        seconds = 0.0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.tool_seconds_if_unknown
+        seconds = plan.request.unknown_tool_seconds
         notes.append(
             f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
             f" {plain(seconds)} s, so {PART_WORDS['latency']} may take longer"
@@ -81,10 +83,11 @@ def _allocation(plan: Plan) -> Table:
         where = (f"{sum(group.devices for group in groups):,}", cell(_where(groups))) if plan.placement else ()
         table.add_row(role, f"{count:,}", cell(each), max_num_seqs, span, *where)
 
-    replica = "one device"
+    ranks, devices = "training replicas", "one device"
     if plan.layout is not None:  # whose name no column of a terminal has room for
-        replica, table.caption = plural(plan.layout.replica_devices, "device"), f"training: {plan.layout.family}"
-    add(None, "training replicas", plan.allocation.replicas, replica, "-", "-")
+        ranks, devices = "training ranks", plural(plan.layout.replica_devices, "device")
+        table.caption = f"training, in data-parallel ranks: {plan.layout.family}"
+    add(None, ranks, plan.allocation.replicas, devices, "-", "-")
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
         lent = any(loan.shape == bucket.shape for loan in plan.loans)
@@ -151,8 +154,9 @@ def _lenders(plan: Plan, pools: Sequence[PoolView]) -> Table:
 
 def _proof(plan: Plan) -> Table:
     table = Table("", number(""), title="Proof", show_header=False)
+    table.caption = proof_sentence(plan)
     table.add_row("solver status", plan.proof.status)
-    table.add_row("no step can be shorter than", f"{plan.proof.bound:,.4f} s")
+    table.add_row("no predicted step can be shorter than", f"{plan.proof.bound:,.4f} s")
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
@@ -165,13 +169,9 @@ def _proof(plan: Plan) -> Table:
 
 
 def _workload(plan: Plan) -> Table:
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        trajectories, classes = request.workload.trajectories, request.workload.classes
-    else:
-        trajectories, classes = request.recipe.batch, request.classes
+    trajectories, classes = plan.request.trajectories, plan.request.classes
     generated = trajectories * sum(cls.share * cls.generated for cls in classes)
-    rate = f", {generated / plan.predicted.step:,.0f} generated tokens/s" if plan.predicted.step > 0 else ""
+    rate = f", {generated / plan.step:,.0f} generated tokens/s" if plan.step > 0 else ""
     columns = ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds")
     title = f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes{rate}"
     table = Table(*map(number, columns), "served by", title=title)

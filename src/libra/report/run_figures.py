@@ -165,6 +165,8 @@ def _pair(period: PeriodRecord) -> Pair:
         f"measured {duration(period.measured_seconds)} ({signed_percent(period.relative_error, 1)}); "
         f"predicted bottleneck: {BOTTLENECK_WORDS[period.predicted_bottleneck]}"
     )
+    if period.priced_seconds is not None:
+        title += f"; priced {duration(period.priced_seconds)} before it was corrected"
     title += "; a worker changed role in it" if period.switching else ""
     note = "" if period.switching else f"{100 * period.relative_error:+.0f}"
     return Pair(steps, period.predicted_seconds, period.measured_seconds, note, title, faded=period.switching)

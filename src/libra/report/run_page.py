@@ -10,6 +10,7 @@ from libra.records.schema import StepRecord
 from libra.report.page import flatten, render
 from libra.report.run_figures import named_decisions, run_figures
 from libra.report.run_lending import run_lending
+from libra.report.run_promises import promise_rows
 from libra.report.run_verdict import edges, headline, notices, tiles, why_nothing_was_decided
 from libra.report.words import count, duration, percent, plain
 
@@ -47,6 +48,7 @@ def render_report(run_directory: Path) -> str:
         **(run_figures(log) if log.steps else nothing),
         taken=[(name, outcome) for (name, _), outcome in zip(named_decisions(log), outcomes(log), strict=True)],
         why_not="" if log.taken else why_nothing_was_decided(log),
+        promises=promise_rows(log.periods) if any(period.learned for period in log.periods) else [],
         health=_health(log) if log.steps else (),
         averaged=max(1, len(log.steps) // 10),
         evaluations=_evaluations(log),

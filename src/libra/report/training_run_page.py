@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, column_figure, line_figure
+from libra.report.engine_lanes import bucket_rows, engine_lanes
 from libra.report.lending_section import lending_section
 from libra.report.page import ROLES, Tile, render
 from libra.report.vega import Axis
@@ -23,7 +24,9 @@ def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:
         headline=_headline(outcome, planned),
         notices=(),
         tiles=(*_tiles(outcome, planned), *_lender_tiles(outcome)),
-        steps=_figures(outcome.steps),
+        steps=_figures(outcome.steps, planned),
+        engines=engine_lanes(outcome) if outcome.engines else None,
+        buckets=bucket_rows(outcome.engines),
         lending=lending_section(histories, "the run began", ((ended, "ends", "the last step was made"),)),
     )
 
@@ -69,7 +72,7 @@ def _lender_tiles(outcome: SimulatedRun) -> tuple[Tile, ...]:
     )
 
 
-def _figures(steps: Sequence[SimulatedStep]) -> tuple[Figure, ...]:
+def _figures(steps: Sequence[SimulatedStep], planned: float) -> tuple[Figure, ...]:
     x = Axis("optimiser step", (steps[0].version - 0.5, steps[-1].version + 0.5))
     parts = [
         Series("trains", ROLES[Role.TRAIN], [(it.version, it.training) for it in steps]),
@@ -79,8 +82,9 @@ def _figures(steps: Sequence[SimulatedStep]) -> tuple[Figure, ...]:
         Series("of the stalest trajectory", "var(--deep)", [(it.version, it.worst_staleness) for it in steps]),
         Series("mean", "var(--blue)", [(it.version, it.staleness) for it in steps]),
     ]
-    note = "Steps are the trainer's; engines generate meanwhile."
+    line = Series("planned", "var(--deep)", [(it.version, planned) for it in steps])
+    note = f"Steps are the trainer's; engines generate meanwhile. The line is the plan's step of {duration(planned)}."
     return (
-        column_figure("Seconds of a step", note, parts, x, Axis("seconds of one step")),
+        column_figure("Seconds of a step", note, parts, x, Axis("seconds of one step"), overlay=line),
         line_figure("Staleness", "Versions between generation and training.", stale, x, Axis("versions")),
     )

@@ -38,6 +38,8 @@ class Baseline(StickyPolicy[_Home]):
     holds the prefix and is eligible; the rule is asked for all others, and is not told of those.
     """
 
+    BUCKETS = False
+
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         return self._serve(self._live.setdefault(request.trajectory_id, _Home()), request, fleet)
 

@@ -16,6 +16,7 @@ from libra.route.expected_length import LengthByPrompt, LengthPredictor
 from libra.route.live import LivePolicy, StickyPolicy
 from libra.route.policy import Policy
 from libra.route.published import PublishedCMLFQ
+from libra.route.session_hash import SessionHash
 
 _BY_NAME: dict[str, type[LivePolicy[Any]]] = {
     policy.NAME: policy
@@ -23,6 +24,7 @@ _BY_NAME: dict[str, type[LivePolicy[Any]]] = {
         RoundRobin,
         LeastLoaded,
         TwoChoices,
+        SessionHash,
         LengthByPrompt,
         LengthPredictor,
         AttainedService,
@@ -38,7 +40,7 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     """A new policy, which has seen nothing yet.
 
     `sticky`: a later turn follows its trajectory's prefix where it can; `seed` is for the rules that draw. Raises
-    ValueError for a name that is none of `POLICIES`, and where C-MLFQ, which follows prefixes always, is told not to.
+    ValueError for a name that is none of `POLICIES`, and for one that always follows prefixes if `sticky` is false.
     """
     kind = _kind(name)
     if issubclass(kind, TwoChoices):
@@ -46,8 +48,15 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     if issubclass(kind, StickyPolicy):
         return kind(sticky=sticky)
     if not sticky:
-        raise ValueError(f"{name} follows prefixes inside a bucket as part of its rule: leave sticky true")
+        raise ValueError(f"{name} follows prefixes as part of its rule: leave sticky true")
     return kind()
+
+
+def ignores_buckets(name: str) -> bool:
+    """Whether the policy of this name routes by load alone. A class of the user's own (path.py:Class) may look at
+    buckets, as far as its name tells."""
+    kind = _BY_NAME.get(name)
+    return kind is not None and not kind.BUCKETS
 
 
 def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:

@@ -1,7 +1,7 @@
 """C-MLFQ by expected cost: a turn goes where serving the rest of its trajectory is expected to cost least.
 
 Invariant: no turn is placed on an instance that cannot hold its context and one more turn, and none leaves the instance
-that holds its prefix unless it has overrun the bucket or the expected saving exceeds the price of the move.
+that holds its prefix unless it has outgrown it or the expected saving exceeds the price of the move.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS
-from libra.route.hierarchy import RECENT, Hierarchy
+from libra.route.hierarchy import RECENT, SHRINKAGE, Hierarchy
 from libra.route.live import Live, LivePolicy
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.route.remaining import Remaining
@@ -21,7 +21,7 @@ from libra.trajectory import Trajectory
 
 STAYS = "holds the prefix, and a move would cost more than it saves"
 MOVES = "a move saves more than it costs"
-BUCKET_OVERRUN = "has overrun its bucket"
+OUTGROWN = "has outgrown its instance"
 PLACED = "least expected cost"
 BLIND = "no evidence: least loaded"
 BLIND_STAYS = "no evidence: holds the prefix"
@@ -34,20 +34,21 @@ _SURPRISE = 2.0
 class _Live(Live):
     recent: tuple[ToolState, ...] = ()  # latest tool returns
     returns: int = 0  # of tools, so far
+    returned: int = 0  # tokens, by these
 
 
 class CMLFQ(LivePolicy[_Live]):
     """The `cmlfq` policy.
 
     What remains of a trajectory is predicted from its tool returns (`Hierarchy`): a distribution, so of each bucket it
-    is known how likely the trajectory ends beyond it, and how many tokens it would have served there until then. Of
+    is known how likely the trajectory outgrows its instances, and how many tokens they would have served until then. Of
     each bucket the least loaded eligible instance makes an offer, as does the one that holds the prefix, and the
     cheapest is taken: service here, service onward, the move that this takes, and the move now (`service_cost`).
 
-    A bucket is a range of final contexts: present context and what remains. So a trajectory starts in a longer bucket
-    if it will likely end there, and goes there later when that is expected to be cheaper than still later, or when it
-    outlives its own. It comes back to a shorter one only when new evidence or loads make that worth the move. A bucket
-    that is idle gets some of what belongs in a shorter one.
+    A bucket groups engines that a plan made for a range of lengths. Its limit is no wall: a trajectory goes, and stays,
+    where its remaining tokens are expected to be served soonest, by the seconds that instances tell (or, where they do
+    not, by their loads). So long trajectories gather on fast engines when these are worth it, a crowded bucket sends
+    no turn to a more crowded one, and an idle one takes what a planner meant for others.
 
     Until something has finished, a turn stays with its prefix, else goes to the least loaded of all that can hold it.
 
@@ -83,6 +84,7 @@ class CMLFQ(LivePolicy[_Live]):
         state = state_of(returned.tool, payload_class(returned.returned_tokens), returned.status)
         live.recent = (*live.recent, state)[-RECENT:]
         live.returns += 1
+        live.returned += returned.returned_tokens
         self._hierarchy.reached(request)
         return self._serve(live, request, 0, fleet)
 
@@ -115,16 +117,18 @@ class CMLFQ(LivePolicy[_Live]):
         self._hierarchy = Hierarchy.restore(snapshot["hierarchy"])
 
     def _row(self, live: _Live) -> list[Any]:
-        return [live.instance, live.prefix_there, [list(state) for state in live.recent], live.returns]
+        return [live.instance, live.prefix_there, [list(state) for state in live.recent], live.returns, live.returned]
 
-    def _of_row(self, instance: str | None, prefix_there: bool, recent: list[Any], returns: int) -> _Live:
-        return _Live(instance, prefix_there, tuple(state_of(*state) for state in recent), returns)
+    def _of_row(
+        self, instance: str | None, prefix_there: bool, recent: list[Any], returns: int, returned: int
+    ) -> _Live:
+        return _Live(instance, prefix_there, tuple(state_of(*state) for state in recent), returns, returned)
 
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
-        """Place a turn that has generated so many tokens, and remember where."""
+        """Place a turn that has generated `generated` tokens, and remember where."""
         context = request.context_tokens + generated
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1)
-        turn_tokens = self._hierarchy.turn_tokens
+        turn_tokens = self._turn_tokens(live, request)
         offers, home = offers_of(fleet, needed, live.instance if live.prefix_there else None, turn_tokens)
         if not offers:
             return None
@@ -138,13 +142,22 @@ class CMLFQ(LivePolicy[_Live]):
             elif chosen is home:
                 reason = STAYS
             else:
-                reason = MOVES if context <= home.reach else BUCKET_OVERRUN
+                reason = MOVES if context <= home.reach else OUTGROWN
         elif home is not None:
             chosen, reason = home, BLIND_STAYS
         else:
             chosen, reason = min(offers, key=lambda offer: (offer.load_tokens, offer.instance.id)), BLIND
         ask_again = None if chosen.onward is None else _ask_again(chosen.reach - context, generated, remaining)
         return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
+
+    def _turn_tokens(self, live: _Live, request: TurnRequest) -> float:
+        """Tokens that the trajectory is expected to generate in a turn: the mean of its own turns, blended with that of
+        all trajectories as the hierarchy blends contexts; 0 before any trajectory has finished."""
+        usual = self._hierarchy.turn_tokens
+        if not usual:
+            return 0.0
+        generated = max(0, request.context_tokens - request.prompt_tokens - live.returned)
+        return (SHRINKAGE * usual + generated) / (SHRINKAGE + live.returns)
 
 
 def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: float) -> int:

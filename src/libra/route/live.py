@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from libra.route.policy import Fleet, Instance, Placement, Policy, TurnRequest, require_snapshot
 from libra.trajectory import Trajectory
 
-FORMAT = 1  # of snapshots
+FORMAT = 2  # of snapshots
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class LivePolicy(Policy, Generic[L]):
     are not asked about again, and nothing is learned, unless the rule says otherwise."""
 
     NAME: ClassVar[str]
+    BUCKETS: ClassVar[bool] = True  # whether the rule looks at the bucket of an instance
 
     def __init__(self) -> None:
         self._live: dict[str, L] = {}

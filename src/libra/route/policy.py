@@ -36,8 +36,9 @@ class Instance(Protocol):
 
     @property
     def token_seconds(self) -> float | None:
-        """Seconds in which it would generate one token of one more sequence, as loaded as it is; None: not known. Of
-        one that is lent, as its lender grants it time."""
+        """Seconds in which it would generate one token of one more sequence, with all the work that it has accepted:
+        where that does not fit at once, sequences take turns. None: not known. Of one that is lent, as its lender
+        grants it time."""
 
     @property
     def recall_rate(self) -> float:

@@ -15,6 +15,9 @@ from libra.route.loads import instance_of, loads_of
 from libra.route.policy import Fleet, Instance
 from libra.route.remaining import Remaining
 
+# A turn is stopped to go on elsewhere while its instance has room for one more token: what fills it is cut there.
+_ROOM = 2
+
 # Seconds to a generated token where an instance does not tell, the same for all of them. Of the order of a 14 B model
 # on one A100, whose 28 GB of weights at 2 TB/s are read in 14 ms.
 TOKEN_SECONDS = 0.02
@@ -53,7 +56,7 @@ class Offer:
     load_tokens: int
     told_seconds: float  # to a generated token, as the instance tells, `TOKEN_SECONDS` if it does not
     token_seconds: float  # the same, congestion included, and its share of the wait for the prompt of its turn
-    reach: float  # largest context that it is meant for; infinite where there is no longer bucket
+    reach: float  # largest context that it is asked to hold; infinite where there is no longer bucket
     onward: Offer | None  # the fastest of a longer bucket, which would take over beyond `reach`
 
 
@@ -62,13 +65,15 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: flo
     that are lent another one; and the instance `prefix_at`, if it is there and holds them. O(instances), unless the
     fleet is indexed (`loads_of`).
 
-    `token_seconds` speaks of sequences that generate, `load_tokens` also of those that wait, for memory or a place. So
-    an instance is taken to need the seconds it tells at the mean load of all that hold `needed` tokens, half of them
-    when idle, and half more for each mean load more. Only ratios of loads are used: what load makes an instance slow
-    is not known here. What a turn waits for its prompt is divided among its tokens, `turn_tokens` on average (0: not
+    An instance that tells its seconds tells them for all the work that it has accepted. One that does not is taken to
+    need `TOKEN_SECONDS` at the mean load of all that hold `needed` tokens, half of them when idle, and half more for
+    each mean load more. What a turn waits for its prompt is divided among its tokens, `turn_tokens` on average (0: not
     known, and such waits are not counted).
+
+    The limit of a bucket is no wall: an instance serves whatever its memory holds. A turn that has outgrown the bucket
+    leaves it where another instance is expected to serve it sooner. Were it sent away, what the planner did not foresee
+    would gather in the last bucket while the others idle.
     """
-    limits = fleet.limits
     loads = loads_of(fleet, needed)
     if not loads.instances:
         return [], None
@@ -79,31 +84,31 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: flo
     offers: list[Offer] = []
     held: Offer | None = None
     onward: Offer | None = None
-    for bucket in range(len(limits) - 1, -1, -1):
+    for bucket in range(len(fleet.limits) - 1, -1, -1):
         beyond = onward
         for lent in (False, True):
             load, least = loads.least.get((bucket, lent), (0, None))
             if least is None:
                 continue
-            offer = _offer(least, load, per_load, limits, beyond, turn_tokens)
+            offer = _offer(least, load, per_load, beyond, turn_tokens)
             offers.append(offer)
             if home is least:
                 held = offer
             if onward is None or offer.token_seconds < onward.token_seconds:
                 onward = offer
         if home is not None and home.bucket == bucket and held is None:
-            held = _offer(home, home.load_tokens, per_load, limits, beyond, turn_tokens)
+            held = _offer(home, home.load_tokens, per_load, beyond, turn_tokens)
     return offers, held
 
 
-def _offer(
-    instance: Instance, load: int, per_load: float, limits: Sequence[int], onward: Offer | None, turn_tokens: float
-) -> Offer:
+def _offer(instance: Instance, load: int, per_load: float, onward: Offer | None, turn_tokens: float) -> Offer:
     told = instance.token_seconds
     if told is None:
         told = TOKEN_SECONDS
-    reach = math.inf if onward is None else min(limits[instance.bucket], instance.capacity_tokens)
-    each = told * (1 + load * per_load) / 2
+        each = told * (1 + load * per_load) / 2
+    else:
+        each = told
+    reach = math.inf if onward is None else instance.capacity_tokens - _ROOM
     if turn_tokens > 0:
         each += instance.prompt_wait_seconds / turn_tokens
     return Offer(instance, load, told, each, reach, onward)
@@ -144,7 +149,7 @@ def cheapest(
     """The cheapest of one offer or more; ties stay at `home`, where the prefix is, then go by load and id.
 
     A first placement counts on the offers for all that remains. A move only counts on what it gains in a turn of
-    `turn_tokens`, for loads change, and with the next return it can be made still.
+    `turn_tokens`, which are the trajectory's own, for loads change, and with the next return it can be made still.
     """
     mean, share = remaining.mean, 1.0
     chosen = offers[0]

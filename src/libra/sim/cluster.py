@@ -19,11 +19,12 @@ from libra.sim.events import ARRIVAL
 
 
 class SimCluster(ClusterState):
-    """One simulation: made as `ClusterState` says, run once, and looked at."""
+    """One simulation: made as `ClusterState` says, run once or with pauses, and looked at."""
 
     def run(self) -> None:
-        """Until everything has finished, or the time limit. Raises RuntimeError where requests wait for an engine that
-        never comes."""
+        """Until everything has finished, the time limit, or the end of a tick in which `pause` was called; the next
+        call goes on from there. Raises RuntimeError where requests wait for an engine that never comes."""
+        self._pausing = False
         collecting = gc.isenabled()
         gc.disable()  # nothing that is let go refers to itself, and looking for it would take a third of the time
         try:
@@ -32,7 +33,7 @@ class SimCluster(ClusterState):
             if collecting:
                 gc.enable()
         unplaced = self.frontend.unplaced
-        if unplaced and not self.partial:
+        if unplaced and not self.partial and not self._pausing:
             first = unplaced[0]
             raise RuntimeError(
                 f"{len(unplaced)} requests wait for an engine for ever, first of all {first.number}:"
@@ -41,7 +42,9 @@ class SimCluster(ClusterState):
 
     def _run(self) -> None:
         events, engines, deciding, watch = self._events, self.engines, self._deciding, self._watch
-        events.expect(self.workload.start())
+        if not self._begun:
+            self._begun = True
+            events.expect(self.workload.start())
         for event in events.until(self._limit):
             if event is not None:
                 self.now, kind, _, what = event
@@ -88,6 +91,8 @@ class SimCluster(ClusterState):
             for group in self.groups:
                 if group.due:
                     self._depart(group, now)
+            if self._pausing:
+                return
         if self._limit is not None and events.goes_on():
             self._stop(self._limit)
 

@@ -90,6 +90,7 @@ class ClusterState:
         self.placer = Placer(route, limits, turn_tokens, decoders)
         self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
         self._keep = keep
+        self._begun = self._pausing = False
         self.pairs: PrefillDecode | None = None
         if kv_transfer is not None and decoders is not None:
             self.pairs = (PushFrontend if kv_transfer.push else PullFrontend)(
@@ -134,6 +135,10 @@ class ClusterState:
         if request.engine is None or request.status not in ("running", "waiting"):
             return request.generated
         return self.engines[request.engine].generated_by(request, self.now)
+
+    def pause(self) -> None:
+        """Let `run` return at the end of this tick."""
+        self._pausing = True
 
     def at(self, tick: int, action: Callable[[int], None]) -> None:
         """Do something at a tick that is not over: after what ends at that instant, before what arrives."""

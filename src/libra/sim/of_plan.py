@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from libra.plan.options.price import BucketPrice, bucket_prices
-from libra.plan.options.slots import SlotRequest
+from libra.plan.options.request import PlanningRequest
 from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
@@ -21,7 +21,7 @@ from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines, planned_network
 from libra.sim.simulate import Elapsed, simulate
 from libra.sim.training_run.episodes import Resampled
-from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.loop import PosttrainingRun
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
 from libra.sim.training_run.tenancy import Tenancy
@@ -109,7 +109,7 @@ def planned_run(
     in flight, unless `concurrency` says otherwise. At the beginning of each step, by the plan's seconds, all engines
     stop for new weights. A tool whose time was not recorded takes what the plan assumes, unless told.
     """
-    wanted = _wanted(plan)
+    wanted: PlanningRequest = plan.request
     if steps < 1:
         raise ValueError(f"steps is {steps}; simulate 1 step or more")
     if steps > 1 and not wanted.staleness:
@@ -153,28 +153,52 @@ def simulate_run(
     plan: Plan,
     trajectories: Iterable[Trajectory],
     steps: int,
-    route: str = DEFAULT_ROUTE,
+    route: Policy | str = DEFAULT_ROUTE,
     *,
     learned: Iterable[Trajectory] = (),
     seed: int = 0,
     exact: bool = False,
     tenancy: Tenancy | None = None,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
-    """A whole run of `steps` optimiser steps as the plan has it: groups are drawn from the log, prompt by prompt, with
-    the recipe's samples each; engines and trainers wait for each other as its staleness says.
+    """The first `steps` optimiser steps of a run that goes on, as `run_of` begins it; `route` learns from finished ones
+    of `learned` first. With a `tenancy` the run ends with its last step, and what serves is served to its end. `tell`
+    is given each step that is made."""
+    policy = policy_named(route, seed=seed) if isinstance(route, str) else route
+    teach(policy, learned)
+    ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way in the end
+    run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
+    for step in range(1, steps + 1):
+        run.published(step)
+        tell(step)
+    if not ahead:
+        run.finish()
+    return run.outcome()
 
-    `route` names the policy, which is told of the trajectories `learned` before it begins. `tenancy` says what serves
-    on the devices that the plan borrows; without it they are as slow as their share. Raises ValueError for a plan that
-    is not of a cluster, an unknown policy, and a trajectory that no engine of the plan holds.
+
+def run_of(
+    plan: Plan,
+    trajectories: Iterable[Trajectory],
+    steps: int,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    exact: bool = False,
+    tenancy: Tenancy | None = None,
+) -> PosttrainingRun:
+    """A whole run of `steps` optimiser steps as the plan has it, not begun yet: groups are drawn from the log, prompt
+    by prompt, with the recipe's samples each; engines and trainers wait for each other as its staleness says.
+
+    `policy` routes, with all that it has learned so far. `tenancy` says what serves on the devices that the plan
+    borrows; without it they are as slow as their share. Raises ValueError for a plan that is not of a cluster, and for
+    a trajectory that no engine of the plan holds.
     """
     system = System("plan", plan, lambda: policy, tenancy=tenancy)
     recipe = system.request.recipe
-    policy = policy_named(route, seed=seed)
-    teach(policy, learned)
     log = [trajectory for trajectory in trajectories if trajectory.finished]
     _require_room(log, max(engine.config.max_model_len for engine in planned_engines(plan)))
     episodes = Resampled(tuple(log), recipe.samples_per_prompt, recipe.max_length, seed)
-    return simulate_posttraining(system, episodes, steps, exact=exact)
+    return PosttrainingRun(system, episodes, steps, exact=exact)
 
 
 def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:
@@ -191,29 +215,8 @@ def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:
             policy.finished(trajectory)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the plan's request says of one step, whatever kind it is."""
-
-    trajectories: int
-    staleness: int
-    unknown_tool_seconds: float
-    refresh: bool
-
-
-def _wanted(plan: Plan) -> _Wanted:
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        workload = request.workload
-        return _Wanted(workload.trajectories, workload.max_staleness, 0.0, False)
-    recipe = request.recipe
-    return _Wanted(recipe.batch, recipe.staleness, recipe.tool_seconds_if_unknown, recipe.kv_on_update == "refresh")
-
-
 def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
-    request = plan.request
-    problem = request.menu().problem
-    return bucket_prices(problem, plan.allocation)
+    return bucket_prices(plan.request.menu().problem, plan.allocation)
 
 
 def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
@@ -223,7 +226,7 @@ def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[Wei
         frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)
         for bucket in range(len(stalls))
     ]
-    refresh = _wanted(plan).refresh
+    refresh = plan.request.refreshes
     return tuple(
         WeightUpdate(ticks(step * plan.predicted.step), stall, refresh and step > 0, engines=its)
         for step in range(steps)

@@ -146,7 +146,7 @@ def test_an_explanation_is_json_and_prices_its_own_plan(problem: Problem) -> Non
     used = sum(bucket.devices for bucket in explained.buckets)
     assert used == sum(pool.generating for pool in explained.pools)
     for pool in explained.pools:
-        busy = max(pool.training, pool.generating) if problem.colocated else pool.training + pool.generating
+        busy = min(pool.training, pool.generating) if problem.colocated else pool.training + pool.generating
         assert pool.idle == pool.devices - busy >= 0
     if solution.predicted.step > 0:
         worst = max(bucket.share for bucket in explained.buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -110,3 +111,30 @@ def test_the_reason_is_what_keeps_engines_there_from_serving(engine: EngineOptio
 def test_where_nothing_idles_there_is_nothing_to_say() -> None:
     problem = replace(PROBLEM, use_all_devices=True)
     assert [(pool.idle, pool.why_idle) for pool in pool_views(problem, solve(problem).allocation)] == [(0, "")]
+
+
+@by_name(
+    "engines, replicas, idle, reason",
+    [
+        ("all work", 4, 4, 0, ""),
+        (
+            "one generates nothing",
+            3,
+            4,
+            1,
+            "1 through the rollout: others suffice: the step would not be shorter with them",
+        ),
+        ("two train nothing", 4, 2, 2, "2 through training: t takes 2"),
+        ("both", 3, 2, 2, "1 through the rollout: others suffice.*; 2 through training: t takes 2"),
+    ],
+)
+def test_devices_of_a_colocated_plan_idle_in_either_phase(engines: int, replicas: int, idle: int, reason: str) -> None:
+    problem = one_shape((6.0, 3.0), (1.0, 1.0), staleness=0, colocated=True)
+    problem = replace(
+        problem,
+        pools=(Pool("p", 1, 4),),
+        training=tuple(TrainingOption("t", "p", count, count, 8.0 / count, 0.5) for count in (2, 4)),
+    )
+    (pool,) = pool_views(problem, Allocation(replicas, (Bucket("e", engines, 0, 100),), "t"))
+    assert pool.idle == idle
+    assert re.fullmatch(reason, pool.why_idle)

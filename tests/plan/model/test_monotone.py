@@ -14,6 +14,7 @@ from oracles.small_cluster import CLUSTER, QWEN_14B
 
 from libra.config.recipe import Recipe
 from libra.lengths import TrajectoryClass
+from libra.lengths.members import Member
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.model.solve import solve
 from libra.plan.options.price import infeasibility, price
@@ -43,23 +44,30 @@ def workloads(draw: st.DrawFn) -> tuple[TrajectoryClass, ...]:
     """Three classes of agents: turns that each generate, with tools between them."""
     shares = draw(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3))
     turns = draw(st.sampled_from([1.0, 4.0, 16.0]))
-    tool, spread = draw(st.sampled_from([0.0, 0.5, 20.0])), draw(st.sampled_from([0.1, 1.0, 3.0]))
+    tool = draw(st.sampled_from([0.0, 0.5, 20.0]))
+    factors = st.sampled_from([0.0, 0.5, 1.0, 2.0, 8.0])
     found = []
     for share, peak in zip(shares, _PEAKS, strict=True):
         generated = peak * draw(st.floats(0.05, 0.5))
+        prefill = peak - generated
         found.append(
             TrajectoryClass(
                 share=share / sum(shares),
                 peak_context=peak,
                 mean_context=0.9 * peak,
                 generated=generated,
-                generated_std=generated * draw(st.sampled_from([0.0, 0.3, 1.0])),
                 context_sum=generated * 0.5 * peak,
-                prefill=peak - generated,
+                prefill=prefill,
                 turns=turns,
                 tool_seconds=tool * turns,
-                tool_seconds_std=tool * turns * spread,
                 before_first_return=1 / turns,
+                members=tuple(
+                    Member(
+                        0.25, generated * draw(factors), (peak - generated) * 0.5, turns, tool * turns * draw(factors)
+                    )
+                    for _ in range(4)
+                ),
+                seen=draw(st.sampled_from([None, 1000.0])),
             )
         )
     return tuple(found)
@@ -103,7 +111,11 @@ def test_more_staleness_is_never_slower(recipe: Recipe, classes: tuple[Trajector
 @given(recipes(), workloads(), st.sampled_from([0.0, 0.5, 0.99]))
 def test_faster_tools_are_never_slower(recipe: Recipe, classes: tuple[TrajectoryClass, ...], factor: float) -> None:
     faster = [
-        replace(cls, tool_seconds=cls.tool_seconds * factor, tool_seconds_std=cls.tool_seconds_std * factor)
+        replace(
+            cls,
+            tool_seconds=cls.tool_seconds * factor,
+            members=tuple(it._replace(tool_seconds=it.tool_seconds * factor) for it in cls.members),
+        )
         for cls in classes
     ]
     require_no_longer(problem_of(recipe, faster), problem_of(recipe, classes))
@@ -118,7 +130,11 @@ def test_longer_trajectories_are_never_faster(
     longer = list(classes)
     cls = classes[which]
     longer[which] = replace(
-        cls, generated=cls.generated * factor, context_sum=cls.context_sum * factor**2, prefill=cls.prefill * factor
+        cls,
+        generated=cls.generated * factor,
+        context_sum=cls.context_sum * factor**2,
+        prefill=cls.prefill * factor,
+        members=tuple(it._replace(generated=it.generated * factor, prefill=it.prefill * factor) for it in cls.members),
     )
     before, after = problem_of(recipe, classes), problem_of(recipe, longer)
     require_no_longer(before, replace(after, training=before.training))

@@ -17,7 +17,8 @@ from libra.config.recipe import Recipe
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import EngineProfile
 from libra.cost.lines import iteration_lines, prefill_line
-from libra.cost.rollout import EngineTiming, longest_of, longest_upto
+from libra.cost.longest import MemberSeconds
+from libra.cost.rollout import EngineTiming
 from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
@@ -118,7 +119,7 @@ def test_a_size_that_holds_no_trajectory_is_rejected_with_its_reason(
 def test_work_of_a_full_engine_and_a_lone_trajectory_are_what_the_profile_says(model: ModelSpec) -> None:
     """Of trajectories that all have the same context, so that nothing but the profile is left to know; as many as fill
     any engine."""
-    cls = TrajectoryClass(1.0, 2001, 2000.0, 100.0, 0.0, 200_000.0, 500.0, 1.0, 0.0, 0.0, 1.0)
+    cls = TrajectoryClass(1.0, 2001, 2000.0, 100.0, 200_000.0, 500.0, 1.0, 0.0, 1.0)
     recipe = RECIPE.model_copy(update={"batch": 4096})
     profile = profile_of(model)
     options = options_of(model, recipe, [cls])
@@ -190,16 +191,13 @@ def test_lines_are_the_seconds_of_the_longest_that_is_slowed(staleness: int, slo
     recipe = stale(staleness)
     grid = profile_of(QWEN_14B).grid(4)
     option = next(option for option in options_of(QWEN_14B, recipe, THREE) if option.devices == 4)
-    draws = [(1 + staleness) ** (1 / 3) * recipe.batch * cls.share for cls in THREE]
+    draws = (1 + staleness) ** (1 / 3) * recipe.batch
     prefill = prefill_line(grid, recipe.max_batched_tokens)
     lines = iteration_lines(
         grid, option.max_num_seqs, contexts=(1.0, 8192.0), kv_tokens=float(kv_of(recipe, QWEN_14B, 4))
     )
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
-    longest = [
-        longest_of(timing, cls, count, UNCORRECTED).seconds(slowed) for cls, count in zip(THREE, draws, strict=True)
-    ]
-    for last, wanted in enumerate(longest_upto(longest, draws)):
+    for last, wanted in enumerate(MemberSeconds.of(timing, THREE).longest(draws, slowed)):
         found = max(waits + slowed * generates for generates, waits in option.lines(last))
         assert wanted * (1 - 1e-3) <= found <= wanted * (1.001 if slowed in (1, 2, 4, 8, 32) else 1.03)
 
@@ -223,7 +221,7 @@ def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_its_e
 @pytest.mark.parametrize("staleness", STALENESS)
 def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
     """Of trajectories that each take what their class takes, so that only how many there are is left to chance."""
-    short, long = (replace(cls, generated_std=0.0, tool_seconds_std=0.0) for cls in CLASSES)
+    short, long = CLASSES
     recipe = stale(staleness)
 
     def waits(rare: float) -> list[float]:
@@ -242,7 +240,7 @@ def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
 def test_a_step_by_hand(staleness: int) -> None:
     """Trajectories that are all alike and use no tools, without the factors of a batch: 64 of 4 turns that generate 400
     tokens at a mean context of 2,000 and prefill 2,000 tokens, half of 3,500 before them."""
-    alike = replace(LONG, share=1.0, generated_std=0.0, tool_seconds=0.0, tool_seconds_std=0.0)
+    alike = replace(LONG, share=1.0, tool_seconds=0.0)
     recipe = stale(staleness)
     request = Planner(CLUSTER, QWEN_14B, recipe).request((alike,))
     problem = request.menu(UNCORRECTED).problem
@@ -281,7 +279,7 @@ def seconds_per_device(cls: TrajectoryClass, tp: int) -> float:
 
 def generating(context: int) -> TrajectoryClass:
     """Trajectories that do nothing but generate at about this context."""
-    return TrajectoryClass(1.0, context + 500, context + 500, 1000.0, 0.0, 1000.0 * context, 0.0, 1.0, 0.0, 0.0, 1.0)
+    return TrajectoryClass(1.0, context + 500, context + 500, 1000.0, 1000.0 * context, 0.0, 1.0, 0.0, 1.0)
 
 
 def test_eight_devices_decode_one_sequence_faster_than_one() -> None:

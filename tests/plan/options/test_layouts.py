@@ -37,7 +37,7 @@ def nodes(count: int = 6, gpus: int = 8, gpu: str = "A800", inter: float = 25e9)
 
 
 def classes(*kinds: tuple[float, float]) -> list[TrajectoryClass]:
-    return [TrajectoryClass(p, int(n), n, n / 2, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0) for p, n in kinds]
+    return [TrajectoryClass(p, int(n), n, n / 2, 1.0, 1.0, 1.0, 0.0, 1.0) for p, n in kinds]
 
 
 SKEWED = classes((0.7, 3000), (0.25, 9000), (0.05, 30000))

@@ -1,4 +1,4 @@
-"""Which classes are a distribution, which of them a step meets, and how much of their work the router moves."""
+"""Which classes are a distribution, and how much of their work the router moves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles.small_cluster import CLUSTER, LONG, QWEN_06B, RECIPE, SHORT
 from tables import by_name
 
 from libra.lengths import TrajectoryClass
-from libra.plan.options.menu import SHARE_TOLERANCE, check_classes, most_buckets, present, reach
+from libra.lengths.members import Member
+from libra.plan.options.menu import SHARE_TOLERANCE, check_classes, most_buckets, reach
 from libra.plan.planner import Planner
 
 
@@ -29,6 +28,10 @@ REFUSED: list[tuple[str, Sequence[TrajectoryClass], str]] = [
     ("a part above 1", (replace(SHORT, before_first_return=1.1),), "classes[0].before_first_return is 1.1; it is a"),
     ("too much", with_shares(0.75, 0.5), "classes: the shares sum to 1.25; divide each by their sum"),
     ("too little", with_shares(0.5), "classes: the shares sum to 0.5; divide each by their sum"),
+    ("members", (replace(SHORT, members=(Member(0.5, 1.0, 1.0, 1.0, 1.0),)),),
+     "classes[0].members: the shares sum to 0.5; divide each by their sum"),
+    ("a member", (replace(SHORT, members=(Member(1.0, -1.0, 1.0, 1.0, 1.0),)),),
+     "classes[0].members[0].generated is -1"),
     ("unordered", (replace(LONG, peak_context=1500), replace(SHORT, share=0.75)),
      "classes are not ordered; sort them by peak_context, shortest first"),
 ]  # fmt: skip
@@ -41,7 +44,7 @@ def test_classes_that_are_no_distribution_are_refused(classes: Sequence[Trajecto
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
-@pytest.mark.parametrize("field", [field.name for field in fields(TrajectoryClass)])
+@pytest.mark.parametrize("field", [field.name for field in fields(TrajectoryClass) if field.name != "members"])
 def test_no_field_of_a_class_is_negative_or_beyond_measure(field: str, value: float) -> None:
     spoiled = replace(LONG, **{field: value})
     with pytest.raises(ValueError, match=rf"^classes\[1\]\.{field} is .*; every mean is 0 or more, and below 1e\+15"):
@@ -53,29 +56,6 @@ def test_shares_need_to_sum_to_one_up_to_rounding_only() -> None:
     check_classes(with_shares(0.25 + SHARE_TOLERANCE / 2, 0.75), 4000)
     with pytest.raises(ValueError, match="the shares sum to"):
         check_classes(with_shares(0.25 + SHARE_TOLERANCE * 2, 0.75), 4000)
-
-
-PRESENT = [
-    ("one", 1, (0.75, 0.25), (True, False)),
-    ("three quarters", 3, (0.75, 0.25), (True, False)),
-    ("one of the longest", 4, (0.75, 0.25), (True, True)),
-    ("longer classes count for a shorter one", 2, (0.5, 0.25, 0.25), (True, True, False)),
-    ("rounding takes no class away", 10, (0.9, 0.1 - 1e-9), (True, True)),
-]
-
-
-@by_name("trajectories, shares, wanted", PRESENT)
-def test_a_class_is_present_when_one_such_or_longer_trajectory_is_expected(
-    trajectories: int, shares: tuple[float, ...], wanted: tuple[bool, ...]
-) -> None:
-    assert present(with_shares(*shares), trajectories) == wanted
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(1, 200))
-def test_presence_against_counting(weights: list[int], trajectories: int) -> None:
-    shares = [weight / sum(weights) for weight in weights]
-    wanted = tuple(trajectories * sum(weights[j:]) >= sum(weights) for j in range(len(weights)))
-    assert present(with_shares(*shares), trajectories) == wanted
 
 
 def test_the_router_is_as_it_was_seen_or_perfect() -> None:

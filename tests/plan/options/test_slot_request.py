@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,50 +27,56 @@ LITTLE_MEMORY = replace(
     REQUEST, shapes=(replace(REQUEST.shapes[0], kv_tokens=1000), replace(REQUEST.shapes[1], kv_tokens=5000))
 )
 
-# Standard deviations by which the largest of so many draws exceeds the mean: quantiles of the normal distribution.
-OF_2 = 0.5894558  # at 1.625 / 2.25
-OF_2_25 = 0.6744898  # at 1.875 / 2.5
+
+def longest(short: float, long: float, trajectories: int = 8) -> float:
+    """Seconds of the longest, given those of each class: the share of steps that have a LONG, and of those that have
+    only SHORT, where a quarter of the trajectories are LONG."""
+    no_long, no_short = math.exp(-0.25 * trajectories), math.exp(-0.75 * trajectories)
+    return (1 - no_long) * long + no_long * (1 - no_short) * short
+
 
 # Base case, 1 trainer and 3 engines: 16 trajectories in flight, so 5, 8 or 16 seats on long; 4 on short.
 #   work on short by seats, 0.0035 a token: SHORT 0.35 + 0.05 + 0.1 + 0.2 = 0.7, LONG 1.4 + 0.8 + 0.2 + 0.4 = 2.8
 #   LONG's own share 0.5 * 0.5 = 0.25; short bucket 6 * 0.7 + 2 * 0.75 * 2.8 = 8.4
-#   residence of LONG at 5 seats: 400 * (0.01 + 0.005 + 0.01) + 0.2 + 0.4 + 10 = 20.6, its deviation 0.1 * 10 + 2 = 3
-#   training 0.5 + 2 = 2.5
-LATENCY = (20.6 + 3 * OF_2 + 2.5) / 2
+#   residence of LONG at 5 seats: 400 * (0.01 + 0.005 + 0.01) + 0.2 + 0.4 + 10 = 20.6
+#   and of SHORT 100 * (0.01 + 0.005 + 0.0025) + 3.3 = 5.05
+#   training 0.5 + 2 = 2.5, and 0.3 until engines have the weights
+LATENCY = (longest(5.05, 20.6) + 2.8) / 2
 PRICES = [
-    ("base", REQUEST, two_buckets(1, 1, 2), Prediction(LATENCY, 8.7, 2.5, LATENCY, "latency")),
+    ("base", REQUEST, two_buckets(1, 1, 2), Prediction(LATENCY, 8.7, 2.8, LATENCY, "latency")),
     ("more engines share the first bucket", REQUEST, two_buckets(1, 2, 1),
-     Prediction(LATENCY, 4.5, 2.5, LATENCY, "latency")),
+     Prediction(LATENCY, 4.5, 2.8, LATENCY, "latency")),
     # training 0.5 + 1 + 0.25
     ("a second trainer", REQUEST, two_buckets(2, 1, 1),
-     Prediction(LATENCY - 0.375, 8.7, 1.75, LATENCY - 0.375, "latency")),
-    # 32 in flight, 10 seats on long: residence 400 * (0.01 + 0.01 + 0.02) + 10.6 = 26.6, its deviation 1.6 + 2
+     Prediction(LATENCY - 0.375, 8.7, 2.05, LATENCY - 0.375, "latency")),
+    # 32 in flight, 10 seats on long: residence 400 * (0.01 + 0.01 + 0.02) + 10.6 = 26.6
+    # and of SHORT 100 * (0.01 + 0.01 + 0.005) + 3.3 = 5.8
     ("staleness hides latency", MORE_STALE, two_buckets(1, 1, 2),
-     Prediction(8.7, 8.7, 2.5, (29.1 + 3.6 * OF_2) / 4, "rollout")),
+     Prediction(8.7, 8.7, 2.8, (longest(5.8, 26.6) + 2.8) / 4, "rollout")),
     ("slow trainer", SLOW_TRAINER, two_buckets(1, 1, 2),
-     Prediction(20.5, 8.7, 20.5, (47.1 + 3.6 * OF_2) / 4, "training")),
-    # Nothing overlaps; 8 in flight, so 2 seats on long are enough: residence 400 * (0.01 + 0.002 + 0.004) + 10.6 = 17,
-    # its deviation 0.64 + 2
+     Prediction(20.8, 8.7, 20.8, (longest(5.8, 26.6) + 20.8) / 4, "training")),
+    # Nothing overlaps; 8 in flight, so 2 seats on long are enough: residence 400 * (0.01 + 0.002 + 0.004) + 10.6 = 17
+    # and of SHORT 100 * (0.01 + 0.002 + 0.001) + 3.3 = 4.6
     ("synchronous", SYNCHRONOUS, two_buckets(1, 1, 2),
-     Prediction(19.5 + 2.64 * OF_2, 8.7, 2.5, 19.5 + 2.64 * OF_2, "latency")),
-    # 6 in flight: 4 seats on short still take least. 0.75 of a LONG a step: absent. Load 2.25 * 0.7 + 0.75 * 0.75 * 2.8
-    # residence of SHORT 100 * (0.01 + 0.004 + 0.002) + 3.3 = 4.9, its deviation 0.16 + 0.5; training 0.5 + 0.75
-    ("an absent class", FEW, two_buckets(1, 1, 2),
-     Prediction(3.45, 3.45, 1.25, (6.15 + 0.66 * OF_2_25) / 2, "rollout")),
+     Prediction(longest(4.6, 17) + 2.8, 8.7, 2.8, longest(4.6, 17) + 2.8, "latency")),
+    # 6 in flight: 4 seats on short and 2 on long take least. 0.75 of a LONG a step. Load 2.25 * 0.7 + 0.75 * 0.75 * 2.8
+    # training 0.5 + 0.75
+    ("a class that is seldom there", FEW, two_buckets(1, 1, 2),
+     Prediction((longest(4.6, 17, 3) + 1.55) / 2, 3.45, 1.55, (longest(4.6, 17, 3) + 1.55) / 2, "latency")),
     # LONG's own share 0.5: short 6 * 0.7 + 2 * 0.5 * 2.8 = 7
-    ("an oracle router", ORACLE, two_buckets(1, 1, 2), Prediction(LATENCY, 7.3, 2.5, LATENCY, "latency")),
+    ("an oracle router", ORACLE, two_buckets(1, 1, 2), Prediction(LATENCY, 7.3, 2.8, LATENCY, "latency")),
     # Work on short by memory (0.01 / 1000 + 1e-6 a token of context): SHORT 0.1+0.55+0.3 = 0.95, LONG 0.4+8.8+0.6 = 9.8
     # load 6 * 0.95 + 1.5 * 9.8 = 20.4
-    # Memory of long holds 2.5 of LONG: residence 400 * (0.01 + 0.0025 + 0.005) + 10.6 = 17.6, its deviation 0.7 + 2
+    # Memory of long holds 2.5 of LONG: residence 400 * (0.01 + 0.0025 + 0.005) + 10.6 = 17.6
     ("little memory", LITTLE_MEMORY, two_buckets(1, 1, 2),
-     Prediction(20.7, 20.7, 2.5, (20.1 + 2.7 * OF_2) / 2, "rollout")),
+     Prediction(20.7, 20.7, 2.8, (longest(5.05, 17.6) + 2.8) / 2, "rollout")),
     # One bucket of 3 long engines at 0.003 a token: SHORT 0.3+0.05+0.1+0.2 = 0.65, LONG 1.2 + 0.8 + 0.2 + 0.4 = 2.6
     # load 6 * 0.65 + 2 * 2.6 = 9.1 over 3
-    ("one bucket", REQUEST, one_bucket(1, 3), Prediction(LATENCY, 9.1 / 3 + 0.3, 2.5, LATENCY, "latency")),
+    ("one bucket", REQUEST, one_bucket(1, 3), Prediction(LATENCY, 9.1 / 3 + 0.3, 2.8, LATENCY, "latency")),
     # All trajectories start in a first bucket that no class ends in: SHORT leaves 0.8 of its work there, LONG 0.75.
     # load 6 * 0.8 * 0.7 + 2 * 0.75 * 2.8 = 7.56
     ("an idle first bucket", REQUEST, two_buckets(1, 1, 2, cut=500),
-     Prediction(LATENCY, 7.86, 2.5, LATENCY, "latency")),
+     Prediction(LATENCY, 7.86, 2.8, LATENCY, "latency")),
 ]  # fmt: skip
 
 
@@ -111,8 +118,8 @@ def test_every_device_may_train_or_generate_as_its_role_allows() -> None:
     assert problem.use_all_devices
     assert problem.one_bucket_per_shape
     assert problem.training == (
-        TrainingOption(ONE_DEVICE, "slots", devices=1, replicas=1, seconds=2.5, publish=0.0),
-        TrainingOption(ONE_DEVICE, "slots", devices=2, replicas=2, seconds=1.75, publish=0.0),
+        TrainingOption(ONE_DEVICE, "slots", devices=1, replicas=1, seconds=2.8, publish=0.0),
+        TrainingOption(ONE_DEVICE, "slots", devices=2, replicas=2, seconds=2.05, publish=0.0),
     )
 
 

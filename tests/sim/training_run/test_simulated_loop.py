@@ -110,6 +110,9 @@ def test_every_group_is_trained_once_and_none_too_late(staleness: int, seed: int
     assert 0 < outcome.engine_share <= 1 and outcome.trainer_share <= 1
     trained_on = sum(step.final_context_tokens for step in outcome.steps)
     assert outcome.migrated_share == outcome.migrated_tokens / trained_on >= outcome.moved_tokens / trained_on
+    assert max(span.end for span in outcome.engines) == outcome.seconds
+    assert all(0 <= span.busy <= span.end - span.start + 1e-9 for span in outcome.engines)
+    assert 0 < sum(span.busy for span in outcome.engines) <= outcome.engine_busy + 1e-6
     devices = [step.generating_devices for step in outcome.steps]
     in_service = outcome.engine_seconds / outcome.seconds
     assert min(devices) - 1e-6 <= in_service <= max(devices) + 1e-6
@@ -316,7 +319,7 @@ def test_a_plan_of_slots_is_refused() -> None:
     settings = load_config(EXAMPLES / "calculator.yaml")
     evidence = gather(settings, list(read_trajectories(EXAMPLES / "trajectories.jsonl")))
     plan = make_plan(request_from(settings, evidence, load_profile(EXAMPLES / "profile_2_cores.json")))
-    with pytest.raises(ValueError, match="system s: its plan is of slots of one machine; plan for a cluster"):
+    with pytest.raises(ValueError, match="system s: the plan is of slots of one machine; plan for a cluster"):
         run(System("s", plan, LeastLoaded), agents(GROUP), 1)
 
 

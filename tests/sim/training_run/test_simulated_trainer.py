@@ -21,7 +21,7 @@ PRICE = TrainingPrice(QWEN_06B, RECIPE, NODES)
 
 
 def one_class(length: int) -> TrajectoryClass:
-    return TrajectoryClass(1.0, length, float(length), 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
+    return TrajectoryClass(1.0, length, float(length), 100.0, 50_000.0, 1000.0, 2.0, 3.0, 0.6)
 
 
 @pytest.mark.parametrize("length", [64, 1000, 4321, 8192])

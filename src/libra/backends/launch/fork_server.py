@@ -32,6 +32,7 @@ from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import StartEngine, StartServer
 from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import StartTrainer
+from libra.config.extras import install_command
 
 WORKER_ENVIRONMENT = {
     # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.
@@ -103,7 +104,7 @@ class ForkServer:
             tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
             raise LaunchError(
                 "worker processes cannot start: " + (" | ".join(tail) or "no output")
-                + ". Is the engine extra installed? (pip install 'libra-rl[cpu]')"
+                + f". Is the engine extra installed? ({install_command('cpu')})"
             )  # fmt: skip
         self.bf16 = Bf16Speed(**reply["bf16"])
         return float(reply["ready"])

@@ -144,15 +144,17 @@ def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -
 
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
-    """Raises `ConfigError` unless the calibration is of the nodes' GPU: by name, or where neither is a name that Libra
-    knows, by a rate that the GPU's data sheet allows."""
+    """Raises `ConfigError` unless the calibration is of the nodes' GPU: by name (`NVIDIA A100-SXM4-40GB` is A100-40GB),
+    or where neither is a name that Libra knows, by a rate that the GPU's data sheet allows."""
     gpu = nodes.gpu
 
     def named(name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", calibration.device, re.IGNORECASE) is not None
+        words = (rf"\b{re.escape(word)}\b" for word in name.split("-"))
+        return all(re.search(word, calibration.device, re.IGNORECASE) for word in words)
 
-    same = named(gpu.name)
-    if not same and gpu.name not in GPUS and not any(map(named, GPUS)):
+    known = max(filter(named, GPUS), key=len, default=None)  # the longest name says most
+    same = known == gpu.name if gpu.name in GPUS else named(gpu.name)
+    if not same and gpu.name not in GPUS and known is None:
         same = _LEAST_SHARE * gpu.flops <= calibration.linear_flops.median <= gpu.flops
     if not same:
         raise ConfigError(

@@ -115,8 +115,15 @@ _H100 = Rates(
     peer_latency=0.3e-6,
     source=_TABLES,
 )
+_A100_40GB = 1.555 / 2.039  # memory bandwidth over that of the A100 with 80 GB, by their data sheets
 _RATES = {
     "A100": _A100,
+    "A100-40GB": replace(
+        _A100,
+        bandwidth=1.5e12 * _A100_40GB,
+        cache_bandwidth=1.5e12 * _A100_40GB,
+        source=f"{_TABLES}, those of A100 but for the memory",
+    ),
     "A800": replace(_A100, link_share=BUS_SHARE["A800"], source=f"{_TABLES}, those of A100 but for the link"),
     "H100": _H100,
     "H800": replace(_H100, link_share=BUS_SHARE["H800"], source=f"{_TABLES}, those of H100 but for the link"),
@@ -176,6 +183,8 @@ class TrainingRates:
     bandwidth: float  # bytes/s of device memory
     source: str
     passes: float = 0.0  # over a layer's activations in its forward, beside its products; 0: `linear` has them
+    # Rates of fused kernels, which do the same with fewer passes: layers and head take at least as long as by them.
+    fused: TrainingRates | None = None
 
     def __post_init__(self) -> None:
         for field in ("linear", "attention", "experts", "bandwidth"):
@@ -189,11 +198,13 @@ class TrainingRates:
 # Highest model FLOPs utilisation published for bf16 training of dense models of 1-70 B parameters, whole steps:
 # A100-80G 64.2 % (7B, 2K tokens; 59.6 % 13B, 55.3 % 30B), MosaicML LLM Foundry, scripts/train/benchmarking; H100
 # 46.4 % there (7B), 47-48 % in Megatron-LM's README (largest of 2-462B). Single GEMMs reach 70 % on both.
-_CEILING = {"A100": 0.64, "A800": 0.64, "H100": 0.47, "H800": 0.47, "H200": 0.47}
-# FlashAttention-2, causal, head dimension 128, forward and backward: about 170 TFLOP/s on A100 and 335 on H100
-# (Dao 2023, arXiv 2307.08691, figs. 4 and 7). LLM Foundry's runs of 32K tokens and more, with FlashAttention-1, are
+_CEILING = {"A100": 0.64, "A100-40GB": 0.64, "A800": 0.64, "H100": 0.47, "H800": 0.47, "H200": 0.47}
+# FlashAttention-2, causal, head dimension 128, forward and backward: about 170 TFLOP/s on A100 (Dao 2023, arXiv
+# 2307.08691, fig. 4); a GPU without a figure gets the 335 of H100 (fig. 7). Hopper has FlashAttention-3, below, as far
+# as the ceiling of whole steps lets it. LLM Foundry's runs of 32K tokens and more, with FlashAttention-1, are
 # slower than these give.
-_ATTENTION = {"A100": 170 / 312, "A800": 170 / 312, "H100": 335 / 989, "H800": 335 / 989, "H200": 335 / 989}
+_ATTENTION = {"A100": 170 / 312, "A100-40GB": 170 / 312, "A800": 170 / 312}
+_ATTENTION_OTHERS = 335 / 989
 # Megatron Bridge's performance summary (25.11) has 121-233 TFLOP/s for mixtures of experts on H100 (Qwen3-30B-A3B 121,
 # GPT-OSS-120B 153, Qwen3-235B-A22B 233), where dense models reach 465: all of a step, with its all-to-all.
 _EXPERTS = 0.4
@@ -204,7 +215,7 @@ _MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A10
 # 4B (bf16), 512 to 32,768 tokens: three constants fitted to 13 steps with 2 % mean error, products, attention (SDPA;
 # FlashAttention-3 on Hopper, 570 to 610 TFLOP/s) and passes over activations. So narrow layers train slower: at 2,048
 # wide 260 TFLOP/s are left of 600, at 2,560 in bf16 360. Memory as fused AdamW moves it, 1.9 to 2.2 TB/s.
-_EAGER, _EAGER_ATTENTION, _EAGER_MEMORY, _PASSES = 0.61, 0.60, 0.61, 4.57
+_EAGER, _HOPPER_ATTENTION, _EAGER_MEMORY, _PASSES = 0.61, 0.60, 0.61, 4.57
 
 
 def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fused") -> TrainingRates:
@@ -213,13 +224,16 @@ def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fuse
 
     fp16 is as fast as bf16; fp32 runs on the tensor cores as TF32, at half the FLOP/s on every data sheet since A100's.
     """
-    if execution == "eager":
-        return _eager_rates(gpu, gpu.flops / 2 if dtype == "fp32" else gpu.flops)
+    flops = gpu.flops / 2 if dtype == "fp32" else gpu.flops
+    fused = _fused_rates(gpu, flops)
+    return fused if execution == "fused" else _eager_rates(gpu, flops, fused)
+
+
+def _fused_rates(gpu: GPU, flops: float) -> TrainingRates:
     known = gpu.name in _CEILING
     ceiling = _CEILING.get(gpu.name, min(_CEILING.values()))
-    attention = _ATTENTION.get(gpu.name, min(_ATTENTION.values()))
+    attention = min(_HOPPER_ATTENTION, ceiling) if gpu.is_hopper else _ATTENTION.get(gpu.name, _ATTENTION_OTHERS)
     origin = "published training runs" if known else "no published run known, the lowest shares of others"
-    flops = gpu.flops / 2 if dtype == "fp32" else gpu.flops
     return TrainingRates(
         linear=ceiling * flops,
         attention=attention * flops,
@@ -229,9 +243,9 @@ def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fuse
     )
 
 
-def _eager_rates(gpu: GPU, flops: float) -> TrainingRates:
+def _eager_rates(gpu: GPU, flops: float, fused: TrainingRates) -> TrainingRates:
     """FlashAttention-3 is for Hopper: others keep what FlashAttention-2 reaches on them."""
-    attention = _EAGER_ATTENTION if gpu.is_hopper else _ATTENTION.get(gpu.name, min(_ATTENTION.values()))
+    attention = _HOPPER_ATTENTION if gpu.is_hopper else _ATTENTION.get(gpu.name, _ATTENTION_OTHERS)
     origin = "measured on an H100" if gpu.name == "H100" else "not measured, the shares of an H100"
     return TrainingRates(
         linear=_EAGER * flops,
@@ -240,4 +254,5 @@ def _eager_rates(gpu: GPU, flops: float) -> TrainingRates:
         bandwidth=_EAGER_MEMORY * gpu.bandwidth,
         source=f"{gpu.name}: eager PyTorch, {origin}, {_EAGER:.0%} of {flops:.3g} FLOP/s in products",
         passes=_PASSES,
+        fused=fused,
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from libra.config.extras import install_command
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile
 from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
@@ -180,7 +181,7 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
         from aiconfigurator_core.sdk.errors import MissingSystemFlopsError, PerfDataNotAvailableError
     except ModuleNotFoundError:
         raise NoTablesError(
-            "aiconfigurator-core is not installed; pip install 'libra-rl[aic]', or use a roofline"
+            f"aiconfigurator-core is not installed; {install_command('aic')}, or use a roofline"
         ) from None
     system = table_system(gpu)
     experts = {} if model.experts is None else {"moe_tp_size": tp}

@@ -41,7 +41,8 @@ class BucketView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What the devices of one pool do. Where training is colocated the same devices do both, one after the other."""
+    """What the devices of one pool do. Where training is colocated the same devices do both, one after the other, and
+    `idle` counts those that do nothing in one of the two."""
 
     name: str
     devices: int

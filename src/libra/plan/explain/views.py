@@ -82,12 +82,24 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
     views = []
     for pool in problem.pools:
         training, generating = used[pool.name]
-        idle = pool.devices - (max(training, generating) if problem.colocated else training + generating)
+        idle = pool.devices - (min(training, generating) if problem.colocated else training + generating)
         why = _why_idle(problem, allocation, pool.name, rejected) if idle else ""
+        if idle and problem.colocated:
+            why = _in_turns(pool.devices, training, generating, allocation.layout, why)
         if pool.serves and not generating and any(pool.name in option.uses for option in problem.engines):
             why = f"a loan would save less than {LEAST_GAIN:.0%} of a step on average"
         views.append(PoolView(pool.name, pool.devices, training, generating, idle, why, pool.serves))
     return tuple(views)
+
+
+def _in_turns(devices: int, training: int, generating: int, layout: str, why: str) -> str:
+    """Devices that do nothing in a phase of a colocated step; `why`: they do not generate."""
+    phases = []
+    if generating < devices:
+        phases.append(f"{devices - generating:,} through the rollout: {why}")
+    if training < devices:
+        phases.append(f"{devices - training:,} through training: {layout} takes {training:,}")
+    return "; ".join(phases)
 
 
 def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Sequence[Rejected]) -> str:

@@ -82,6 +82,16 @@ def _value(text: str) -> Any:
         return text
 
 
+def held_fixed(before: Recipe, after: Recipe) -> str:
+    """What stays as the plan has it, though a plan from the log would change it; empty if there is nothing."""
+    if before.batch == after.batch:
+        return ""
+    return (
+        f"trajectories weigh as in the plan, whose batch is {before.batch:,}: libra plan --what-if batch={after.batch}"
+        " forgets its log by the other batch, and may differ"
+    )
+
+
 def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     """The plan for another number of nodes or another recipe, all else as it was; groups stay where they can.
 

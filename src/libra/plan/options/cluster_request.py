@@ -51,8 +51,15 @@ class ClusterRequest:
     lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster, each with its traffic of the coming period
     lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender: of this model on its GPUs
     kind: Literal["cluster"] = "cluster"
+    # [class] share of the work after the first tool return that the router was seen to bring to its own bucket; empty:
+    # not measured, and taken to be all of it.
+    recall: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.recall and (len(self.recall) != len(self.classes) or not all(0 <= hit <= 1 for hit in self.recall)):
+            raise ValueError(
+                f"recall has {len(self.recall)} values for {len(self.classes)} classes; give each a share of 0 to 1"
+            )
         if self.recipe.max_length > self.model.max_context:
             raise ValueError(
                 f"max_length is {self.recipe.max_length}; {self.model.name} is made for {self.model.max_context}"
@@ -78,6 +85,44 @@ class ClusterRequest:
                     f"the profile for {nodes.name} is of {profile.model} on {profile.gpu}; give one of"
                     f" {self.model.name} on {nodes.gpu.name}"
                 )
+
+    @property
+    def trajectories(self) -> int:
+        return self.recipe.batch
+
+    @property
+    def staleness(self) -> int:
+        return self.recipe.staleness
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def longest_context(self) -> int:
+        return self.recipe.max_length
+
+    @property
+    def unknown_tool_seconds(self) -> float:
+        return self.recipe.tool_seconds_if_unknown
+
+    @property
+    def refreshes(self) -> bool:
+        return self.recipe.kv_on_update == "refresh"
+
+    @property
+    def title(self) -> str:
+        nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in self.cluster.nodes)
+        lending = [self.lending_nodes(lender) for lender in self.lenders]
+        lent = "".join(f" + {n.count} x {n.gpus} {n.gpu.name} that serve" for n in lending)
+        return f"{self.model.name} on {nodes}{lent}"
+
+    @property
+    def router_hits(self) -> tuple[float, ...]:
+        """[class] share of the work after the first tool return that reaches its own bucket."""
+        if self.recipe.router_hit is not None:
+            return (self.recipe.router_hit,) * len(self.classes)
+        return self.recall or (1.0,) * len(self.classes)
 
     @property
     def all_profiles(self) -> tuple[EngineProfile, ...]:
@@ -125,7 +170,7 @@ class ClusterRequest:
         # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
         # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
         foreseeing = (1.0,) * len(classes)
-        routers = reach(classes, recipe.router_hit)
+        routers = reach(classes, self.router_hits)
         colocated = recipe.mode == "colocated"
         problem = Problem(
             pools=(

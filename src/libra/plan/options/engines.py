@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,17 +19,9 @@ from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.lines import iteration_lines, prefill_line
+from libra.cost.longest import MemberSeconds
 from libra.cost.quantization import rollout_quantization
-from libra.cost.rollout import (
-    EngineTiming,
-    Longest,
-    batch_work,
-    longest_of,
-    longest_upto,
-    refill_seconds,
-    refills,
-    secant_timings,
-)
+from libra.cost.rollout import EngineTiming, batch_work, refill_seconds, refills, secant_timings
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
 from libra.cost.whole_iterations import EVEN, RunningBatch, running_batch, whole_iterations
@@ -188,31 +180,29 @@ def _batch_prices(
     """The prices of an option by one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
-    draws = awaited(recipe, classes)
-    longest = [longest_of(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
+    members = MemberSeconds.of(timing, classes).corrected(factors)
+    stays = members.means(len(classes))
     # By Little's law, count * stay / step trajectories of a class are under way.
-    refresh = [0.0] * len(classes)
+    refresh, again = [0.0] * len(classes), [0.0] * len(classes)
     if recipe.kv_on_update == "refresh" and recipe.staleness:
-        for j, (count, cls, its) in enumerate(zip(expected, classes, longest, strict=True)):
+        for j, (count, cls, stay) in enumerate(zip(expected, classes, stays, strict=True)):
             refill = refill_seconds(timing, cls)
             # Of the contexts that are alive at an update, those in their last turn are spared.
-            stay = its.generates + its.waits
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
-            again = min(max(0.0, cls.turns - 1), float(batches)) * refill
-            longest[j] = replace(its, generates=its.generates + again)
+            again[j] = min(max(0.0, cls.turns - 1), float(batches)) * refill
     # A recall loses the contexts of the trajectories under way, of which a step has count * stay / step.
     lost = [
-        recalls * count * (its.generates + its.waits) * refill_seconds(timing, cls) if recalls else 0.0
-        for count, cls, its in zip(expected, classes, longest, strict=True)
+        recalls * count * stay * refill_seconds(timing, cls) if recalls else 0.0
+        for count, cls, stay in zip(expected, classes, stays, strict=True)
     ]
     work = [
-        [count * row + again for row in batch_work(timing, cls, kv, factors)]
-        for count, cls, again in zip(expected, classes, lost, strict=True)
+        [count * row + prefilled for row in batch_work(timing, cls, kv, factors)]
+        for count, cls, prefilled in zip(expected, classes, lost, strict=True)
     ]
     prices = {
         "work": tuple(zip(*work, strict=True)),
         "refresh": tuple(refresh),
-        **residences(longest, draws),
+        **residences(members.more(generates=again), awaited(recipe)),
     }
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
@@ -225,14 +215,14 @@ def _batch_prices(
     return {**prices, "refill": tuple(refill_all), "kv_occupancy": tuple(caches)}
 
 
-def awaited(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> list[float]:
-    """[class] trajectories among which the longest is that a step waits for."""
-    return [(1 + recipe.staleness) ** _SHARED_WAIT * (recipe.batch * cls.share) for cls in classes]
+def awaited(recipe: Recipe) -> float:
+    """Trajectories among which the longest is that a step waits for."""
+    return float((1 + recipe.staleness) ** _SHARED_WAIT * recipe.batch)
 
 
-def residences(longest: Sequence[Longest], draws: Sequence[float]) -> dict[str, Any]:
-    """What an option's longest trajectories take, by themselves and beside others."""
-    upto = [longest_upto([its.seconds(slowed) for its in longest], draws) for slowed in _SLOWED]
+def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
+    """What an option's longest of `draws` trajectories take, by themselves and beside others."""
+    upto = [members.longest(draws, slowed) for slowed in _SLOWED]
     lines = _chords(upto)
     return {
         "residence": upto[0],

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal
 
 from libra.config.recipe import Recipe
@@ -17,6 +17,7 @@ from libra.lend.certificate import Certificate
 from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.problem import Problem
+from libra.route.catalogue import ignores_buckets
 
 SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
 
@@ -116,6 +117,7 @@ class Menu:
 
 
 _MOST = 1e15  # of a mean: tokens of all contexts together, or seconds
+_MEMBER_TOLERANCE = 1e-3  # members are written with few digits
 
 
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
@@ -124,9 +126,17 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
         raise ValueError("classes is empty; a workload needs at least one trajectory class")
     for index, cls in enumerate(classes):
         where = f"classes[{index}]"
-        for name, mean in asdict(cls).items():
+        means = {it.name: getattr(cls, it.name) for it in fields(cls) if it.name not in ("members", "seen")}
+        if cls.seen is not None:
+            means["seen"] = cls.seen
+        for number, member in enumerate(cls.members):
+            means.update((f"members[{number}].{name}", value) for name, value in member._asdict().items())
+        for name, mean in means.items():
             if not 0 <= mean < _MOST:
                 raise ValueError(f"{where}.{name} is {mean}; every mean is 0 or more, and below {_MOST:g}")
+        of_members = math.fsum(member.share for member in cls.members)
+        if cls.members and abs(of_members - 1) > _MEMBER_TOLERANCE:
+            raise ValueError(f"{where}.members: the shares sum to {of_members}; divide each by their sum")
         if not 0 <= cls.before_first_return <= 1:
             raise ValueError(f"{where}.before_first_return is {cls.before_first_return}; it is a fraction of 0 to 1")
         if not 1 <= cls.peak_context <= longest_context:
@@ -141,25 +151,22 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
         raise ValueError("classes are not ordered; sort them by peak_context, shortest first")
 
 
-def present(classes: Sequence[TrajectoryClass], trajectories: int) -> tuple[bool, ...]:
-    """Which classes are met in a typical step: one trajectory or more is expected to be at least that long."""
-    at_least = tuple(accumulate(cls.share for cls in reversed(classes)))[::-1]
-    return tuple(trajectories * (share + SHARE_TOLERANCE) >= 1 for share in at_least)
-
-
-def reach(classes: Sequence[TrajectoryClass], router_hit: float) -> tuple[tuple[float, ...], ...]:
-    """[router][class] how much of a class's work reaches its own bucket: for the router as it was seen to hit, and for
-    a perfect one.
+def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """[router][class] how much of a class's work reaches its own bucket: for the router, which brings `hits` [class]
+    of the work after the first tool return there, and for a perfect one.
 
     All that is generated before the first tool return stays in the first bucket, and so does what the router misses. Of
     buckets that run it is known how well the router hits; how well it would hit others depends on where they lie, so
     they must have time for a perfect one, too.
     """
-    hits = (router_hit,) if router_hit == 1 else (router_hit, 1.0)
-    return tuple(tuple((1 - cls.before_first_return) * hit for cls in classes) for hit in hits)
+    perfect = tuple(1 - cls.before_first_return for cls in classes)
+    routed = tuple(part * hit for part, hit in zip(perfect, hits, strict=True))
+    return tuple(dict.fromkeys((routed, perfect)))
 
 
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
-    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
-    which it could change its bucket."""
-    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1
+    """Ranges of final context that the router can tell apart: one where it ignores buckets, or where no tool ever
+    returns, as a trajectory then gives no reason to change its bucket."""
+    if ignores_buckets(recipe.router) or all(cls.before_first_return == 1 for cls in classes):
+        return 1
+    return recipe.max_buckets

@@ -21,14 +21,16 @@ from dataclasses import dataclass, replace
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
+from libra.cost.longest import MemberSeconds
 from libra.cost.quantization import rollout_quantization
-from libra.cost.rollout import EngineTiming, batch_work, longest_of, prefill_seconds, refills
+from libra.cost.rollout import EngineTiming, batch_work, prefill_seconds, refills
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
 from libra.cost.whole_iterations import running_batch
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
+from libra.lengths.members import Member
 from libra.plan.options.engines import PricedEngine, awaited, engine_kv_tokens, priced_engine, residences
 from libra.plan.options.menu import PairHalf, PrefillDecodePair, Rejected
 from libra.plan.problem import EngineOption
@@ -134,7 +136,15 @@ def _ratios(balanced: float) -> list[tuple[int, int]]:
 
 def _recomputed(cls: TrajectoryClass) -> TrajectoryClass:
     """What the prefill half computes: also what was generated in the turns before, elsewhere."""
-    return replace(cls, prefill=cls.prefill + cls.generated * max(0.0, cls.turns - 1) / max(1.0, cls.turns))
+    return replace(
+        cls,
+        prefill=cls.prefill + _generated_elsewhere(cls),
+        members=tuple(it._replace(prefill=it.prefill + _generated_elsewhere(it)) for it in cls.members),
+    )
+
+
+def _generated_elsewhere(its: TrajectoryClass | Member) -> float:
+    return its.generated * max(0.0, its.turns - 1) / max(1.0, its.turns)
 
 
 def _prompts(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -> float:
@@ -183,10 +193,9 @@ def _option(
         per_turn=first.per_turn + then.per_turn,
         per_admitted_token=first.per_admitted_token + then.per_admitted_token,
     )
-    draws = awaited(recipe, classes)
-    longest = [longest_of(alone, _recomputed(cls), n, factors) for n, cls in zip(draws, classes, strict=True)]
+    members = MemberSeconds.of(alone, [_recomputed(cls) for cls in classes]).corrected(factors)
     one = token / min(prefill.tp, decode.tp)  # seconds that a token's KV is on its way, with nothing beside it
-    longest = [replace(its, waits=its.waits + cls.prefill * one) for its, cls in zip(longest, classes, strict=True)]
+    members = members.more(waits=[cls.prefill * one for cls in classes])
     weights = quantization.version_bytes(model)
     return EngineOption(
         shape=pair.shape,
@@ -197,7 +206,7 @@ def _option(
         stall=max(weight_sync(weights, 1, 1, fabric(it.nodes)).stall for it in (prefill, decode)),
         work=tuple(zip(*rows, strict=True)),
         refresh=(0.0,) * len(classes),
-        **residences(longest, draws),
+        **residences(members, awaited(recipe)),
         refill=tuple(refill) if any(refill) else (),
         kv_occupancy=tuple(occupancy) if any(refill) else (),
         prefill=(pair.prefill.pool, pair.prefill.devices),

@@ -15,11 +15,12 @@ from typing import Literal
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, slowed
 from libra.cost.engine_memory import BLOCK_TOKENS
-from libra.cost.rollout import EngineTiming, concurrency, measured_timing, residence, work
+from libra.cost.longest import MemberSeconds
+from libra.cost.rollout import EngineTiming, concurrency, measured_timing, seats_taken, work
 from libra.hardware.model import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
-from libra.plan.options.menu import Menu, check_classes, present, reach
+from libra.plan.options.menu import Menu, check_classes, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 _POOL, _LENT_POOL = "slots", "lent"
@@ -118,6 +119,38 @@ class SlotRequest:
         if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
             raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
 
+    @property
+    def classes(self) -> tuple[TrajectoryClass, ...]:
+        return self.workload.classes
+
+    @property
+    def trajectories(self) -> int:
+        return self.workload.trajectories
+
+    @property
+    def staleness(self) -> int:
+        return self.workload.max_staleness
+
+    @property
+    def devices(self) -> int:
+        return self.fleet.devices
+
+    @property
+    def longest_context(self) -> int:
+        return self.workload.longest_context
+
+    @property
+    def unknown_tool_seconds(self) -> float:
+        return 0.0
+
+    @property
+    def refreshes(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return f"{self.profile.model} on {self.fleet.devices} slots"
+
     def menu(self) -> Menu:
         """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
         fleet, workload = self.fleet, self.workload
@@ -131,7 +164,7 @@ class SlotRequest:
                 f"no device is left for a rollout engine: all {fleet.core} are core and always train; "
                 "add a device to fleet.hybrid or fleet.rollout"
             )
-        routers = reach(workload.classes, workload.router_hit)
+        routers = reach(workload.classes, (workload.router_hit,) * len(workload.classes))
         pools = [Pool(_POOL, fleet.devices, 1)]
         timing = measured_timing(self.profile.engine)
         engines = [
@@ -148,7 +181,7 @@ class SlotRequest:
             engines=tuple(engines),
             training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
             peaks=tuple(cls.peak_context for cls in workload.classes),
-            expected=present(workload.classes, workload.trajectories),
+            expected=(True,) * len(workload.classes),  # priced for the expected longest trajectory, rare ones weighed
             longest_context=workload.longest_context,
             recall_known=routers[:1],
             recall_possible=routers,
@@ -171,6 +204,8 @@ class SlotRequest:
                 [workload.trajectories * cls.share * row for row in work(timing, cls, max_num_seqs, shape.kv_tokens)]
                 for cls in workload.classes
             ]
+            # The other seats are taken by trajectories of the same class, as many as memory holds.
+            together = [seats_taken(cls, max_num_seqs, shape.kv_tokens) for cls in workload.classes]
             options.append(
                 EngineOption(
                     shape=shape.name,
@@ -181,17 +216,15 @@ class SlotRequest:
                     stall=self.profile.switch.weight_load,
                     work=tuple(zip(*rows, strict=True)),
                     refresh=(0.0,) * len(rows),
-                    residence=tuple(
-                        residence(timing, cls, max_num_seqs, shape.kv_tokens, workload.trajectories * cls.share)
-                        for cls in workload.classes
-                    ),
+                    residence=MemberSeconds.of(timing, workload.classes, together).longest(workload.trajectories),
                 )
             )
         return options
 
     def _training_option(self, replicas: int) -> TrainingOption:
         tokens = self.workload.trajectories * self.workload.train_tokens
-        seconds = self.profile.train.step_seconds(tokens, replicas)
+        # Trainers wait until all engines have taken the new weights, so no step is shorter than both.
+        seconds = self.profile.train.step_seconds(tokens, replicas) + self.profile.switch.weight_load
         return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)
 
 

@@ -221,13 +221,17 @@ class SimEngine(EngineState):
         return self.pool.held / self.pool.blocks
 
     def token_seconds(self, now: int) -> float:
-        """Seconds of an iteration with one more sequence, as long as the others are on average."""
-        generation = self.flight.generation
-        count = generation.count
-        context = generation.context_after(ended_by(self, now))
-        more = context + context // count if count else 1
-        batch = self.batch(min(count + 1, self.config.max_num_seqs))
-        return self.decode_ticks(batch, more) / TICKS
+        """Seconds to a token of one more sequence, as long as the others are on average, once all that is accepted
+        runs. Where that is more than KV memory or `max_num_seqs` allow, sequences take turns."""
+        config, flights = self.config, len(self.flights.all)
+        accepted = -(-(len(self.running) + len(self.arriving) + len(self.waiting)) // flights)
+        # What was generated counts as far as it exceeds the prompts of those that do not generate yet.
+        generating = self.flight.generation.context_after(ended_by(self, now))
+        context = max(generating, self.load_tokens // flights)
+        more = context + context // accepted if accepted else 1
+        turns = max(1.0, (accepted + 1) / config.max_num_seqs, flights * more / (config.kv_blocks * config.block_size))
+        batch = self.batch(max(1, int((accepted + 1) / turns)))
+        return turns * self.decode_ticks(batch, int(more / turns)) / TICKS
 
     def decode_ticks(self, batch: DecodeBatch, context: int) -> int:
         """Of one iteration of such a batch, whose contexts have so many tokens together."""

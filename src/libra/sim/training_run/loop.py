@@ -17,7 +17,6 @@ from itertools import count
 
 from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric, weight_sync
-from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission
 from libra.route.catalogue import policy_named
@@ -31,6 +30,7 @@ from libra.sim.handover import KVMoves
 from libra.sim.planned_engines import planned_network
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.lending import Lending
+from libra.sim.training_run.occupancy import Occupancy
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
@@ -48,6 +48,12 @@ def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exa
     visits every iteration of the engines: the same outcome, slower. Raises ValueError where recipe and episodes do not
     fit together, or a trajectory does not fit any engine.
     """
+    run = PosttrainingRun(system, episodes, steps, exact=exact)
+    run.finish()
+    return run.outcome()
+
+
+def _require_fit(system: System, episodes: Episodes, steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps is {steps}; simulate 1 step or more")
     recipe = system.request.recipe
@@ -61,19 +67,13 @@ def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exa
             f"trajectories grow to {episodes.max_context} tokens, the recipe's max_length is {recipe.max_length}: raise"
             " it, or cut them"
         )
-    return _Run(system, episodes, steps, exact).outcome()
 
 
-class _Run:
+class PosttrainingRun:
     """One simulation of one system: a workload that the cluster asks, and that makes things happen to it."""
 
-    def __init__(
-        self,
-        system: System,
-        episodes: Episodes,
-        steps: int,
-        exact: bool,
-    ) -> None:
+    def __init__(self, system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> None:
+        _require_fit(system, episodes, steps)
         request = system.request
         self._system, self._episodes, self._steps = system, episodes, steps
         self._recipe = request.recipe
@@ -93,6 +93,9 @@ class _Run:
         self._decided_at = (0, 0)  # version and tick of the latest decision
         self._expected = system.plan.predicted.step  # seconds of a step
         self._published_at = 0
+        self._publications: list[float] = []  # seconds at which versions were, from the first
+        self._pause_after: int | None = None  # version at whose publication the simulation pauses
+        self._occupancy = Occupancy()
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
@@ -123,18 +126,29 @@ class _Run:
         self._trainer = SimulatedTrainer(
             system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
         )
+        self._cluster.at(0, self._fill)
 
-    def outcome(self) -> SimulatedRun:
-        cluster = self._cluster
-        cluster.at(0, self._fill)
-        cluster.run()
+    def published(self, version: int) -> tuple[float, ...]:
+        """Seconds at which versions 1 to `version` were published; nothing beyond that is simulated, and a later call
+        goes on from there. `version` is at most the run's number of steps."""
+        if len(self._publications) < version:
+            self._pause_after = version
+            self._cluster.run()
+        return tuple(self._publications[:version])
+
+    def finish(self) -> None:
+        """Simulate to the end of all steps."""
+        self._cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
-        lending = self._lending
+
+    def outcome(self) -> SimulatedRun:
+        """The run as far as it is simulated: up to the latest version that was published."""
+        cluster, lending = self._cluster, self._lending
         lent = frozenset[str]() if lending is None else lending.names
         return SimulatedRun(
             system=self._system.name,
-            steps=tuple(self._trained),
+            steps=tuple(self._trained[: len(self._publications)]),
             changes=tuple(self._changes),
             seconds=seconds(self._published_at),
             engine_seconds=seconds(self._service.device_ticks(self._published_at)),
@@ -150,6 +164,7 @@ class _Run:
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
             lenders=() if lending is None else lending.outcome(self._published_at),
+            engines=tuple(self._occupancy.spans),
         )
 
     # What the cluster asks
@@ -226,7 +241,6 @@ class _Run:
         """Trajectories whose contexts the caches of the engines hold, at the mean context in which a token is
         generated."""
         request = self._plan.request
-        assert isinstance(request, ClusterRequest)
         generated = sum(cls.share * cls.generated for cls in request.classes)
         contexts = sum(cls.share * cls.context_sum for cls in request.classes)
         return self._cluster.kv_tokens * generated / contexts if contexts else math.inf
@@ -278,6 +292,10 @@ class _Run:
         latest = seconds(now - self._published_at)
         self._expected = latest if version == 1 else _RECENT * latest + (1 - _RECENT) * self._expected
         self._published_at = now
+        self._publications.append(seconds(now))
+        if version == self._pause_after:
+            self._cluster.pause()
+        self._occupancy.observe(self._service.own, limits_of(self._plan), now)
         self._fill(now)
         self._trainer.train(now)
 

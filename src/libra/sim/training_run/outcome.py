@@ -31,6 +31,17 @@ class SimulatedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSpan:
+    """One engine of one's own between two published versions. Seconds."""
+
+    engine: str
+    up_to: int  # tokens: largest final context of its bucket
+    start: float
+    end: float
+    busy: float  # of these, with work
+
+
+@dataclass(frozen=True, slots=True)
 class PlanChange:
     """One change of the plan while the run went on."""
 
@@ -78,6 +89,7 @@ class SimulatedRun:
     interrupted: int  # turns that were stopped to go on elsewhere
     preemptions: int
     lenders: tuple[LenderOutcome, ...] = ()
+    engines: tuple[EngineSpan, ...] = ()  # in service when a version was published, in order of time
 
     @property
     def generated_tokens(self) -> int:
@@ -97,6 +109,14 @@ class SimulatedRun:
     def step_seconds(self) -> float:
         """Mean seconds from one published version to the next."""
         return self.seconds / len(self.steps)
+
+    def settled_step_seconds(self, left_out: int) -> float:
+        """The same without the first `left_out` steps, which begin with idle engines; of a run that has no others, of
+        all."""
+        steps = self.steps[left_out:]
+        if not steps or not left_out:
+            return self.step_seconds
+        return (self.steps[-1].ended - self.steps[left_out - 1].ended) / len(steps)
 
     @property
     def trainer_share(self) -> float:

@@ -48,12 +48,18 @@ class Service:
     def devices(self) -> int:
         """Of engines in service, but for lent ones."""
         specs = self.cluster.specs
-        return sum(specs[instance.engine.index].devices for instance in self._own()) + sum(self._draining.values())
+        return sum(specs[instance.engine.index].devices for instance in self.own) + sum(self._draining.values())
 
     @property
     def indices(self) -> frozenset[int]:
         """Of engines in service, but for lent ones."""
-        return frozenset(instance.engine.index for instance in self._own())
+        return frozenset(instance.engine.index for instance in self.own)
+
+    @property
+    def own(self) -> list[EngineInstance]:
+        """Engines in service, but for lent ones."""
+        lent = () if self.lending is None else self.lending.names
+        return [it for it in self.cluster.instances if it.id not in lent]
 
     def device_ticks(self, now: int) -> int:
         """In which engines were in service, until now."""
@@ -66,7 +72,7 @@ class Service:
         cluster = self.cluster
         own, lent = self._specs(plan)
         wanted = {spec.name: spec for spec in own}
-        here = {instance.id: cluster.specs[instance.engine.index] for instance in self._own()}
+        here = {instance.id: cluster.specs[instance.engine.index] for instance in self.own}
         self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
         self.device_ticks(now)
         closing = sorted(here.keys() - wanted.keys())
@@ -111,10 +117,6 @@ class Service:
         if name in self._pending and self._pending[name][1] == now:
             self.device_ticks(now)
             self.cluster.add(self._pending.pop(name)[0])
-
-    def _own(self) -> list[EngineInstance]:
-        lent = () if self.lending is None else self.lending.names
-        return [it for it in self.cluster.instances if it.id not in lent]
 
     def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
         """Of the engines that are the run's own, and of those on devices that serve."""

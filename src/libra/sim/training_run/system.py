@@ -83,6 +83,7 @@ class System:
     @property
     def request(self) -> ClusterRequest:
         """Raises ValueError where the plan is not of a cluster of GPUs."""
-        if not isinstance(self.plan.request, ClusterRequest):
-            raise ValueError(f"system {self.name}: its plan is of slots of one machine; plan for a cluster of GPUs")
-        return self.plan.request
+        try:
+            return self.plan.of_cluster
+        except ValueError as error:
+            raise ValueError(f"system {self.name}: {error}") from None

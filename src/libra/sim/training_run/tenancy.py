@@ -83,8 +83,7 @@ def tenancy_of(
 
     Raises ValueError where something else serves than is certified, or nothing is said of a pool.
     """
-    lent, request = beside_lent(plan), plan.request
-    assert isinstance(request, ClusterRequest)
+    lent, request = beside_lent(plan), plan.of_cluster
     version = rollout_quantization(request.recipe).version_bytes(request.model)
     devices, weights = {}, 0.0
     for number, (name, engine) in enumerate(sorted(lent.items())):

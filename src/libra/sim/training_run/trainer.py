@@ -21,7 +21,6 @@ from libra.cost.transfer import fabric
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
-from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import training_option
 from libra.plan.plan import Plan
 from libra.plan.problem import TrainingOption
@@ -208,7 +207,6 @@ class SimulatedTrainer:
 
 def training_option_of(plan: Plan) -> TrainingOption:
     """What the plan's allocation trains with, as the planner priced it."""
-    assert isinstance(plan.request, ClusterRequest)
     option = training_option(plan.request.menu().problem, plan.allocation)
     assert option is not None
     return option
@@ -216,5 +214,4 @@ def training_option_of(plan: Plan) -> TrainingOption:
 
 def training_nodes(plan: Plan) -> NodeClass:
     """The nodes that train."""
-    assert isinstance(plan.request, ClusterRequest)
-    return plan.request.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))
+    return plan.of_cluster.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))

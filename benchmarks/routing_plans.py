@@ -1,0 +1,212 @@
+"""Routers on the engines of plans: equal engines, and the two or three sizes that the planner chooses.
+
+Invariant: all routers get the same trajectories in the same order. Plan and router know one half of the prompts, and
+the other half is served; only the oracle knows each trajectory's end.
+
+    python -m benchmarks.routing_plans [--quick] [--runs] [--first-seed N] [--seeds N] [--json FILE]
+
+Ratios are to sticky least-loaded routing, means over seeds. One batch gives its makespan and the mean time of its
+trajectories; `--runs` adds the mean step of a post-training run of 8 steps. Logs of real agents are left out where they
+are not at hand (`LIBRA_DATA`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.evaluation.engines import a800_nodes, profiles_of
+from benchmarks.evaluation.routing_real_data import FILES, halves, present, read_log, without_waits
+from benchmarks.rollout_price_cases import TESTED, make_case
+from benchmarks.rows import Row, report
+from libra.config.recipe import Recipe
+from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import Cluster
+from libra.hardware.model import ModelSpec
+from libra.hardware.model_file import load_model
+from libra.plan.plan import Plan
+from libra.plan.planner import Planner
+from libra.route.catalogue import policy_named
+from libra.route.oracle import Oracle
+from libra.route.policy import Policy
+from libra.sim.of_plan import simulate_plan, teach
+from libra.sim.outcome.metrics import metrics_of
+from libra.sim.training_run.episodes import Resampled
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.system import System
+from libra.trajectory import Trajectory, read_trajectories
+
+OURS, ORACLE, LEAST_LOADED = "cmlfq", "oracle", "least-loaded"
+MOST = 1.01  # of least-loaded's time that `OURS` may take
+SEARCH = Path(__file__).parents[1] / "examples" / "search_agent.jsonl"
+
+_MODEL = "Qwen/Qwen3-14B"
+_LONGEST: Mapping[str, int] = {"airline": 8192, "claude-code": 40_960}  # tokens that a trajectory is cut at
+_SIZES = (1, 2, 3)  # buckets that a plan may have
+_STEPS = 8
+_PROMPTS = 192  # of a random log's halves
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A plan that was made for the trajectories `known`, to serve trajectories drawn from `judged`."""
+
+    name: str
+    plan: Plan
+    known: tuple[Trajectory, ...] = field(repr=False)
+    judged: tuple[Trajectory, ...] = field(repr=False)
+    recipe: Recipe
+
+    def episodes(self, seed: int) -> Resampled:
+        return Resampled(self.judged, self.recipe.samples_per_prompt, self.recipe.max_length, seed)
+
+    def batch(self, seed: int) -> list[Trajectory]:
+        episodes = self.episodes(seed)
+        return [it for group in range(self.recipe.prompts) for it in episodes.group(group, 0)]
+
+
+def question(
+    name: str,
+    logs: tuple[Sequence[Trajectory], Sequence[Trajectory]],
+    cluster: Cluster,
+    model: ModelSpec,
+    recipe: Recipe,
+    profiles: tuple[EngineProfile, ...],
+    seed: int = 0,
+) -> Question:
+    """The planner's own plan for the first log, whose groups are drawn like those of a run. Raises
+    `InfeasiblePlanError`."""
+    known, judged = logs
+    planner = Planner(cluster, model, recipe, profiles)
+    tracker = planner.tracker(half_life_steps=1e6)  # all that is known counts
+    episodes = Resampled(tuple(known), recipe.samples_per_prompt, recipe.max_length, seed)
+    before = tuple(it for group in range(recipe.prompts) for it in episodes.group(group, 0))
+    for trajectory in before:
+        tracker.observe(trajectory)
+    plan = planner.plan(tracker)
+    engines = ", ".join(f"{it.shape} x {it.engines}" for it in plan.allocation.buckets)
+    return Question(f"{name}: {engines}", plan, before, tuple(judged), recipe)
+
+
+def questions(seed: int, families: Sequence[str] = TESTED) -> Iterator[Question]:
+    """Logs of agents, as many as are at hand, and random ones; each with one size, two and three. Of questions whose
+    plans are equal, one."""
+    for name, logs, longest in _logs(seed):
+        yield from _sizes(
+            name,
+            logs,
+            Recipe(batch=512, samples_per_prompt=16, max_length=longest, mode="async", staleness=1),
+            a800_nodes(6),
+            load_model(_MODEL),
+        )
+    for family in families:
+        case = make_case(family, seed, staleness=1)
+        samples = case.recipe.samples_per_prompt
+        drawn = tuple(case.make(_PROMPTS, number, samples) for number in (0, 1))
+        yield from _sizes(
+            f"{family} {seed}", (drawn[0], drawn[1]), case.recipe, case.cluster, case.model, case.profiles
+        )
+
+
+def _logs(seed: int) -> Iterator[tuple[str, tuple[Sequence[Trajectory], Sequence[Trajectory]], int]]:
+    yield "search", halves([it for it in read_trajectories(SEARCH) if it.finished], seed), 40_960
+    for log in FILES:
+        if present(log):
+            yield log, halves([without_waits(it) for it in read_log(log)], seed), _LONGEST[log]
+
+
+def _sizes(
+    name: str,
+    logs: tuple[Sequence[Trajectory], Sequence[Trajectory]],
+    recipe: Recipe,
+    cluster: Cluster,
+    model: ModelSpec,
+    profiles: tuple[EngineProfile, ...] | None = None,
+) -> Iterator[Question]:
+    seen = set()
+    for size in _SIZES:
+        its = recipe.model_copy(update={"max_buckets": size})
+        found = question(name, logs, cluster, model, its, profiles or profiles_of(cluster, model, its))
+        if found.plan.allocation not in seen:
+            seen.add(found.plan.allocation)
+            yield found
+
+
+def one_batch(asked: Question, route: str, seed: int) -> dict[str, float]:
+    """Makespan and mean time of the trajectories of a batch that start together, in seconds."""
+    batch = asked.batch(seed)
+    policy: Policy = Oracle({it.id: it for it in batch}) if route == ORACLE else policy_named(route, seed=seed)
+    metrics = metrics_of(simulate_plan(asked.plan, batch, policy, learned=asked.known, seed=seed))
+    assert metrics.trajectory_latency is not None
+    return {"makespan": metrics.makespan, "mean of trajectories": metrics.trajectory_latency.mean}
+
+
+def whole_run(asked: Question, route: str, seed: int) -> dict[str, float]:
+    """Mean seconds of a step of a post-training run."""
+    episodes = asked.episodes(seed)
+
+    def policy() -> Policy:
+        if route == ORACLE:
+            groups = _STEPS * asked.recipe.prompts
+            return Oracle({it.id: it for group in range(groups) for it in episodes.group(group, 0)})
+        made = policy_named(route, seed=seed)
+        teach(made, asked.known)
+        return made
+
+    run = simulate_posttraining(System(route, asked.plan, policy), episodes, _STEPS)
+    return {f"mean of {_STEPS} steps": run.step_seconds}
+
+
+def ratios(
+    asked: Question, seeds: Sequence[int], runs: bool, routes: Sequence[str] = (OURS, ORACLE)
+) -> dict[str, dict[str, float]]:
+    """By measure and router: seconds as a multiple of least-loaded's, means over seeds; and its own seconds."""
+    sums: dict[str, dict[str, float]] = {}
+    for seed in seeds:
+        for route in (LEAST_LOADED, *routes):
+            measured = one_batch(asked, route, seed)
+            if runs:
+                measured |= whole_run(asked, route, seed)
+            for measure, seconds in measured.items():
+                of_measure = sums.setdefault(measure, {})
+                of_measure[route] = of_measure.get(route, 0.0) + seconds / len(seeds)
+    return {
+        measure: {LEAST_LOADED: its[LEAST_LOADED], **{route: its[route] / its[LEAST_LOADED] for route in routes}}
+        for measure, its in sums.items()
+    }
+
+
+def rows_of(asked: Question, found: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    rows = []
+    for measure, its in found.items():
+        rows.append(Row(asked.name, f"{measure}: {LEAST_LOADED}", its[LEAST_LOADED], "s"))
+        for route in (OURS, ORACLE):
+            goal = (f"at most {MOST}", its[route] <= MOST) if route == OURS else (None, None)
+            rows.append(Row(asked.name, f"{measure}: {route} / {LEAST_LOADED}", its[route], "x", *goal))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.routing_plans", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="logs of agents only, one seed")
+    parser.add_argument("--runs", action="store_true", help="simulate post-training runs, too")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="of logs, halves and draws (default: 0)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="draws of each question (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    options = parser.parse_args(arguments)
+    first = options.first_seed
+    seeds = range(first, first + (1 if options.quick else options.seeds))
+    rows: list[Row] = []
+    for asked in questions(first, () if options.quick else TESTED):
+        rows += rows_of(asked, ratios(asked, seeds, options.runs))
+    report(rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""A plan that was simulated before it is promised: the solver proposes, whole runs in simulation decide.
+
+Invariant: what is promised was seen in simulation, under the router that will route, with the same draws as all that it
+was compared with. The same arguments give the same plan where the race is given the time to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import inf
+from time import monotonic
+
+from libra.choose.candidates import Candidate, candidates
+from libra.choose.intervals import mean_and_error
+from libra.choose.race import Standings, race
+from libra.choose.recall import measured_recall
+from libra.choose.rehearsal import Rehearsals
+from libra.plan.loan import solve_loans
+from libra.plan.model.solve import solve
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import Menu
+from libra.plan.placement import DeviceGroup
+from libra.plan.plan import Plan, answer
+from libra.plan.problem import Problem, Solution
+from libra.plan.simulated import Finalist, SimulatedStep
+from libra.route.catalogue import ignores_buckets, policy_named
+from libra.route.policy import Policy
+from libra.sim.of_plan import teach
+from libra.trajectory import Trajectory
+
+_LEAST_STEPS = 2  # of a run, in the first round
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long plans are simulated, and how."""
+
+    seconds: float = inf  # of the race, on the clock; inf: until it is decided
+    jobs: int = 1  # processes
+    seed: int = 0  # of the draws, and of policies that draw
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """How far a choice has come."""
+
+    words: str
+    done: int = 0  # runs of this round
+    of: int = 0
+
+
+def choose_plan(
+    request: ClusterRequest,
+    log: Sequence[Trajectory],
+    *,
+    router: Policy | None = None,
+    effort: Effort | None = None,
+    placed: Sequence[DeviceGroup] = (),
+    solved: Callable[[Problem], Solution] = solve,
+    tell: Callable[[Moment], None] = lambda _: None,
+) -> Plan:
+    """The plan with the shortest simulated step among the best of each kind (`candidates`), with its finalists.
+
+    `log` are trajectories as the request's statistics were made of; groups are drawn from the finished ones. `router`
+    is a policy that has learned nothing yet, by default the one that the recipe names; it learns from the log first.
+    `placed` groups stay where they can. Raises `InfeasiblePlanError` when no plan exists, and ValueError where nothing
+    in the log is finished or a trajectory fits no engine.
+    """
+    effort = Effort() if effort is None else effort
+    policy = policy_named(request.recipe.router, seed=effort.seed) if router is None else router
+    finished = [trajectory for trajectory in log if trajectory.finished]
+    began = monotonic()
+    tell(Moment("solving"))
+    request, menu, best = _measured(request, finished, policy, effort.seed, solved, tell)
+    kinds = candidates(menu, best, solved)
+    plans = [answer(request, menu, it.solution, placed) for it in kinds]
+    teach(policy, finished)
+    with Rehearsals(plans, finished, policy, seed=effort.seed, jobs=effort.jobs) as runs:
+        first = -(-_LEAST_STEPS // runs.steps_a_sample)
+        sampler = _Told(runs, tell, len(plans))
+        standings = race(sampler, len(plans), first=first, time_left=lambda: monotonic() - began < effort.seconds)
+        steps = runs.steps_a_sample
+    chosen = _simplest(standings, kinds)
+    finalists = _finalists(standings, kinds, chosen, request.recipe.router, steps, effort.seed)
+    return replace(plans[chosen], simulated=finalists[0].simulated, finalists=finalists)
+
+
+def _measured(
+    request: ClusterRequest,
+    log: Sequence[Trajectory],
+    policy: Policy,
+    seed: int,
+    solved: Callable[[Problem], Solution],
+    tell: Callable[[Moment], None],
+) -> tuple[ClusterRequest, Menu, Solution]:
+    """The request with what its router gets right, its menu, and the optimum of that."""
+    menu = request.menu()
+    best = solve_loans(menu, solved)
+    known = request.recipe.router_hit is not None or ignores_buckets(request.recipe.router)
+    if known or len(best.allocation.buckets) == 1:
+        return request, menu, best
+    tell(Moment("measuring what the router gets right"))
+    recall = measured_recall(answer(request, menu, best), request.classes, log, deepcopy(policy), seed)
+    request = replace(request, recall=recall)
+    menu = request.menu()
+    return request, menu, solve_loans(menu, solved)
+
+
+def _simplest(standings: Standings, kinds: Sequence[Candidate]) -> int:
+    """The simplest of those that simulation does not tell from the fastest, and of these the one that is predicted to
+    be fastest: a plan with several engine sizes has to earn the router that it needs."""
+    return min(standings.equals, key=lambda it: (kinds[it].simplicity, kinds[it].solution.predicted.step))
+
+
+def _finalists(
+    standings: Standings, kinds: Sequence[Candidate], chosen: int, router: str, steps: int, seed: int
+) -> tuple[Finalist, ...]:
+    """The chosen one, then the others by simulated step; those that were not simulated by predicted step."""
+
+    def finalist(index: int) -> Finalist:
+        its, samples = kinds[index], standings.samples[index]
+        simulated = slower = error = None
+        if samples:
+            simulated = SimulatedStep(*mean_and_error(samples), router, steps * len(samples), seed)
+            if index != chosen:
+                slower, error = standings.slower(index, chosen)
+        step = its.solution.predicted.step
+        return Finalist(its.kind, its.solution.allocation, step, simulated, slower, error)
+
+    others = [finalist(index) for index in range(len(kinds)) if index != chosen]
+    others.sort(key=lambda it: (it.slower is None, it.predicted if it.slower is None else it.slower))
+    return (finalist(chosen), *others)
+
+
+class _Told:
+    """A sampler that tells how far its rounds are."""
+
+    def __init__(self, sampler: Rehearsals, tell: Callable[[Moment], None], contenders: int) -> None:
+        self._sampler, self._tell, self._contenders = sampler, tell, contenders
+
+    def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
+        versions = next(iter(wanted.values())) * self._sampler.steps_a_sample
+        words = f"simulating {len(wanted)} of {self._contenders} plans, {versions} steps each"
+        self._tell(Moment(words, 0, len(wanted)))
+        for done, samples in enumerate(self._sampler.upto(wanted), start=1):
+            self._tell(Moment(words, done, len(wanted)))
+            yield samples

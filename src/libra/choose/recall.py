@@ -1,0 +1,87 @@
+"""How much of each class's work a router brings out of buckets that are too short, as seen in a replay of the log.
+
+Invariant: the policy has learned from none of the prompts on which it is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.lengths import TrajectoryClass
+from libra.plan.plan import Plan
+from libra.route.bucket import bucket_of
+from libra.route.policy import Policy
+from libra.sim.of_plan import simulate_plan
+from libra.sim.outcome.result import SimulationResult
+from libra.trajectory import Trajectory
+
+# Trajectories of a class that count as much as the class with the worst recall: a small log is no proof of a good one.
+_DOUBT = 8.0
+
+
+def halves(log: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """The trajectories of every other prompt, and those of the others; of a single prompt every other trajectory."""
+    prompts: dict[str, list[Trajectory]] = {}
+    for trajectory in log:
+        prompts.setdefault(trajectory.prompt_id, []).append(trajectory)
+    groups = list(prompts.values())
+    if len(groups) == 1:
+        groups = [[it] for it in groups[0]]
+    return [it for group in groups[::2] for it in group], [it for group in groups[1::2] for it in group]
+
+
+def measured_recall(
+    plan: Plan, classes: Sequence[TrajectoryClass], log: Sequence[Trajectory], policy: Policy, seed: int = 0
+) -> tuple[float, ...]:
+    """[class] share of the tokens generated after the first tool return that were generated in the class's own bucket,
+    or in a longer one: a router may send a trajectory there when its own is busier.
+
+    `policy`, which has learned nothing yet, learns from one half of the log and routes a step of the plan drawn from
+    the other. Classes with few trajectories are shrunk towards the worst class. Empty where the log has no second half.
+    """
+    known, unknown = halves(it for it in log if it.finished)
+    if not known or not unknown:
+        return ()
+    result = simulate_plan(plan, unknown, policy, learned=known, seed=seed)
+    limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
+    return shrunk(*_by_class(result, classes, limits))
+
+
+def _by_class(
+    result: SimulationResult, classes: Sequence[TrajectoryClass], limits: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """[class] tokens generated after the first return in no shorter bucket than the own; all; and trajectories."""
+    columns = result.requests
+    final = np.zeros(len(columns.trajectories), dtype=np.int64)
+    np.maximum.at(final, columns.trajectory, columns.prompt + columns.generated)
+    peaks = [cls.peak_context for cls in classes]
+    cls = np.minimum(np.searchsorted(peaks, final), len(peaks) - 1)
+    own = np.array([bucket_of(tokens, limits) for tokens in final.tolist()])
+    bucket = np.array([engine.bucket for engine in result.engines])
+    later = columns.turn > 0
+    tokens = columns.generated[later].astype(float)
+    of = columns.trajectory[later]
+    hit = tokens * (bucket[columns.engine[later]] >= own[of])
+    return (
+        np.bincount(cls[of], hit, len(peaks)).astype(np.float64),
+        np.bincount(cls[of], tokens, len(peaks)).astype(np.float64),
+        np.bincount(cls, minlength=len(peaks)).astype(np.float64),
+    )
+
+
+def shrunk(
+    hits: NDArray[np.float64], tokens: NDArray[np.float64], trajectories: NDArray[np.float64]
+) -> tuple[float, ...]:
+    """[class] recall, as if each class had `_DOUBT` more trajectories with the recall of the worst class; classes that
+    generated nothing after a return have that one. 1 for all where none did."""
+    seen = tokens > 0
+    if not seen.any():
+        return (1.0,) * len(tokens)
+    recall = np.divide(hits, tokens, out=np.zeros_like(hits), where=seen)
+    worst = float(recall[seen].min())
+    weight = np.where(seen, trajectories, 0.0)
+    found: list[float] = ((weight * recall + _DOUBT * worst) / (weight + _DOUBT)).tolist()
+    return tuple(found)

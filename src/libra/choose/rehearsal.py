@@ -1,0 +1,128 @@
+"""Whole runs of several plans in simulation, side by side.
+
+Invariant: all runs draw the same groups of trajectories in the same order, and each begins with its own copy of one
+policy. A run goes on from where it was, so more of its steps never cost those before them again.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import deepcopy
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Self
+
+from libra.plan.plan import Plan
+from libra.route.policy import Policy
+from libra.sim.of_plan import run_of
+from libra.sim.training_run.loop import PosttrainingRun
+from libra.trajectory import Trajectory
+
+_LONGEST = 100_000  # steps of a run, more than any rehearsal makes
+
+
+class Rehearsals:
+    """Runs of `plans` on groups drawn from a log with `seed`: a `race.Sampler` whose samples are seconds of a step.
+
+    A sample covers as many steps as batches are under way, since steps of batches that overlap alternate; as many steps
+    at the beginning of a run are left out. With `jobs` > 1 each run is a process of its own (forked), and as many are
+    simulated at a time. A context manager: processes end with it. Raises ValueError as `run_of`.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], log: Sequence[Trajectory], policy: Policy, *, seed: int = 0, jobs: int = 1
+    ) -> None:
+        self._begin = [lambda plan=plan: run_of(plan, log, _LONGEST, deepcopy(policy), seed=seed) for plan in plans]
+        staleness = {plan.of_cluster.staleness for plan in plans}
+        if len(staleness) != 1:
+            raise ValueError(f"plans have staleness {sorted(staleness)}; rehearse plans of one staleness")
+        (stale,) = staleness
+        self.steps_a_sample = 1 + stale
+        self.left_out = 1 + stale if stale else 0  # steps at the beginning
+        self._jobs = min(jobs, len(plans))
+        self._runs: dict[int, PosttrainingRun] = {}
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        if self._jobs > 1:
+            self._workers = [_Worker(begin) for begin in self._begin]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
+        """See `race.Sampler`; in the order in which runs get there."""
+        versions = {run: self.left_out + samples * self.steps_a_sample for run, samples in wanted.items()}
+        published = self._in_processes(versions) if self._workers else self._here(versions)
+        for run, times in published:
+            yield run, self._samples(times)
+
+    def _samples(self, published: Sequence[float]) -> tuple[float, ...]:
+        began, each = self.left_out, self.steps_a_sample
+        times = (0.0, *published)
+        return tuple((times[k + each] - times[k]) / each for k in range(began, len(published), each))
+
+    def _here(self, versions: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
+        for run, version in versions.items():
+            if run not in self._runs:
+                self._runs[run] = self._begin[run]()
+            yield run, self._runs[run].published(version)
+
+    def _in_processes(self, versions: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
+        left = deque(versions.items())
+        busy: dict[Connection, int] = {}
+        while left or busy:
+            while left and len(busy) < self._jobs:
+                run, version = left.popleft()
+                self._workers[run].connection.send(version)
+                busy[self._workers[run].connection] = run
+            for ready in wait(list(busy)):
+                assert isinstance(ready, Connection)
+                run = busy.pop(ready)
+                yield run, self._workers[run].answer()
+
+
+class _Worker:
+    """The process of one run."""
+
+    def __init__(self, begin: Callable[[], PosttrainingRun]) -> None:
+        context = get_context("fork")
+        self.connection, its = context.Pipe()
+        self._process = context.Process(target=_serve, args=(its, begin), daemon=True)
+        self._process.start()
+        its.close()
+
+    def answer(self) -> tuple[float, ...]:
+        try:
+            found = self.connection.recv()
+        except EOFError:
+            raise RuntimeError("a process that simulates a plan has ended before it answered") from None
+        if isinstance(found, Exception):
+            raise found
+        times: tuple[float, ...] = found
+        return times
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(connection: Connection, begin: Callable[[], PosttrainingRun]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers is interrupted, and ends this
+    run: PosttrainingRun | None = None
+    while True:
+        try:
+            version = connection.recv()
+        except EOFError:
+            return
+        try:
+            if run is None:
+                run = begin()
+            connection.send(run.published(version))
+        except (ValueError, RuntimeError) as error:
+            connection.send(error)

@@ -1,0 +1,366 @@
+"""`libra rehearse`: a whole run of a plan in simulation, and how its steps compare with the planned one.
+
+What is compared is the same thing twice: seconds from one published version of the weights to the next, with the plan's
+own batch, samples per prompt and staleness.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from libra.cli.errors import bad_input, require
+from libra.cli.output import check_writable, tell_notes, write_text, writing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from libra.plan.plan import Plan
+    from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+    from libra.sim.training_run.tenancy import Tenancy
+    from libra.trajectory import Trajectory
+
+
+def rehearse(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`, for a cluster.")],
+    trajectories: Annotated[
+        Path, typer.Option("--trajectories", "-t", help="JSONL log; groups are drawn from its finished trajectories.")
+    ],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimiser steps of the run.")] = 8,
+    router: Annotated[
+        str | None,
+        typer.Option("--router", help="Routing policy (default: the plan's): a name, or path.py:Class."),
+    ] = None,
+    learn_from: Annotated[
+        Path | None,
+        typer.Option("--learn-from", help="JSONL log that the policy learns from first (default: --trajectories)."),
+    ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="The policy has learned nothing when the run begins.")] = False,
+    lender: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--lender", help="What serves on the devices that the plan borrows, as for `libra lend check`; repeatable."
+        ),
+    ] = None,
+    traffic: Annotated[
+        list[Path] | None,
+        typer.Option("--traffic", help="What each of those engines serves, a file for each --lender, in their order."),
+    ] = None,
+    kv_quota: Annotated[
+        bool,
+        typer.Option(
+            "--kv-quota",
+            help="KV memory of those devices changes hands as their users need it, instead of what is certified.",
+        ),
+    ] = False,
+    truncate_context: Annotated[
+        bool,
+        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws, and of policies that draw.")] = 0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Simulate every iteration one by one: the same times, slower.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write the result as an HTML page to this file.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+) -> None:
+    """Simulate a whole run of a plan: rollout, training, publication, and what waits for what.
+
+    Groups are drawn from the log prompt by prompt, engines follow vLLM's scheduler, and turns are routed by the policy.
+    The step that is compared with the plan's leaves out the first steps, which begin with idle engines. With the plan's
+    own log, router and seed the run is one of those that `libra plan` has seen. The same inputs give the same bytes.
+
+    Exit status: 0 done, 2 bad input, 130 interrupted.
+    """
+    if report is not None:
+        require("report")
+    try:
+        files = (plan, trajectories, learn_from, *(lender or ()), *(traffic or ()))
+        check_writable(output, report, timeline, reads=files)
+        if cold and learn_from is not None:
+            raise ValueError("--cold and --learn-from contradict each other: leave one out")
+        rehearsed = _rehearsed(plan, trajectories, truncate_context)
+        named = _router(rehearsed, router)
+        tenancy = _tenancy(rehearsed.plan, lender or [], traffic or [], kv_quota)
+        outcome = _simulated(
+            rehearsed,
+            named,
+            None if cold else learn_from or trajectories,
+            steps,
+            seed,
+            exact,
+            tenancy,
+            watched=report is not None or timeline is not None,
+        )
+        text = _document(rehearsed.plan, outcome, named, seed)
+        _write(rehearsed, outcome, text, steps, output, report, timeline)
+    except KeyboardInterrupt:
+        typer.echo("libra: interrupted", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        _show(rehearsed.plan, outcome, len(rehearsed.log), seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rehearsed:
+    """A plan, and the log from which groups are drawn."""
+
+    plan: Plan
+    log: list[Trajectory]
+    name: str
+    log_name: str
+
+
+def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
+    # Imported here: `--help` must not wait for what simulating needs.
+    from libra.plan.plan import parse_plan, require_answer
+    from libra.trajectory import read_workload
+
+    plan = parse_plan(file.read_bytes(), where=str(file))
+    request = plan.of_cluster
+    require_answer(plan, request.menu().problem)
+    log = list(read_workload(trajectories, request.longest_context, truncate))
+    return _Rehearsed(plan, log, file.name, trajectories.name)
+
+
+def _router(rehearsed: _Rehearsed, router: str | None) -> str:
+    """The policy that routes. Code that only the plan names is not run."""
+    from libra.route.custom import is_path
+
+    planned = rehearsed.plan.of_cluster.recipe.router
+    if router is None and is_path(planned):
+        raise ValueError(f"the plan's router is {planned}: give it as --router {planned} to run that file")
+    return planned if router is None else router
+
+
+def _simulated(
+    rehearsed: _Rehearsed,
+    router: str,
+    learned: Path | None,
+    steps: int,
+    seed: int,
+    exact: bool,
+    tenancy: Tenancy | None,
+    *,
+    watched: bool,
+) -> SimulatedRun:
+    from libra.report.live import SimulationProgress
+    from libra.route.custom import load_policy
+    from libra.sim.of_plan import simulate_run
+    from libra.trajectory import read_trajectories
+
+    if tenancy is not None and watched:
+        tenancy = replace(tenancy, watched=True)
+    with SimulationProgress(sys.stderr) as progress:
+        return simulate_run(
+            rehearsed.plan,
+            rehearsed.log,
+            steps,
+            load_policy(router, seed=seed),
+            learned=() if learned is None else read_trajectories(learned),
+            seed=seed,
+            exact=exact,
+            tenancy=tenancy,
+            tell=lambda done: progress.step(done, steps),
+        )
+
+
+def _write(
+    rehearsed: _Rehearsed,
+    outcome: SimulatedRun,
+    text: str,
+    steps: int,
+    output: Path | None,
+    report: Path | None,
+    timeline: Path | None,
+) -> None:
+    if output is not None:
+        write_text(output, text)
+    if report is not None:
+        from libra.report.training_run_page import training_run_page
+
+        title = f"{rehearsed.name} on {rehearsed.log_name}, {steps} steps"
+        write_text(report, training_run_page(outcome, rehearsed.plan.predicted.step, title))
+    if timeline is not None:
+        from libra.report.training_run_trace import write_training_trace
+
+        with writing(timeline):
+            write_training_trace(outcome, timeline)
+
+
+def _left_out(plan: Plan) -> int:
+    staleness = plan.request.staleness
+    return 1 + staleness if staleness else 0
+
+
+def _document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
+    planned, simulated = plan.predicted.step, outcome.settled_step_seconds(_left_out(plan))
+    found = {
+        "format": 1,
+        "run": {"route": route, "steps": len(outcome.steps), "seed": seed},
+        "plan": {
+            "predicted_step": planned,
+            "simulated_step": simulated,
+            "difference": simulated / planned - 1,
+            "whole_mean": outcome.step_seconds,
+        },
+        "seconds": outcome.seconds,
+        "throughput": outcome.throughput,
+        "trainer_share": outcome.trainer_share,
+        "engine_share": outcome.engine_share,
+        "placements": outcome.placements,
+        "migrations": outcome.migrations,
+        "preemptions": outcome.preemptions,
+        "interrupted": outcome.interrupted,
+        "moved_tokens": outcome.moved_tokens,
+        "lenders": [_lender(it, outcome.seconds) for it in outcome.lenders],
+        "steps": [asdict(step) for step in outcome.steps],
+    }
+    return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
+    """Requests are told by their numbers, times are seconds."""
+    return {
+        "name": it.name,
+        "lent": it.lent / seconds,
+        "away": it.away / seconds,
+        "recalls": it.recalls,
+        "requests": it.requests,
+        "ttft": it.ttft,
+        "tpot": it.tpot,
+        "due_margin": it.margin,
+        "missed": sorted(it.missed.any),
+        "attributable": sorted(it.attributable),
+        "inside_envelope": sorted(it.attributable - it.uncovered),
+    }
+
+
+def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
+    """What serves on the devices that the plan borrows; None where nothing is said of it."""
+    from libra.cli.lenders import read_traffic
+    from libra.lend.recall import RecallPolicy
+    from libra.sim.engines_file import load_lender
+    from libra.sim.training_run.tenancy import TenantEngine, tenancy_of
+
+    if not lenders and not traffic:
+        if kv_quota:
+            raise ValueError("--kv-quota is of the engines that --lender describes: give it, or leave the quota out")
+        return None
+    if len(lenders) != len(traffic):
+        raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
+    if not plan.loans:
+        raise ValueError("--lender is for a plan that borrows, and this one has no loans: leave it out")
+    engines = []
+    for file, log in zip(lenders, traffic, strict=True):
+        spec, model, hardware = load_lender(file, lambda note: tell_notes([note], err=True))
+        engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
+    serving = {}
+    for lender in plan.of_cluster.lenders:
+        wanted = lender.certificates[0]
+        found = [it for it in engines if (it.model, it.hardware) == (wanted.model, wanted.hardware)]
+        if len(found) == 1:
+            serving[lender.pool] = found[0]
+        elif any(loan.pool == lender.pool for loan in plan.loans):
+            raise ValueError(
+                f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
+                f" {lender.pool}: give one"
+            )
+    return tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota)
+
+
+def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from libra.cli.simulation_input import LENT
+    from libra.report.words import duration, percent, plural, signed_percent
+
+    recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, _left_out(plan)
+    simulated = outcome.settled_step_seconds(left_out)
+    seen = "" if plan.simulated is None else f", and {duration(plan.simulated.seconds)} when it was chosen"
+    console = Console()
+    for line in (
+        f"Whole run of {plural(len(outcome.steps), 'step')}: a step takes {duration(simulated)}; predicted"
+        f" {duration(planned)}{seen}: {signed_percent(simulated / planned - 1, 1)}. That is the time from one published"
+        f" version to the next, without the first {plural(left_out, 'step')}, which begin with idle engines: with them"
+        f" it is {duration(outcome.step_seconds)}.",
+        f"Each step trains on {recipe.prompts} prompts of {plural(recipe.samples_per_prompt, 'sample')}, at most"
+        f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
+        f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
+        f" {percent(outcome.engine_share, 0)} of theirs.",
+        *([f"{LENT.capitalize()}."] if plan.loans and not outcome.lenders else ()),
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    table = Table("step", "waited", "training", "ended at", "longest context", "mean staleness")
+    for step in outcome.steps:
+        table.add_row(
+            str(step.version),
+            duration(step.waited),
+            duration(step.training),
+            duration(step.ended),
+            f"{step.longest_context:,}",
+            f"{step.staleness:.2f}",
+        )
+    console.print(table)
+    if outcome.lenders:
+        console.print(
+            "Devices that serve: the shares of their time that were lent and recalled, what users saw, how long before"
+            " it was due the closest token came, and misses: by lending, and of these those inside the envelope.",
+            soft_wrap=True,
+        )
+        console.print(_lenders_table(outcome))
+
+
+def _lenders_table(outcome: SimulatedRun) -> Table:
+    """A row a device that serves."""
+    from rich.table import Table
+
+    from libra.report.words import percent
+
+    table = Table()
+    table.add_column("device", no_wrap=True)
+    for name in (
+        "lent",
+        "away",
+        "TTFT P99, ms",
+        "TPOT P99, ms",
+        "margin, ms",
+        "requests",
+        "missed",
+        "by lending",
+        "inside",
+    ):
+        table.add_column(name, justify="right")
+    for it in outcome.lenders:
+        table.add_row(
+            it.name,
+            percent(it.lent / outcome.seconds, 0),
+            percent(it.away / outcome.seconds, 1),
+            f"{1e3 * it.ttft:.0f}",
+            f"{1e3 * it.tpot:.0f}",
+            "" if it.margin is None else f"{1e3 * it.margin:+.1f}",
+            f"{it.requests:,}",
+            f"{len(it.missed.any)}",
+            f"{len(it.attributable)}",
+            f"{len(it.attributable - it.uncovered)}",
+        )
+    return table

@@ -1,0 +1,75 @@
+"""Memory that a plan's devices use, as the planner counts it.
+
+Invariant: what is counted here is what decided that engines and layouts fit. Bytes of one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra.cost.engine_memory import held_bytes
+from libra.cost.quantization import rollout_quantization
+from libra.cost.train_memory import training_memory
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.engines import engine_kv_tokens
+from libra.plan.placement import DeviceGroup
+from libra.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One device of those that do the same."""
+
+    duty: str  # "training", or the shape of the engine
+    used: float
+    there: float
+    parts: tuple[tuple[str, float], ...]  # of `used`, the largest first
+
+
+def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
+    """Trainers first, then the engines of each shape; lent engines, whose memory is their owner's, are left out, and so
+    are devices of one machine. An engine uses all that it may: what is left is KV cache."""
+    request = plan.request
+    if not isinstance(request, ClusterRequest):
+        return ()
+    lent = {loan.pool for loan in plan.loans}
+    alike = {(group.name, group.devices): group for group in plan.placement if group.pool not in lent}
+    return tuple(
+        _trainer(plan, request, group) if group.role == "train" else _engine(request, group)
+        for group in sorted(alike.values(), key=lambda it: it.role != "train")
+    )
+
+
+def _trainer(plan: Plan, request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
+    recipe, there = request.recipe, request.cluster.node_class(group.pool).gpu.memory
+    assert plan.layout is not None
+    items = training_memory(
+        request.model,
+        plan.layout,
+        recipe.max_length,
+        there,
+        recipe.training_bytes,
+        recipe.reference,
+        recipe.execution,
+    )
+    parts = {
+        "weights": items.weights + items.gradients + items.optimiser + items.reference,
+        "activations": items.activations + items.logits + items.workspace,
+        "reserve": items.margin,
+    }
+    return _memory("training", there, parts)
+
+
+def _engine(request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
+    recipe, nodes, model = request.recipe, request.cluster.node_class(group.pool), request.model
+    quantization, tp = rollout_quantization(recipe), group.devices
+    weights = quantization.weight_bytes(model, tp)
+    held = held_bytes(model, tp, batched_tokens=recipe.max_batched_tokens, quantization=quantization)
+    kv = engine_kv_tokens(model, nodes, recipe, tp) * quantization.kv_bytes_per_token(model, tp)
+    parts = {"weights": weights, "KV cache": kv, "activations": held - weights}
+    return _memory(group.name, nodes.gpu.memory, parts)
+
+
+def _memory(duty: str, there: float, parts: dict[str, float]) -> DeviceMemory:
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    return DeviceMemory(duty, sum(parts.values()), there, tuple(largest))

@@ -1,0 +1,145 @@
+"""The error of step prices, learned from measured steps: one factor for each bottleneck, with its standard error.
+
+Invariant: a bias is a value made of the settled periods of one run, nothing else. Without any it corrects nothing, and
+its error is what prices of a fresh run may be wrong by.
+
+A measured step is its price times a factor. The logarithms of the factors of the three bottlenecks are jointly normal:
+what a machine adds to every step makes all of them alike, and each has an error of its own. A settled period measures
+the factor of the bottleneck that it was priced with, and by the correlation tells something of the others (a Kalman
+filter, West & Harrison, Bayesian Forecasting and Dynamic Models, 1997, ch. 4). How far periods surprise scales all
+errors: a run whose prices prove right may act on smaller gains, one whose prices jump needs larger ones (ibid., 4.5).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import get_args
+
+from libra.plan.problem import Bottleneck, Prediction
+
+Covariance = tuple[tuple[float, ...], ...]
+BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)
+# Assumed standard deviations of the logarithm. `benchmarks.promises` prints by how much the prices of runs were off.
+_SHARED = 0.15  # of the part that all prices of a run have in common
+_OWN = 0.15  # of the part of each bottleneck
+_KEPT = 0.97  # correlation of a factor's logarithm from one period to the next: it forgets towards a fresh run
+_UNTRIED = 0.05  # of an allocation that did not run before, beyond that of its bottleneck
+_FIRST_PERIODS, _MOST_PERIODS = 4.0, 20.0  # that the assumed size of surprises counts for, and that are remembered
+_STEP_SPREAD = 0.25  # relative deviation of the seconds of steps, where few were measured
+_SPREAD_STEPS = 4  # measured steps that this assumption counts for
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodSeconds:
+    """The mean seconds of the steps of a settled period, and its standard error in seconds."""
+
+    seconds: float
+    error: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds is {self.seconds}; give measured seconds, above 0")
+        if not 0 <= self.error < math.inf:
+            raise ValueError(f"error is {self.error}; give a standard error in seconds, 0 or more")
+
+
+def measured(steps: Sequence[float]) -> PeriodSeconds:
+    """The mean of the seconds of a period's steps. Few steps say little of how much they vary, so their variance is
+    pooled with an assumed one. Raises ValueError without a step, or where one has no positive seconds."""
+    if not steps:
+        raise ValueError("no step was measured; give the seconds of one at least")
+    mean = fmean(steps)
+    squares = math.fsum((step - mean) ** 2 for step in steps) + _SPREAD_STEPS * (_STEP_SPREAD * mean) ** 2
+    return PeriodSeconds(mean, math.sqrt(squares / (_SPREAD_STEPS + len(steps) - 1) / len(steps)))
+
+
+def measured_mean(seconds: float, steps: float) -> PeriodSeconds:
+    """The mean seconds of `steps` steps of which the single ones are not known."""
+    return PeriodSeconds(seconds, _STEP_SPREAD * seconds / math.sqrt(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class PriceBias:
+    """A normal distribution of the logarithm of measured over priced seconds, by bottleneck (in the order of
+    `BOTTLENECKS`)."""
+
+    means: tuple[float, ...]
+    covariance: Covariance
+    untried: float  # further standard deviation, of an allocation that did not run before
+    prior: Covariance  # covariance where nothing was measured
+    surprise: float = 1.0  # mean square of surprises, each over its variance by the covariance: scales that
+    periods: float = _FIRST_PERIODS  # that this mean is of
+
+    def factor(self, bottleneck: Bottleneck) -> float:
+        """Seconds to expect of a step over its price."""
+        return math.exp(self.means[BOTTLENECKS.index(bottleneck)])
+
+    def error(self, bottleneck: Bottleneck) -> float:
+        """Standard error of the logarithm of the factor: about its relative error."""
+        index = BOTTLENECKS.index(bottleneck)
+        return math.sqrt(self.surprise * self.covariance[index][index])
+
+    def corrected(self, priced: Prediction) -> Prediction:
+        """What to expect of a price: each of its three parts by its own factor, and the largest of them is the step.
+
+        A range of step seconds is scaled like the step.
+        """
+        seconds = {name: self.factor(name) * part for name, part in _parts(priced).items()}
+        bottleneck = max(seconds, key=lambda name: seconds[name])
+        step = seconds[bottleneck]
+        scale = step / priced.step if priced.step > 0 else 1.0
+        span = priced.step_range and (scale * priced.step_range[0], scale * priced.step_range[1])
+        return Prediction(step, seconds["rollout"], seconds["training"], seconds["latency"], bottleneck, span)
+
+    def learned(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> PriceBias:
+        """The bias for the next period, after a settled one that was priced before it began and took the `found`
+        seconds a step. `untried`: its allocation is another one than that of the settled period before."""
+        if priced.step <= 0:
+            return self  # no factor makes it what was measured
+        bottleneck = self.corrected(priced).bottleneck
+        index = BOTTLENECKS.index(bottleneck)
+        more = self.untried**2 if untried else 0.0
+        before = _each(self.covariance, lambda value, a, b: value + more * (a == b))
+        noise = (found.error / found.seconds) ** 2
+        column = [row[index] for row in before]
+        variance = column[index] + noise
+        gains = [each / variance if variance > 0 else 0.0 for each in column]
+        surprise = math.log(found.seconds / _parts(priced)[bottleneck]) - self.means[index]
+        periods = min(self.periods + 1, _MOST_PERIODS)
+        square = surprise**2 / variance if variance > 0 else self.surprise
+        known = _each(before, lambda value, a, b: value - gains[a] * column[b])
+        return replace(
+            self,
+            means=tuple(_KEPT * (mean + gain * surprise) for mean, gain in zip(self.means, gains, strict=True)),
+            surprise=self.surprise + (square - self.surprise) / periods,
+            periods=periods,
+            covariance=_each(known, lambda value, a, b: _KEPT**2 * value + (1 - _KEPT**2) * self.prior[a][b]),
+        )
+
+    def error_between(self, current: Mapping[Bottleneck, float], other: Mapping[Bottleneck, float]) -> float:
+        """Standard error of the difference of two corrected steps, whose seconds are given by what bounds them; the
+        `other` one is of an allocation that did not run before. What is wrong in both alike cancels."""
+        apart = [current.get(name, 0.0) - other.get(name, 0.0) for name in BOTTLENECKS]
+        pairs = itertools.product(range(len(apart)), repeat=2)
+        variance = math.fsum(apart[a] * apart[b] * self.covariance[a][b] for a, b in pairs)
+        variance = max(0.0, variance) + (self.untried * math.fsum(other.values())) ** 2
+        return math.sqrt(self.surprise * variance)
+
+
+def _each(covariance: Covariance, of: Callable[[float, int, int], float]) -> Covariance:
+    return tuple(tuple(of(value, a, b) for b, value in enumerate(row)) for a, row in enumerate(covariance))
+
+
+def _parts(prediction: Prediction) -> dict[Bottleneck, float]:
+    return {"rollout": prediction.rollout, "training": prediction.training, "latency": prediction.latency}
+
+
+_NONE = (0.0,) * len(BOTTLENECKS)
+_EXACT: Covariance = (_NONE,) * len(BOTTLENECKS)
+_FRESH: Covariance = tuple(tuple(_SHARED**2 + _OWN**2 * (a == b) for a in BOTTLENECKS) for b in BOTTLENECKS)
+EXACT = PriceBias(_NONE, _EXACT, 0.0, _EXACT)  # prices are never wrong
+FRESH = PriceBias(_NONE, _FRESH, _UNTRIED, _FRESH)  # of a run that has measured no period yet

@@ -1,0 +1,34 @@
+"""Steps of plans as whole runs in simulation had them, under one router.
+
+Invariant: finalists of one plan ran on the same draws of trajectories, so their differences are paired.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra.plan.allocation import Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """Seconds of a step once the run has settled: the time between two published versions of the weights, mean of
+    `steps` steps. Those before them, which begin with idle engines, are left out."""
+
+    seconds: float
+    error: float | None  # half of the 95 % interval of the mean; None: too few steps to say
+    router: str
+    steps: int
+    seed: int  # of the draws
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A plan that was compared with others by simulation."""
+
+    kind: str  # what it is the best plan of, such as "one engine size"
+    allocation: Allocation
+    predicted: float  # seconds of a step
+    simulated: SimulatedStep | None  # None: there was no time to simulate it
+    slower: float | None = None  # seconds of a step beyond those of the chosen plan, over the steps that both have
+    slower_error: float | None = None  # half of the 95 % interval of `slower`; None: too few steps to say

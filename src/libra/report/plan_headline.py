@@ -1,0 +1,134 @@
+"""The answer of a plan in a few sentences, and the plans that it was compared with.
+
+Invariant: one headline: the simulated step where there is one, and the predicted one beside it.
+"""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from libra.plan.allocation import Allocation
+from libra.plan.memory import device_memory
+from libra.plan.options.request import PlanningRequest
+from libra.plan.options.slots import SlotRequest
+from libra.plan.plan import Plan
+from libra.plan.simulated import Finalist, SimulatedStep
+from libra.report.tables import number
+from libra.report.words import cell, duration, percent, plural, printable, signed_duration, signed_percent
+
+SURPRISE = 0.10  # relative difference of simulated and predicted step that is told
+
+
+def headline(plan: Plan) -> tuple[str, ...]:
+    """Who does what, how long a step takes, and what that is in tokens and memory."""
+    return (_split(plan), _step(plan), *_disagreement(plan), _pace(plan), *_memory(plan))
+
+
+def proof_sentence(plan: Plan) -> str:
+    """What is proven, and of what it is a proof."""
+    proof = plan.proof
+    router = "" if isinstance(plan.request, SlotRequest) else f" for a router as good as {_router(plan)} was measured"
+    if not isinstance(plan.request, SlotRequest) and not plan.request.recall:
+        router = " for a router that is never wrong" if plan.request.recipe.router_hit is None else ""
+    above = f"; this plan's prediction is {percent(proof.gap, 2)} above that" if proof.gap > 0 else ""
+    return f"By price{router}, no plan on the menu has a step below {proof.bound:,.2f} s ({proof.status}){above}."
+
+
+def step_words(step: SimulatedStep) -> str:
+    """`5 min 2 s ± 10 s`."""
+    return duration(step.seconds) + ("" if step.error is None else f" ± {duration(step.error)}")
+
+
+def finalist_rows(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
+    """(plan, predicted, simulated, slower) of each plan that was compared by simulation, the chosen one first."""
+    return tuple(
+        (f"{finalist.kind}: {roles_of(finalist.allocation)}", *_figures(finalist, chosen=not place))
+        for place, finalist in enumerate(plan.finalists)
+    )
+
+
+def finalists_table(plan: Plan) -> Table:
+    """`finalist_rows` for a terminal; for plans that have any."""
+    table = Table("the best with", *map(number, ("predicted", "simulated", "slower")), title="Finalists")
+    for words, *figures in finalist_rows(plan):
+        table.add_row(cell(words), *figures)
+    if plan.simulated is not None:
+        table.caption = (
+            f"simulated: whole runs under {plan.simulated.router} on the same draws (seed {plan.simulated.seed}), the"
+            " first steps left out; slower: over the steps that both ran, with its 95 % interval. Of those that do not"
+            " differ by more, the simplest is chosen"
+        )
+    return table
+
+
+def roles_of(allocation: Allocation) -> str:
+    """`2 replicas train, 3 tp2 to 11,162 + 1 tp8 generate`."""
+    several = len(allocation.buckets) > 1
+    engines = " + ".join(
+        f"{bucket.engines} {bucket.shape}" + (f" to {bucket.up_to:,}" if several else "")
+        for bucket in allocation.buckets
+    )
+    return f"{plural(allocation.replicas, 'replica')} {'trains' if allocation.replicas == 1 else 'train'}, {engines}"
+
+
+def _figures(finalist: Finalist, *, chosen: bool) -> tuple[str, str, str]:
+    simulated = finalist.simulated
+    slower = "not simulated"
+    if chosen:
+        slower = "chosen"
+    elif finalist.slower is not None:
+        error = "" if finalist.slower_error is None else f" ± {duration(finalist.slower_error)}"
+        slower = signed_duration(finalist.slower) + error
+    return duration(finalist.predicted), "-" if simulated is None else duration(simulated.seconds), slower
+
+
+def _split(plan: Plan) -> str:
+    allocation = plan.allocation
+    if plan.layout is None:
+        return f"{printable(allocation.describe())}."
+    training = sum(group.devices for group in plan.placement if group.role == "train")
+    generating = sum(group.devices for group in plan.placement if group.role != "train")
+    engines = printable(" + ".join(f"{count} x {shape}" for shape, count in allocation.engines_by_shape.items()))
+    return (
+        f"{plural(training, 'GPU')} {'trains' if training == 1 else 'train'}"
+        f" ({plural(allocation.replicas, 'replica')}), {generating} generate ({engines})."
+    )
+
+
+def _step(plan: Plan) -> str:
+    predicted, simulated = duration(plan.predicted.step), plan.simulated
+    if simulated is None:
+        return f"A step is predicted to take {predicted}; it was not simulated."
+    return (
+        f"A step takes {step_words(simulated)} in simulation under {_router(plan)} ({simulated.steps} steps, seed"
+        f" {simulated.seed}); predicted {predicted}."
+    )
+
+
+def _disagreement(plan: Plan) -> tuple[str, ...]:
+    if abs(plan.surprise) <= SURPRISE:
+        return ()
+    return (
+        f"Simulation and prediction disagree: the simulated step differs by {signed_percent(plan.surprise)}. Trust the"
+        " simulated one: it routes as your router does.",
+    )
+
+
+def _pace(plan: Plan) -> str:
+    request: PlanningRequest = plan.request
+    tokens = request.trajectories * sum(cls.share * cls.generated for cls in request.classes)
+    rate = tokens / plan.step if plan.step > 0 else 0.0
+    return f"That is {rate:,.0f} generated tokens/s, {rate / request.devices:,.0f} a device."
+
+
+def _memory(plan: Plan) -> tuple[str, ...]:
+    words = [
+        f"{printable(it.duty)} {it.used / 1e9:.0f} of {it.there / 1e9:.0f} GB"
+        f" ({', '.join(f'{name} {size / 1e9:.0f}' for name, size in it.parts)})"
+        for it in device_memory(plan)
+    ]
+    return (f"Memory of a GPU: {'; '.join(words)}.",) if words else ()
+
+
+def _router(plan: Plan) -> str:
+    return "its router" if isinstance(plan.request, SlotRequest) else plan.request.recipe.router

@@ -1,0 +1,34 @@
+"""How busy each engine of a run was, from one published version of the weights to the next.
+
+Invariant: it reads counters that engines keep anyway, once a version, so that a run that nobody looks at costs the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from libra.sim.clock import seconds
+from libra.sim.instances import EngineInstance
+from libra.sim.training_run.outcome import EngineSpan
+
+
+class Occupancy:
+    """Collects a span for each engine that is in service when a version is published."""
+
+    def __init__(self) -> None:
+        self.spans: list[EngineSpan] = []
+        self._since = 0  # tick
+        self._busy: dict[int, int] = {}  # ticks, by index of the engine
+
+    def observe(self, instances: Iterable[EngineInstance], limits: Sequence[int], now: int) -> None:
+        """A version is published at tick `now`; `limits` are the largest final contexts of the buckets."""
+        for instance in instances:
+            engine = instance.engine
+            worked = engine.busy_ticks - self._busy.get(engine.index, 0)
+            self._busy[engine.index] = engine.busy_ticks
+            # Iterations count as they end: one that began before is not longer than the span.
+            busy = min(worked, now - self._since)
+            up_to = limits[instance.bucket]
+            self.spans.append(EngineSpan(instance.id, up_to, seconds(self._since), seconds(now), seconds(busy)))
+        self._since = now
