@@ -33,7 +33,7 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
         *QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--rate", 2, "-o", written, "--report", page
     )
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("1 x h100 tp1 seqs 64 tokens 2048 async: 2 requests/s on 1 GPU, 2 per GPU; nothing")
+    assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 2 requests/s: 2 per GPU; nothing with fewer")
     document = json.loads(written.read_text())
     assert document["proven"]
     assert [it["gpus"] for it in document["pareto"]] == [1, 2]
@@ -41,6 +41,7 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     html = page.read_text()
     assert "Pareto set" in html
     assert "Each at the rate that was asked for. " in html
+    assert "1 tp1" in html and "2 tp1" in html  # labels of dots
     assert html.count("<circle") + html.count("<path") > 0
     assert "Why others were rejected" in html
 
@@ -49,7 +50,7 @@ def test_prices_are_what_goodput_is_told_for(menu: str) -> None:
     priced = Path(menu)
     priced.write_text(priced.read_text() + "cost_per_hour: {h100: 2.5, l40s: 1}\n")
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", priced, "--rate", 2)
-    assert result.stdout.startswith("1 x l40s tp1 seqs 64 tokens 2048 async: 2 requests/s on 1 GPU, 2 per cost/h; ")
+    assert result.stdout.startswith("1 engine of tp1 on 1 L40S serves 2 requests/s: 2 per cost/h; ")
 
 
 def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> None:
@@ -121,6 +122,18 @@ def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
     Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
     result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
     assert "\n1 candidate: 0 out by bound (0.0 %), 1 simulation of 300 requests; 1 point on the" in result.stdout
+
+
+def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path) -> None:
+    """A fifth of a second of requests that may wait a second."""
+    few, written, page = tmp_path / "few.jsonl", tmp_path / "answer.json", tmp_path / "answer.html"
+    few.write_text("".join(f'{{"arrival": {at}, "prompt_tokens": 9, "output_tokens": 2}}\n' for at in range(3)))
+    asked = (*QUESTION[:4], "--requests", few, *QUESTION[6:], "--slo", "ttft_p99=1", "--menu", menu, "--rate", 15)
+    result = libra(*asked, "-o", written, "--report", page)
+    assert result.exit_code == 0, result.output
+    caution = json.loads(written.read_text())["caution"]
+    assert caution.endswith("give 480 requests or more")
+    assert caution in " ".join(result.stdout.split()) and caution in page.read_text()
 
 
 def test_nothing_that_serves_is_status_3(menu: str) -> None:

@@ -141,6 +141,7 @@ class SizingAnswer:
                 },
             },
             "claim": self.claim(),
+            "caution": self.caution(),
             "proven": self.proven,
             "candidates": self.candidates,
             "out_by_bound": self.out_by_bound,
