@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from libra.sizing.bound import RateBound
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.question import LASTING, SizingQuestion
+from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.trial import Trial
 
-_BRIEF = 8  # times the longest wait that is allowed: requests that are over before that say little
 _BUSY = 0.8  # share from which on a network is told of
 
 By = Literal["bound", "simulation", "dominated"]
@@ -115,8 +114,9 @@ class SizingAnswer:
         """Where requests are over so soon that a deployment may serve them and fall behind all the time."""
         if not self.points:
             return None
-        count, rate, wait = len(self.question.requests), self.points[0].trial.rate, self.question.longest_wait
-        if count >= _BRIEF * rate * wait:
+        best, wait = self.points[0].trial, self.question.shortest_wait
+        count, rate = best.requests, best.rate
+        if count >= BRIEF * rate * wait:
             return None
         return (
             f"at {rate:,.3g} requests/s the {count:,} requests come within {count / rate:.3g} s, and may wait {wait:g}"
