@@ -136,6 +136,21 @@ def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path)
     assert caution in " ".join(result.stdout.split()) and caution in page.read_text()
 
 
+def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_path: Path) -> None:
+    few, written, page = tmp_path / "few.jsonl", tmp_path / "answer.json", tmp_path / "answer.html"
+    few.write_text("".join(f'{{"arrival": {at}, "prompt_tokens": 1, "output_tokens": 1}}\n' for at in range(3)))
+    Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
+    asked = (*QUESTION[:4], "--requests", few, *QUESTION[6:], "--slo", "ttft_p99=600s", "--menu", menu)
+    result = libra(*asked, "-o", written, "--report", page, "--engines-out", tmp_path / "engines")
+    assert result.exit_code == 3, result.output
+    assert result.stderr.startswith(
+        "libra: no rate can be told: at 1.31e+05 requests/s the 20,001 requests come within"
+    )
+    assert result.stdout.startswith("No rate can be told: ") and "No rate can be told: " in page.read_text()
+    assert not (tmp_path / "engines").exists()
+    assert "rate" not in json.loads(written.read_text())["pareto"][0]
+
+
 def test_nothing_that_serves_is_status_3(menu: str) -> None:
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", menu, "--gpus", 1, "--rate", 1000)
     assert result.exit_code == 3

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from libra.plan.problem import InfeasiblePlanError
+from libra.report.search_table import headline
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing import answer as answers
 from libra.sizing import ladder
@@ -93,6 +94,21 @@ def test_requests_that_are_over_soon_are_told_of(monkeypatch: pytest.MonkeyPatch
     caution = found(gpus=4, rate=16.0).caution()
     assert caution is not None and "the 60 requests come within 3.75 s, and may wait 0.5 s" in caution
     assert caution.endswith("give 256 requests or more")
+
+
+def test_a_record_that_is_too_short_gives_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one token that may wait for minutes are served at any rate."""
+    monkeypatch.setattr(answers, "BRIEF", BRIEF)
+    monkeypatch.setattr(ladder, "_ARRIVALS", 100)
+    tiny = [RecordedRequest(number * 10**12, 1, 1) for number in range(10)]
+    menu = ServingMenu(MenuFile(nodes=("h100",), architectures=("colocated",), max_num_seqs=(64,), engines=(1,)))
+    asked = question(tiny, *parse_objectives("ttft_p99=600s"), gpus=1)
+    none = answer(asked, menu)
+    assert none.points and not none.told
+    assert headline(none).startswith("No rate can be told: at 1.31e+05 requests/s the 100 requests come within ")
+    document = none.document()
+    assert document["caution"] == none.caution() and all("rate" not in it for it in document["pareto"])
+    assert answer(replace(asked, rate=2.0), menu).told
 
 
 def test_a_rate_that_is_found_is_one_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

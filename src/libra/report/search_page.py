@@ -40,10 +40,10 @@ def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) ->
         notices=[caution] if (caution := answer.caution()) is not None else [],
         counts=counts(answer),
         tiles=list(_tiles(answer)),
-        figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.points else [],
+        figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.told else [],
         asked=answer.question.rate is not None,
         columns=columns(answer),
-        points=[row(answer, points, files) for points in alike(answer)],
+        points=[row(answer, points, files) for points in alike(answer) if answer.told],
         files=engine_files(answer, files) if files else [],
         rejected=[
             (kind, len(its), [(str(it.candidate), it.reason) for it in its[:MOST_REJECTED]])
@@ -53,13 +53,13 @@ def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) ->
 
 
 def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
-    if answer.points:
+    if answer.told:
         best = answer.points[0]
         yield Tile("Best", value_words(answer, best), f"{plain(best.trial.rate)} requests/s")
         yield Tile("Takes", plural(best.candidate.devices, "GPU"), best.candidate.architecture)
     for objective in answer.question.objectives:
-        reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.points else "-"
-        yield Tile(objective.name, reached, f"limit {fine_duration(objective.limit)}", alarming=not answer.points)
+        reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.told else "-"
+        yield Tile(objective.name, reached, f"limit {fine_duration(objective.limit)}", alarming=not answer.told)
     yield Tile("Out by bound", percent(answer.out_by_bound / answer.candidates), f"of {answer.candidates:,} candidates")
     yield Tile("Simulated", count(answer.runs), f"runs of {plural(len(answer.question.requests), 'request')}")
     yield Tile("On the Pareto set", count(len(answer.points)), f"{count(len(answer.rejected))} rejected")

@@ -29,6 +29,8 @@ def headline(answer: SizingAnswer) -> str:
     """The best point, and what is known of the rest of the menu."""
     if not answer.points:
         return f"No deployment serves within the objectives: {answer.claim()}."
+    if not answer.told:
+        return f"No rate can be told: {answer.caution()}."
     best = answer.points[0]
     one = sum(pool.count for pool in best.candidate.pools) == 1
     return (
@@ -151,7 +153,7 @@ def search_tables(answer: SizingAnswer, files: Sequence[Path] = ()) -> list[Tabl
     out = Table("rejected", number("candidates"), Column("such as", overflow="fold"), title="The others")
     for kind, its in rejections(answer):
         out.add_row(kind, f"{len(its):,}", cell(f"{its[0].candidate}: {its[0].reason}"))
-    return [*([table] if answer.points else []), *([out] if answer.rejected else [])]
+    return [*([table] if answer.told else []), *([out] if answer.rejected else [])]
 
 
 def mix_lines(mix: ServingMix) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from libra.sizing.bound import RateBound
 from libra.sizing.candidate import ServingCandidate
+from libra.sizing.ladder import HIGHEST, rate_of
 from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.trial import Trial
 
@@ -87,10 +88,17 @@ class SizingAnswer:
 
     @property
     def proven(self) -> bool:
-        return bool(self.points) and not self.possible
+        return self.told and not self.possible
+
+    @property
+    def told(self) -> bool:
+        """Whether there are points, whose rate was given, or is one that the requests are enough for."""
+        return bool(self.points) and (self.question.rate is not None or self.caution() is None)
 
     def claim(self) -> str:
         """What is known of the best point against the rest of the menu."""
+        if self.points and not self.told:
+            return "the requests are too few to tell a rate"
         given = self.question.rate is not None
         better = "cheaper" if given and self.question.prices else "with fewer GPUs" if given else "better"
         if not self.points:
@@ -114,9 +122,9 @@ class SizingAnswer:
         """Where requests are over so soon that a deployment may serve them and fall behind all the time."""
         if not self.points:
             return None
-        best, wait = self.points[0].trial, self.question.shortest_wait
-        count, rate = best.requests, best.rate
-        if count >= BRIEF * rate * wait:
+        fastest, wait = max((it.trial for it in self.points), key=lambda it: it.rate), self.question.shortest_wait
+        count, rate = fastest.requests, fastest.rate
+        if count >= BRIEF * rate * wait and (self.question.rate is not None or rate < rate_of(HIGHEST)):
             return None
         return (
             f"at {rate:,.3g} requests/s the {count:,} requests come within {count / rate:.3g} s, and may wait {wait:g}"
@@ -163,6 +171,10 @@ class SizingAnswer:
                     "bottleneck": it.bottleneck,
                 }
                 for it in self.points
+            ]
+            if self.told
+            else [
+                {"candidate": asdict(it.candidate), "gpus": it.candidate.devices, "cost": it.cost} for it in self.points
             ],
             "rejected": [_plain(asdict(it)) for it in self.rejected],
         }
