@@ -33,7 +33,7 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
         *QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--rate", 2, "-o", written, "--report", page
     )
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("1 x h100 tp1 seqs 64 tokens 2048 async: 2 requests/s on 1 GPU, 2 per GPU; nothing")
+    assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 2 requests/s: 2 per GPU; nothing with fewer")
     document = json.loads(written.read_text())
     assert document["proven"]
     assert [it["gpus"] for it in document["pareto"]] == [1, 2]
@@ -41,6 +41,7 @@ def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     html = page.read_text()
     assert "Pareto set" in html
     assert "Each at the rate that was asked for. " in html
+    assert "1 tp1" in html and "2 tp1" in html  # labels of dots
     assert html.count("<circle") + html.count("<path") > 0
     assert "Why others were rejected" in html
 
@@ -49,7 +50,7 @@ def test_prices_are_what_goodput_is_told_for(menu: str) -> None:
     priced = Path(menu)
     priced.write_text(priced.read_text() + "cost_per_hour: {h100: 2.5, l40s: 1}\n")
     result = libra(*QUESTION, "--slo", "ttft_p99=1", "--menu", priced, "--rate", 2)
-    assert result.stdout.startswith("1 x l40s tp1 seqs 64 tokens 2048 async: 2 requests/s on 1 GPU, 2 per cost/h; ")
+    assert result.stdout.startswith("1 engine of tp1 on 1 L40S serves 2 requests/s: 2 per cost/h; ")
 
 
 def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_tiers_are_named_everywhere(tmp_path: Path) -> None:
     result = libra(*asked, "--jobs", 1, "-o", written, "--report", page, "--engines-out", folder)
     assert result.exit_code == 0, result.output
     named = "+ 8 GiB host at 25 GB/s latency 0.0001"
-    assert named in result.stdout and named in page.read_text()
+    assert named in " ".join(result.stdout.split()) and named in page.read_text()
     for number, point in enumerate(json.loads(written.read_text())["pareto"], start=1):
         tiers = {it["role"]: it["shape"]["kv_tiers"] for it in point["candidate"]["pools"]}
         tier = {**kept, "policy": "lru", "blocks_per_chunk": 1, "offload_prompt_only": True, "shared": False}
@@ -121,6 +122,33 @@ def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
     Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
     result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
     assert "\n1 candidate: 0 out by bound (0.0 %), 1 simulation of 300 requests; 1 point on the" in result.stdout
+
+
+def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path) -> None:
+    """A fifth of a second of requests that may wait a second."""
+    few, written, page = tmp_path / "few.jsonl", tmp_path / "answer.json", tmp_path / "answer.html"
+    few.write_text("".join(f'{{"arrival": {at}, "prompt_tokens": 9, "output_tokens": 2}}\n' for at in range(3)))
+    asked = (*QUESTION[:4], "--requests", few, *QUESTION[6:], "--slo", "ttft_p99=1", "--menu", menu, "--rate", 15)
+    result = libra(*asked, "-o", written, "--report", page)
+    assert result.exit_code == 0, result.output
+    caution = json.loads(written.read_text())["caution"]
+    assert caution.endswith("give 480 requests or more")
+    assert caution in " ".join(result.stdout.split()) and caution in page.read_text()
+
+
+def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_path: Path) -> None:
+    few, written, page = tmp_path / "few.jsonl", tmp_path / "answer.json", tmp_path / "answer.html"
+    few.write_text("".join(f'{{"arrival": {at}, "prompt_tokens": 1, "output_tokens": 1}}\n' for at in range(3)))
+    Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
+    asked = (*QUESTION[:4], "--requests", few, *QUESTION[6:], "--slo", "ttft_p99=600s", "--menu", menu)
+    result = libra(*asked, "-o", written, "--report", page, "--engines-out", tmp_path / "engines")
+    assert result.exit_code == 3, result.output
+    assert result.stderr.startswith(
+        "libra: no rate can be told: at 1.31e+05 requests/s the 20,001 requests come within"
+    )
+    assert result.stdout.startswith("No rate can be told: ") and "No rate can be told: " in page.read_text()
+    assert not (tmp_path / "engines").exists()
+    assert "rate" not in json.loads(written.read_text())["pareto"][0]
 
 
 def test_nothing_that_serves_is_status_3(menu: str) -> None:

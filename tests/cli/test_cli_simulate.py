@@ -136,6 +136,8 @@ def test_requests_of_azure_come_faster_and_later_when_asked() -> None:
     whole = document(simulate("--json", requests=AZURE))["metrics"]
     late = document(simulate("--json", "--start", 2, requests=AZURE))["metrics"]
     fast = document(simulate("--json", "--rate-scale", 1000, requests=AZURE))["metrics"]
+    again = document(simulate("--json", "--repeat", 3, requests=AZURE))["metrics"]
+    assert again["requests"] == 3 * document(simulate("--json", requests=AZURE))["metrics"]["requests"]
     assert 0 < late["requests"] < whole["requests"] == fast["requests"]
     assert fast["queueing"]["mean"] > whole["queueing"]["mean"]
 

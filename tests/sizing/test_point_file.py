@@ -24,13 +24,13 @@ from libra.sim.engines_file import load_engines
 from libra.sim.engines_keys import SpeculativeSection
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
-from libra.sim.workload.requests import recorded_requests
+from libra.sim.workload.requests import recorded_requests, repeated
 from libra.sizing.answer import Point
 from libra.sizing.candidate import Apart, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import NoRoomError
 from libra.sizing.menu import MenuFile
 from libra.sizing.objective import METRICS, Objective
-from libra.sizing.point_file import engines_text, write_engines
+from libra.sizing.point_file import engines_text, simulate_command, write_engines
 from libra.sizing.question import SizingQuestion
 from libra.sizing.search import question_of, search
 from libra.sizing.trial import trial
@@ -79,18 +79,21 @@ def asked(
     )
 
 
-def point_of(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Point:
-    return Point(candidate, question.cost(candidate), inf, trial(question, candidate, rate), "")
+def point_of(question: SizingQuestion, candidate: ServingCandidate, rate: float, times: int = 1) -> Point:
+    served = trial(question, candidate, rate, requests=repeated(question.requests, times))
+    return Point(candidate, question.cost(candidate), inf, served, "")
 
 
-def require_same_figures(question: SizingQuestion, candidate: ServingCandidate, rate: float, folder: Path) -> None:
-    point = point_of(question, candidate, rate)
+def require_same_figures(
+    question: SizingQuestion, candidate: ServingCandidate, rate: float, folder: Path, times: int = 1
+) -> None:
+    point = point_of(question, candidate, rate, times)
     path = folder / "point.yaml"
     path.write_text(engines_text(question, point, path), encoding="utf-8")
     given = load_engines(path)
     result = simulate(
         given.engines,
-        recorded_requests(question.requests, rate_scale=rate / question.natural_rate),
+        recorded_requests(repeated(question.requests, times), rate_scale=rate / question.natural_rate),
         given.policy(),
         kv_transfer=given.kv_transfer,
         decode_route=given.decode_policy(),
@@ -226,14 +229,24 @@ def test_measured_rates_of_a_gpu(tmp_path: Path) -> None:
     require_some(found, generator, 4, tmp_path)
 
 
+def test_requests_that_are_repeated_give_the_same_figures(tmp_path: Path) -> None:
+    generator = np.random.default_rng(11)
+    candidate = pools(generator, EngineSetup("n", 1, 1, 16, 512, async_scheduling=True))
+    nodes = Cluster((NodeClass("n", 4, 4, GPUS["H100"], GPUS["H100"].link, 50e9),))
+    question = asked(generator, DENSE, nodes, tmp_path, "roofline")
+    require_same_figures(question, candidate, 20.0, tmp_path, times=3)
+    command = simulate_command(question, point_of(question, candidate, 20.0, times=3), "point.yaml")
+    assert " --repeat 3 --rate-scale " in command
+
+
 def test_an_answer_is_written_point_by_point(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shapes = Path(__file__).parents[2] / "src" / "libra" / "hardware" / "models"
     (tmp_path / "model" / "config.json").write_bytes((shapes / "Qwen--Qwen3-8B.json").read_bytes())
-    menu = MenuFile(nodes=("h100",), tensor_parallel_size=(1, 2), max_num_seqs=(64,), engines=(1, 2))
+    menu = MenuFile(nodes=("h100",), tensor_parallel_size=(1, 2), max_num_seqs=(64,), engines=(1,))
     recorded = requests(np.random.default_rng(1), 30)
     found = search(
-        CLUSTER, str(tmp_path / "model"), recorded, "ttft_p99=5,tpot_p99=0.1", gpus=4, menu=menu, profile="roofline"
+        CLUSTER, str(tmp_path / "model"), recorded, "ttft_p99=0.5,tpot_p99=0.1", gpus=2, menu=menu, profile="roofline"
     )
     assert len(found.points) > 1
     files = write_engines(found, tmp_path / "new" / "engines")
@@ -243,7 +256,9 @@ def test_an_answer_is_written_point_by_point(tmp_path: Path) -> None:
         assert text == engines_text(found.question, point, file)
         assert text.startswith(f"# {point.candidate}\n")
         scale = point.trial.rate / found.question.natural_rate
-        assert f"#   libra simulate {file} --requests REQUESTS --rate-scale {scale!r}\n" in text
+        times = point.trial.requests // len(recorded)
+        repeat = f" --repeat {times}" if times > 1 else ""
+        assert f"#   libra simulate {file} --requests REQUESTS{repeat} --rate-scale {scale!r}\n" in text
         assert load_engines(file).engines[0].config.max_model_len == found.question.longest
         assert yaml.safe_load(text)["engines"][0]["model"] == str(tmp_path / "model")
     with pytest.raises(ValueError, match=r"point-1\.yaml: is there already; give another directory, or remove it"):

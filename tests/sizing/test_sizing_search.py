@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from libra.plan.problem import InfeasiblePlanError
+from libra.report.search_table import headline
 from libra.sim.workload.requests import RecordedRequest
+from libra.sizing import answer as answers
+from libra.sizing import ladder
 from libra.sizing.answer import Point, SizingAnswer, bottleneck
 from libra.sizing.engines import NoRoomError
-from libra.sizing.ladder import highest_rate
+from libra.sizing.ladder import highest_rate, repeated, sustained_arrivals, sustained_rate
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.objective import Metric, Objective, parse_objectives
-from libra.sizing.question import SizingQuestion
+from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.search import answer, question_of, search
 from libra.sizing.trial import trial
 from tests.sizing.small_questions import CLUSTER, MODEL, question, requests
@@ -27,12 +30,19 @@ MENU = ServingMenu(
 )
 
 
+SMALL = ServingMenu(
+    MENU.file.model_copy(
+        update={"nodes": ("h100", "l40s"), "tensor_parallel_size": (1,), "max_num_seqs": (64,), "engines": (1,)}
+    )
+)
+
+
 def simulate_everything(asked: SizingQuestion, menu: ServingMenu) -> set[str]:
-    """The Pareto set, without bounds and without stopping early."""
-    points = []
+    """The Pareto set, without bounds."""
+    points, find = [], sustained_rate if asked.rate is None else highest_rate
     for candidate in menu.candidates(asked):
         try:
-            served, _, _ = highest_rate(asked, candidate)
+            served, _, _ = find(asked, candidate)
         except NoRoomError:
             continue
         if served is not None:
@@ -45,9 +55,10 @@ def simulate_everything(asked: SizingQuestion, menu: ServingMenu) -> set[str]:
 def test_the_pareto_set_is_that_of_brute_force(seed: int, settings: dict[str, float]) -> None:
     generator = np.random.default_rng(seed)
     asked = question(requests(generator, 40), *parse_objectives("ttft_p90=0.5,tpot_mean=0.05"), **settings)
-    found = answer(asked, MENU)
-    assert {str(it.candidate) for it in found.points} == simulate_everything(asked, MENU)
-    assert found.candidates == len(list(MENU.candidates(asked)))
+    menu = MENU if "rate" in settings else SMALL
+    found = answer(asked, menu)
+    assert {str(it.candidate) for it in found.points} == simulate_everything(asked, menu)
+    assert found.candidates == len(list(menu.candidates(asked)))
 
 
 def test_a_trial_that_stops_early_decides_as_the_whole_does() -> None:
@@ -76,12 +87,46 @@ def test_nothing_cheaper_is_proven_where_the_bound_says_so() -> None:
     assert cheapest.claim() == "nothing with fewer GPUs on the menu can (bound)"
 
 
-def test_requests_that_are_over_soon_are_told_of() -> None:
+def test_requests_that_are_over_soon_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 requests may wait half a second: they say something of 15 requests/s at most."""
+    monkeypatch.setattr(answers, "BRIEF", BRIEF)
     assert found(gpus=4, rate=14.9).caution() is None
     caution = found(gpus=4, rate=16.0).caution()
     assert caution is not None and "the 60 requests come within 3.75 s, and may wait 0.5 s" in caution
     assert caution.endswith("give 256 requests or more")
+
+
+def test_a_record_that_is_too_short_gives_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one token that may wait for minutes are served at any rate."""
+    monkeypatch.setattr(answers, "BRIEF", BRIEF)
+    monkeypatch.setattr(ladder, "_ARRIVALS", 100)
+    tiny = [RecordedRequest(number * 10**12, 1, 1) for number in range(10)]
+    menu = ServingMenu(MenuFile(nodes=("h100",), architectures=("colocated",), max_num_seqs=(64,), engines=(1,)))
+    asked = question(tiny, *parse_objectives("ttft_p99=600s"), gpus=1)
+    none = answer(asked, menu)
+    assert none.points and not none.told
+    assert headline(none).startswith("No rate can be told: at 1.31e+05 requests/s the 100 requests come within ")
+    document = none.document()
+    assert document["caution"] == none.caution() and all("rate" not in it for it in document["pareto"])
+    assert answer(replace(asked, rate=2.0), menu).told
+
+
+def test_a_rate_that_is_found_is_one_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest rung that both the record once and many requests pass."""
+    monkeypatch.setattr(ladder, "LASTING", LASTING)
+    monkeypatch.setattr(ladder, "_ENOUGH", 4_000)
+    even = [RecordedRequest(number * 10**12, 300, 40) for number in range(20)]
+    asked = question(even, *parse_objectives("ttft_p99=0.5,tpot_p99=0.05"))
+    candidate = next(ServingMenu(MenuFile(max_num_seqs=(8,), engines=(1,), nodes=("l40s",))).candidates(asked))
+    once, _, _ = highest_rate(asked, candidate)
+    lasting, _, _ = sustained_rate(asked, candidate)
+    assert once is not None and lasting is not None
+    assert lasting.rate < once.rate
+    assert lasting.requests >= sustained_arrivals(asked, lasting.rate) > len(asked.requests)
+    above = lasting.rate * ladder.rate_of(1)
+    many = repeated(asked.requests, sustained_arrivals(asked, above))
+    assert not trial(asked, candidate, above, requests=many).passed
+    assert sustained_rate(asked, candidate, bound=once.rate)[0] == lasting
 
 
 def test_simulation_alone_proves_nothing() -> None:
@@ -126,7 +171,7 @@ def test_more_processes_find_the_same() -> None:
     asked = question(
         [RecordedRequest(number * 10**12, 300, 40) for number in range(30)], *parse_objectives("ttft_p99=0.5"), gpus=2
     )
-    assert answer(asked, MENU, jobs=2).document() == answer(asked, MENU).document()
+    assert answer(asked, SMALL, jobs=2).document() == answer(asked, SMALL).document()
 
 
 @pytest.mark.parametrize(

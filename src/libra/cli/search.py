@@ -36,7 +36,7 @@ def search(
     ],
     rate: Annotated[
         float | None,
-        typer.Option("--rate", help="Requests/s that have to be served (default: how many can be is asked of each)."),
+        typer.Option("--rate", help="Requests/s that have to be served (default: search for the rates that last)."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", help="Most GPUs of a deployment (default: the cluster's).")
@@ -81,7 +81,8 @@ def search(
     against TTFT and TPOT, each point's bottleneck, and why every other candidate is none; it says what is proven, and
     what is only simulated. The same inputs give the same bytes.
 
-    Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, 130 interrupted.
+    Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, or the requests are too few for a rate,
+    130 interrupted.
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from rich.console import Console
@@ -135,12 +136,12 @@ def search(
                 shown.tell(done + best)
 
             found = find(question, ServingMenu(file), jobs=processes, progress=tell)
-        if (caution := found.caution()) is not None:
+        if found.told and (caution := found.caution()) is not None:
             notes.append(caution)
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
         if output is not None:
             write_text(output, text)
-        files = write_engines(found, engines_out) if engines_out is not None else ()
+        files = write_engines(found, engines_out) if engines_out is not None and found.told else ()
         if report is not None:
             from libra.report.search_page import search_page
 
@@ -163,6 +164,8 @@ def search(
         if files:
             console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
     tell_notes(notes, err=as_json)
+    if found.points and not found.told:
+        infeasible(ValueError(found.caution()), "no rate can be told")
     if not found.points:
         infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
 

@@ -57,6 +57,9 @@ def simulate(
     rate_scale: Annotated[
         float | None, typer.Option(help="Multiply the rate at which requests arrive (default: 1).")
     ] = None,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, help="Replay the requests this many times, at their own rate (default: 1).")
+    ] = None,
     start: Annotated[
         float | None, typer.Option(help="Skip requests that arrive before this second of the file.")
     ] = None,
@@ -103,6 +106,7 @@ def simulate(
         "--unknown-tool-seconds": unknown_tool_seconds,
         "--truncate-context": truncate_context or None,
         "--rate-scale": rate_scale,
+        "--repeat": repeat,
         "--start": start,
     }
     given = {name: value for name, value in options.items() if value is not None}

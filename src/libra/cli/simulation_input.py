@@ -19,13 +19,13 @@ from libra.sim.of_plan import PlannedRollout, forecast_of, planned_run
 from libra.sim.planned_engines import PlacementError
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.request_file import RequestFormatError, read_azure_requests, read_requests
-from libra.sim.workload.requests import Workload, recorded_requests
+from libra.sim.workload.requests import Workload, recorded_requests, repeated
 from libra.trajectory import read_trajectories, read_workload
 
 LENT = "lent engines have their share of the device at any moment: serving and recalls are not simulated"
 _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
-_OF_REQUESTS = ("--rate-scale", "--start")
+_OF_REQUESTS = ("--rate-scale", "--repeat", "--start")
 _MEANT_FOR = {
     **dict.fromkeys(_OF_TRAJECTORIES, "trajectories (--trajectories)"),
     **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
@@ -101,7 +101,7 @@ def _requests(what: Path, requests: Path, given: Options) -> Asked:
             raise ValueError(f"{requests}: a log of trajectories, not requests; give it to --trajectories") from None
         raise
     workload = recorded_requests(
-        recorded,
+        repeated(recorded, given.get("--repeat", 1)),
         start_seconds=given.get("--start", 0.0),
         rate_scale=given.get("--rate-scale", 1.0),
         source={"file": requests.name},

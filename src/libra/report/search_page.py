@@ -15,6 +15,7 @@ from libra.report.search_table import (
     counts,
     engine_files,
     headline,
+    label,
     rejections,
     row,
     unit_words,
@@ -36,13 +37,13 @@ def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) ->
         "search.html",
         title,
         headline=headline(answer),
-        notices=[],
+        notices=[caution] if (caution := answer.caution()) is not None else [],
         counts=counts(answer),
         tiles=list(_tiles(answer)),
-        figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.points else [],
+        figures=[pareto_figure(answer, metric) for metric in SHOWN] if answer.told else [],
         asked=answer.question.rate is not None,
         columns=columns(answer),
-        points=[row(answer, points, files) for points in alike(answer)],
+        points=[row(answer, points, files) for points in alike(answer) if answer.told],
         files=engine_files(answer, files) if files else [],
         rejected=[
             (kind, len(its), [(str(it.candidate), it.reason) for it in its[:MOST_REJECTED]])
@@ -52,13 +53,13 @@ def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) ->
 
 
 def _tiles(answer: SizingAnswer) -> Iterator[Tile]:
-    if answer.points:
+    if answer.told:
         best = answer.points[0]
         yield Tile("Best", value_words(answer, best), f"{plain(best.trial.rate)} requests/s")
         yield Tile("Takes", plural(best.candidate.devices, "GPU"), best.candidate.architecture)
     for objective in answer.question.objectives:
-        reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.points else "-"
-        yield Tile(objective.name, reached, f"limit {fine_duration(objective.limit)}", alarming=not answer.points)
+        reached = fine_duration(answer.points[0].trial.latency[objective.name]) if answer.told else "-"
+        yield Tile(objective.name, reached, f"limit {fine_duration(objective.limit)}", alarming=not answer.told)
     yield Tile("Out by bound", percent(answer.out_by_bound / answer.candidates), f"of {answer.candidates:,} candidates")
     yield Tile("Simulated", count(answer.runs), f"runs of {plural(len(answer.question.requests), 'request')}")
     yield Tile("On the Pareto set", count(len(answer.points)), f"{count(len(answer.rejected))} rejected")
@@ -78,6 +79,7 @@ def pareto_figure(answer: SizingAnswer, metric: str) -> Figure:
             "x": 1e3 * latency(point),
             "y": point.value,
             "color": _COLOURS[point.candidate.architecture],
+            "label": label(point.candidate),
             "description": f"{point.candidate}: {value_words(answer, point)}, {objective.name}"
             f" {fine_duration(latency(point))}; {point.bottleneck}",
         }
@@ -91,7 +93,9 @@ def pareto_figure(answer: SizingAnswer, metric: str) -> Figure:
             edge.append({"x": one["x"], "y": best})
     line = layer("line", edge, x, y, color="var(--axis)", interpolate="step-after", strokeDash=[4, 3], aria=False)
     dots = layer("circle", rows, x, y, size=90, opacity=0.85)
+    named = {(it["x"], it["y"]): {**it, "text": it["label"], "color": "var(--soft)"} for it in rows}
+    names = layer("text", list(named.values()), x, y, dy=-10, fontSize=11, aria=False)
     note = "The line has those that are best by these two; the others are better in the other latency."
     legend = tuple((name, colour) for name, colour in _COLOURS.items() if any(it["color"] == colour for it in rows))
-    chart = draw(alt.layer(line, dots), y.label, HALF, _HEIGHT)
+    chart = draw(alt.layer(line, dots, names), y.label, HALF, _HEIGHT)
     return Figure(f"Goodput against {objective.name}", note, chart, legend)

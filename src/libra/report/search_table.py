@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from libra.report.tables import number, whole
 from libra.report.words import cell, fine_duration, percent, plain, plural
 from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
+from libra.sizing.candidate import EngineSetup, ServingCandidate
 from libra.sizing.mix import ServingMix
 from libra.sizing.objective import Objective
 from libra.sizing.point_file import simulate_command
@@ -28,11 +29,37 @@ def headline(answer: SizingAnswer) -> str:
     """The best point, and what is known of the rest of the menu."""
     if not answer.points:
         return f"No deployment serves within the objectives: {answer.claim()}."
+    if not answer.told:
+        return f"No rate can be told: {answer.caution()}."
     best = answer.points[0]
+    one = sum(pool.count for pool in best.candidate.pools) == 1
     return (
-        f"{best.candidate}: {plain(best.trial.rate)} requests/s on {plural(best.candidate.devices, 'GPU')},"
+        f"{deployment(answer, best.candidate)} {'serves' if one else 'serve'} {plain(best.trial.rate)} requests/s:"
         f" {value_words(answer, best)}; {answer.claim()}."
     )
+
+
+def deployment(answer: SizingAnswer, candidate: ServingCandidate) -> str:
+    """Engines and GPUs, such as `5 prefill engines of tp1 and 1 decode engine of tp4 on 9 H100`."""
+    engines = []
+    for pool in candidate.pools:
+        role = "" if pool.role == "colocated" else f"{pool.role} "
+        engines.append(f"{plural(pool.count, f'{role}engine')} of {_parallelism(pool.shape)}")
+    nodes = answer.question.cluster.node_class
+    gpus = [f"{count:,} {nodes(name).gpu.name}" for name, count in candidate.by_class().items()]
+    return f"{' and '.join(engines)} on {' and '.join(gpus)}"
+
+
+def label(candidate: ServingCandidate) -> str:
+    """The label of a dot in a chart, such as `5 tp1 + 1 tp4`."""
+    return " + ".join(f"{pool.count} {_parallelism(pool.shape)}" for pool in candidate.pools)
+
+
+def _parallelism(shape: EngineSetup) -> str:
+    apart = [] if shape.apart is None else [str(shape.apart)]
+    stages = [f"pp{shape.pipeline_parallel_size}"] if shape.pipeline_parallel_size > 1 else []
+    ranks = [] if shape.parallel is None else [f"dp{shape.parallel.size}"]
+    return " ".join((*apart, f"tp{shape.tensor_parallel_size}", *stages, *ranks))
 
 
 def counts(answer: SizingAnswer) -> str:
@@ -120,11 +147,13 @@ def search_tables(answer: SizingAnswer, files: Sequence[Path] = ()) -> list[Tabl
         name, *cells, why = row(answer, points, files)
         table.add_row(*cells, f"{cell(name)}\n  {why}")
     if len(groups) > MOST_POINTS:
-        table.caption = f"and {len(groups) - MOST_POINTS} more: --report has them all"
+        shown = sum(len(it) for it in groups[:MOST_POINTS])
+        more = len(answer.points) - shown
+        table.caption = f"{len(answer.points):,} points, {shown:,} shown and {more:,} more: --report has them all"
     out = Table("rejected", number("candidates"), Column("such as", overflow="fold"), title="The others")
     for kind, its in rejections(answer):
         out.add_row(kind, f"{len(its):,}", cell(f"{its[0].candidate}: {its[0].reason}"))
-    return [*([table] if answer.points else []), *([out] if answer.rejected else [])]
+    return [*([table] if answer.told else []), *([out] if answer.rejected else [])]
 
 
 def mix_lines(mix: ServingMix) -> list[str]:

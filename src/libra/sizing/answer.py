@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from libra.sizing.bound import RateBound
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.question import LASTING, SizingQuestion
+from libra.sizing.ladder import HIGHEST, rate_of
+from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.trial import Trial
 
-_BRIEF = 8  # times the longest wait that is allowed: requests that are over before that say little
 _BUSY = 0.8  # share from which on a network is told of
 
 By = Literal["bound", "simulation", "dominated"]
@@ -88,10 +88,17 @@ class SizingAnswer:
 
     @property
     def proven(self) -> bool:
-        return bool(self.points) and not self.possible
+        return self.told and not self.possible
+
+    @property
+    def told(self) -> bool:
+        """Whether there are points, whose rate was given, or is one that the requests are enough for."""
+        return bool(self.points) and (self.question.rate is not None or self.caution() is None)
 
     def claim(self) -> str:
         """What is known of the best point against the rest of the menu."""
+        if self.points and not self.told:
+            return "the requests are too few to tell a rate"
         given = self.question.rate is not None
         better = "cheaper" if given and self.question.prices else "with fewer GPUs" if given else "better"
         if not self.points:
@@ -115,8 +122,9 @@ class SizingAnswer:
         """Where requests are over so soon that a deployment may serve them and fall behind all the time."""
         if not self.points:
             return None
-        count, rate, wait = len(self.question.requests), self.points[0].trial.rate, self.question.longest_wait
-        if count >= _BRIEF * rate * wait:
+        fastest, wait = max((it.trial for it in self.points), key=lambda it: it.rate), self.question.shortest_wait
+        count, rate = fastest.requests, fastest.rate
+        if count >= BRIEF * rate * wait and (self.question.rate is not None or rate < rate_of(HIGHEST)):
             return None
         return (
             f"at {rate:,.3g} requests/s the {count:,} requests come within {count / rate:.3g} s, and may wait {wait:g}"
@@ -141,6 +149,7 @@ class SizingAnswer:
                 },
             },
             "claim": self.claim(),
+            "caution": self.caution(),
             "proven": self.proven,
             "candidates": self.candidates,
             "out_by_bound": self.out_by_bound,
@@ -162,6 +171,10 @@ class SizingAnswer:
                     "bottleneck": it.bottleneck,
                 }
                 for it in self.points
+            ]
+            if self.told
+            else [
+                {"candidate": asdict(it.candidate), "gpus": it.candidate.devices, "cost": it.cost} for it in self.points
             ],
             "rejected": [_plain(asdict(it)) for it in self.rejected],
         }

@@ -1,7 +1,8 @@
 """The ladder of rates, and how high on it candidates serve in simulation.
 
 Invariant: candidates are compared by rungs that all have in common; what is found of one does not depend on the others,
-nor on the process that simulates it.
+nor on the process that simulates it, nor on its bound, as long as the bound holds. A rate that lasts is one that a
+candidate serves with the record once, too.
 """
 
 from __future__ import annotations
@@ -9,23 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
-from math import ceil, inf
+from math import ceil, inf, log2
 from multiprocessing import get_context
 
+from libra.sim.workload import requests as workload
 from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.question import LASTING, SizingQuestion
+from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 STEPS = 16  # rates of an octave that are told apart
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
-_ARRIVALS = 20_000  # that are enough for a rate to count as lasting
+_ARRIVALS = 20_000  # requests that are enough for a rate to count as lasting
+_ENOUGH = 4_000  # of a search, which has many candidates, unless they are over within `BRIEF`
 
 
 def rate_of(rung: int) -> float:
-    """Requests/s of a rung: so many sixteenths of an octave above 1."""
+    """Requests/s of a rung, which counts sixteenths of an octave above 1."""
     return float(2 ** (rung / STEPS))
+
+
+def _rung_of(rate: float) -> int:
+    return round(STEPS * log2(rate))
 
 
 def highest_rate(
@@ -43,13 +49,60 @@ def lasting_rate(
     question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
 ) -> tuple[Trial | None, str, int]:
     """As `highest_rate`, of rates that last."""
-    return _highest(lambda rate: lasting_trial(question, candidate, rate), bound)
+    return _lasting(question, candidate, bound, _lasting_arrivals)
+
+
+def sustained_rate(
+    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
+) -> tuple[Trial | None, str, int]:
+    """As `lasting_rate`, with as many requests as a search can afford for each of its candidates."""
+    return _lasting(question, candidate, bound, sustained_arrivals)
 
 
 def lasting_trial(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
     """The requests come again and again: a record that is over soon is served although the backlog grows."""
-    least = min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
-    return trial(question, candidate, rate, requests=repeated(question.requests, least))
+    return trial(question, candidate, rate, requests=repeated(question.requests, _lasting_arrivals(question, rate)))
+
+
+def sustained_arrivals(question: SizingQuestion, rate: float) -> int:
+    """Requests of a run that sustains a rate, unless the record has more: they come for `LASTING` times the longest
+    wait that is allowed, or are `_ENOUGH` and come for `BRIEF` times the shortest one; `_ARRIVALS` at most."""
+    brief = ceil(rate * BRIEF * question.shortest_wait)
+    return min(max(min(_lasting_arrivals(question, rate), _ENOUGH), brief), _ARRIVALS)
+
+
+def _lasting_arrivals(question: SizingQuestion, rate: float) -> int:
+    return min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
+
+
+def _lasting(
+    question: SizingQuestion,
+    candidate: ServingCandidate,
+    bound: float,
+    arrivals: Callable[[SizingQuestion, float], int],
+) -> tuple[Trial | None, str, int]:
+    """From the highest rate at which the record is served once, in steps that double until a rate lasts, then by
+    bisection. Long runs at rates that are missed end early."""
+    once, missed, runs = highest_rate(question, candidate, bound)
+    if once is None:
+        return None, missed, runs
+    rung = _rung_of(once.rate)
+    if arrivals(question, once.rate) <= len(question.requests):
+        return once, missed, runs
+    low, high, step, passed = LOWEST - 1, rung + 1, 1, None
+    while high - low > 1:
+        rate = rate_of(rung)
+        one = trial(question, candidate, rate, requests=repeated(question.requests, arrivals(question, rate)))
+        runs += 1
+        if one.passed:
+            low, passed = rung, one
+        else:
+            high, missed = rung, one.missed
+        if passed is None:
+            rung, step = max(rung - step, LOWEST), 2 * step
+        else:
+            rung = (low + high) // 2
+    return passed, missed, runs
 
 
 def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
@@ -71,11 +124,8 @@ def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | Non
 
 
 def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
-    """The record again and again, at its own rate, until it has so many requests."""
-    span = requests[-1].arrival - requests[0].arrival
-    period = span + span // (len(requests) - 1)
-    times = max(1, -(-least // len(requests)))
-    return tuple(replace(it, arrival=it.arrival + turn * period) for turn in range(times) for it in requests)
+    """The record again and again, at its own rate, until it has `least` requests or more."""
+    return workload.repeated(requests, max(1, -(-least // len(requests))))
 
 
 _Find = Callable[[SizingQuestion, ServingCandidate, float], tuple[Trial | None, str, int]]

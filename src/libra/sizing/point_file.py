@@ -1,7 +1,7 @@
 """A point of an answer as a file of engines: to be simulated again, changed and kept.
 
-Invariant: what is written gives, with the question's requests at the point's rate, the figures of the search's own
-simulation to the last digit; what cannot be written so is refused by name.
+Invariant: what is written gives, with the question's requests at the point's rate, as often as the search repeated
+them, the figures of the search's own simulation to the last digit; what cannot be written so is refused by name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -
     origin = _origin(question)
     requests = "REQUESTS" if origin.requests is None else shlex.quote(origin.requests)
     scale = repr(point.trial.rate / question.natural_rate)
-    return f"libra simulate {shlex.quote(str(path))} --requests {requests} --rate-scale {scale}"
+    times = point.trial.requests // len(question.requests)
+    repeat = f" --repeat {times}" if times > 1 else ""
+    return f"libra simulate {shlex.quote(str(path))} --requests {requests}{repeat} --rate-scale {scale}"
 
 
 def engines_text(question: SizingQuestion, point: Point, path: Path | str) -> str:

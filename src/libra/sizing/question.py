@@ -21,6 +21,7 @@ from libra.sizing.objective import Objective, check_objectives
 
 MOST_PRICE = 1e12  # of a GPU, in whatever unit
 LASTING = 32  # times the longest wait that is allowed: a rate that is served for so long counts as lasting
+BRIEF = 8  # times the shortest one: requests that are over before that say little
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,11 @@ class SizingQuestion:
     def longest_wait(self) -> float:
         """Seconds that a request may take to its first token, or to its end, by the objective that allows most."""
         return max(it.limit for it in self.objectives if it.metric != "tpot")
+
+    @property
+    def shortest_wait(self) -> float:
+        """The same by the objective that allows least: a backlog that keeps growing misses that one first."""
+        return min(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
     def longest(self) -> int:

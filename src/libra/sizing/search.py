@@ -25,7 +25,16 @@ from libra.sim.workload.requests import RecordedRequest
 from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, bottleneck, could_matter, pareto
 from libra.sizing.bound import Bounds, RateBound, refuse_impossible
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.ladder import LOWEST, STEPS, rate_of, simulator
+from libra.sizing.ladder import (
+    LOWEST,
+    STEPS,
+    highest_rate,
+    rate_of,
+    repeated,
+    simulator,
+    sustained_arrivals,
+    sustained_rate,
+)
 from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu, refuse_empty
 from libra.sizing.objective import Objective, parse_objectives
 from libra.sizing.question import Drafter, Origin, SizingQuestion
@@ -139,7 +148,8 @@ def answer(
     bounds = Bounds(question)
     bounded = {it: bounds.of(it) for it in candidates}
     refuse_impossible(question, bounds, candidates)
-    with simulator(question, jobs) as simulate:
+    find = sustained_rate if question.rate is None else highest_rate
+    with simulator(question, jobs, find) as simulate:
         found = _Found(question, bounded, progress)
         for wave in found.waves():
             found.take(simulate(wave))
@@ -255,8 +265,9 @@ class _Found:
         """Of the objective that it is farthest from; None where a simulation of it does not end."""
         question = self.question
         rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
+        least = 1 if question.rate is not None else sustained_arrivals(question, rate)
         trials = [
-            trial(question, candidate, rate, requests=_drawn(question.requests, draw), to_the_end=True)
+            trial(question, candidate, rate, requests=repeated(_drawn(question.requests, draw), least), to_the_end=True)
             for draw in range(_DRAWS)
         ]
         self.runs += _DRAWS

@@ -50,6 +50,7 @@ class Trial:
     tpot: float
     pools: tuple[PoolUse, ...]
     network: float  # share of the bandwidth of the busier side
+    requests: int  # simulated: those of the record, or a multiple of them
 
     @property
     def passed(self) -> bool:
@@ -94,16 +95,15 @@ def trial(
     try:
         cluster.run()
     except _MissedError as missed:
-        return Trial(rate, missed.objective.name, {}, inf, inf, (), 0.0)
+        return Trial(rate, missed.objective.name, {}, inf, inf, (), 0.0, len(records))
     except TierTooSmallError as error:
-        return Trial(rate, f"every objective: {error}", {}, inf, inf, (), 0.0)
+        return Trial(rate, f"every objective: {error}", {}, inf, inf, (), 0.0, len(records))
     taken = _durations(cluster.requests)
     latency = {it.name: it.value(taken[it.metric]) if len(taken[it.metric]) else 0.0 for it in question.objectives}
     beyond = next((it.name for it in question.objectives if latency[it.name] > it.limit), "")
     ttft, tpot = (statistic(question, metric).value(taken[metric]) if len(taken[metric]) else 0.0 for metric in SHOWN)
-    return Trial(
-        rate, beyond, latency, ttft, tpot, tuple(_uses(cluster, candidate)), _network_share(cluster, candidate)
-    )
+    uses = tuple(_uses(cluster, candidate))
+    return Trial(rate, beyond, latency, ttft, tpot, uses, _network_share(cluster, candidate), len(records))
 
 
 def statistic(question: SizingQuestion, metric: Metric) -> Objective:

@@ -107,6 +107,19 @@ def recorded_requests(
     return Requests(partial(_requests, kept, start, rate_scale), description)
 
 
+def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRequest, ...]:
+    """The record `times` times, at its own rate. Each turn has prefixes of its own: an earlier one caches none."""
+    span = records[-1].arrival - records[0].arrival
+    period = span + span // max(1, len(records) - 1)
+
+    def again(record: RecordedRequest, turn: int) -> RecordedRequest:
+        prefix = record.prefix if record.prefix is None or not turn else f"{record.prefix}, turn {turn + 1}"
+        cancel_at = None if record.cancel_at is None else record.cancel_at + turn * period
+        return replace(record, arrival=record.arrival + turn * period, prefix=prefix, cancel_at=cancel_at)
+
+    return tuple(again(record, turn) for turn in range(times) for record in records)
+
+
 def around(records: Sequence[RecordedRequest], begins: float) -> Iterator[Request]:
     """The requests again and again, from this share of the record on; all are served to their end. After the last one
     the first comes as late as requests follow each other on average."""
