@@ -91,9 +91,8 @@ def _lasting(
         return once, missed, runs
     low, high, step, passed = LOWEST - 1, rung + 1, 1, None
     while high - low > 1:
-        rate = rate_of(rung)
-        one = trial(question, candidate, rate, requests=repeated(question.requests, arrivals(question, rate)))
-        runs += 1
+        one, made = _growing(question, candidate, rate_of(rung), arrivals)
+        runs += made
         if one.passed:
             low, passed = rung, one
         else:
@@ -121,6 +120,19 @@ def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | Non
         else:
             high, missed = middle, one.missed
     return passed, missed, runs
+
+
+def _growing(
+    question: SizingQuestion, candidate: ServingCandidate, rate: float, arrivals: Callable[[SizingQuestion, float], int]
+) -> tuple[Trial, int]:
+    """The last of runs with twice as many requests each, and their number: a rate that is far too high is missed with
+    few requests, where thousands at once would take long."""
+    most, least, runs = arrivals(question, rate), len(question.requests), 0
+    while True:
+        least, runs = min(2 * least, max(most, len(question.requests))), runs + 1
+        one = trial(question, candidate, rate, requests=repeated(question.requests, least))
+        if not one.passed or least >= most:
+            return one, runs
 
 
 def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
