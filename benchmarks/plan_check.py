@@ -45,7 +45,7 @@ PLAN = "the plan"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one question with one router. Seconds are of a step."""
+    """Outcome of one question with one router. Seconds are of a step."""
 
     case: str
     predicted: float

@@ -1,6 +1,6 @@
 """Questions to the planner: clusters, models, recipes and logs of trajectories.
 
-Invariant: a question is told by its name alone, and everything in it is in the repository or drawn from a seed.
+Invariant: a question is determined by its name, and everything in it is in the repository or drawn from a seed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans that a person, or chance, would make for the same question.
 
-Invariant: a rival fits its problem, and is told by its name, the problem and the seed alone.
+Invariant: a rival fits its problem, and is determined by its name, the problem and the seed.
 """
 
 from __future__ import annotations

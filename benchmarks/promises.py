@@ -1,4 +1,4 @@
-"""What runs promised of their steps, what they learned, and what came of their changes.
+"""Promises of runs: predicted and measured steps, learned biases, and gains of changes.
 
 Invariant: everything is read from the records of the runs; nothing is computed anew but means.
 

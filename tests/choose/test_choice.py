@@ -119,6 +119,17 @@ def test_a_run_that_pauses_goes_on_as_if_it_had_not() -> None:
         assert dict(other.upto({0: 3}))[0][:1] == first[0]
 
 
+def test_answers_that_were_not_waited_for_are_no_answers_to_later_questions() -> None:
+    plan = make_plan(request())
+    policy = policy_named("cmlfq")
+    with Rehearsals([plan, plan], log(), policy, jobs=2) as runs, Rehearsals([plan], log(), policy) as other:
+        answers = runs.upto({0: 1, 1: 3})
+        next(answers)
+        answers.close()  # as a race does whose time is up
+        for samples in (1, 2, 4):
+            assert dict(runs.upto({1: samples}))[1] == dict(other.upto({0: samples}))[0]
+
+
 def test_an_error_in_a_process_is_the_callers() -> None:
     plan = make_plan(request())
     long = replace(log()[0], prompt_tokens=30_000)

@@ -16,8 +16,8 @@ from libra.plan.problem import InfeasiblePlanError, Problem, Solution, TrainingO
 
 ONE_SIZE = "one engine size"
 MOST = 6  # candidates
-# Times the best predicted step, beyond which only the best plan with one engine size is simulated: what prices rank is
-# seldom further off (`python -m benchmarks.plan_check`).
+# Assumed: times the best predicted step, beyond which only the best plan with one engine size is simulated. On 64 mixed
+# GPUs that one was priced a quarter above the best and simulated as fast.
 _HOPELESS = 1.25
 
 Solve = Callable[[Problem], Solution]

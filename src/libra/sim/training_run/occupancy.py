@@ -1,6 +1,6 @@
-"""How busy each engine of a run was, from one published version of the weights to the next.
+"""Busy shares of a run's engines, from one published version of the weights to the next.
 
-Invariant: it reads counters that engines keep anyway, once a version, so that a run that nobody looks at costs the
+Invariant: it reads counters that engines keep anyway, once a version, so that an unwatched run costs the
 same.
 """
 
