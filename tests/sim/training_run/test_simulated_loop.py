@@ -341,14 +341,14 @@ def test_groups_start_while_the_caches_hold_what_is_unfinished(by_cache: bool) -
     held = engine.config.kv_blocks * engine.config.block_size / context
     assert 16 < held < 1024
     unfinished: list[int] = []
-    ask = loop._Run._ask
+    ask = loop.PosttrainingRun._ask
 
-    def asked(self: loop._Run, caller: EpisodeCaller, arrival: int) -> Request:
+    def asked(self: loop.PosttrainingRun, caller: EpisodeCaller, arrival: int) -> Request:
         unfinished.append(len(self._live))
         return ask(self, caller, arrival)
 
     system = System("it", plan, LeastLoaded, start_by_cache=by_cache)
-    with patch.object(loop._Run, "_ask", asked):
+    with patch.object(loop.PosttrainingRun, "_ask", asked):
         steps = simulate_posttraining(system, agents(8), 3).steps
     assert [step.trajectories for step in steps] == [512] * 3
     assert held - 8 < max(unfinished) <= held if by_cache else max(unfinished) == 1024

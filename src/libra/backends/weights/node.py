@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hmac
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,12 +82,12 @@ async def served(
         assert task is not None
         readers.add(task)
         try:
-            await _serve(feed, token, patience, reader, writer)
+            async with _closed(writer):
+                await _serve(feed, token, patience, reader, writer)
         except (OSError, asyncio.CancelledError):
             pass  # it comes again, if it is there; asyncio would log that a handler of its was cancelled
         finally:
             readers.discard(task)
-            writer.close()
 
     server = await asyncio.start_server(begin, host, port)
     address = server.sockets[0].getsockname()
@@ -98,6 +98,17 @@ async def served(
         for task in readers:
             task.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _closed(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    """Close the connection in the end and retrieve the error it was lost with, which asyncio would log with a trace."""
+    try:
+        yield
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _serve(
@@ -193,7 +204,7 @@ class WeightsNode:
             try:
                 async with asyncio.timeout(patience.silence):
                     reader, writer = await asyncio.open_connection(place.host, place.port)
-                with self._asking(writer):
+                async with self._asking(writer):
                     await self._receive(ways, token, patience, reader, writer)
             except UpstreamLostError:
                 raise
@@ -250,14 +261,15 @@ class WeightsNode:
         if missing:
             raise DamagedError(f"{missing} chunks did not come before v{item.version}")
 
-    @contextlib.contextmanager
-    def _asking(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _asking(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
         self._upstream.add(writer)
-        try:
-            yield
-        finally:
-            self._upstream.discard(writer)
-            writer.close()
+        async with _closed(writer):
+            try:
+                yield
+            finally:
+                self._upstream.discard(writer)
+                writer.transport.abort()  # a sender that is silent may never take the rest of a greeting
 
     def _ask_again(self, number: int) -> None:
         """Have a chunk sent again that is of no use as it came, whole if need be."""
