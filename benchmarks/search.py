@@ -6,10 +6,11 @@ Invariant: rows say what was asked and what was measured; times are CPU times of
     python -m benchmarks.search --peer [apart]
 
 "menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "brute force" simulates
-every one of 200 candidates to its goodput without a bound, and compares the Pareto sets. "plan" mixes 1,024 GPUs of
-three types. "published" asks what Frontier (arXiv 2605.21312) told of prefill and decode apart, and of mixed GPUs,
-with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same tables;
-"apart" that of the package aiconfigurator, which has to be installed beside.
+every candidate of 60 random menus to its goodput without a bound, and compares the Pareto sets. "windows" runs the
+winners of 20 searches on other requests of the same traffic: of Azure's trace, where it is there. "plan" mixes 1,024
+GPUs of three types. "published" asks what Frontier (arXiv 2605.21312) told of prefill and decode apart, and of mixed
+GPUs, with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same
+tables; "apart" that of the package aiconfigurator, which has to be installed beside.
 """
 
 from __future__ import annotations
@@ -34,19 +35,26 @@ from libra.hardware.model_file import load_model
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.serving import ServingOption, ServingProblem, solve_serving
 from libra.sim.clock import ticks
+from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.answer import Point, bottleneck
+from libra.sizing.answer import point_of
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.engines import NoRoomError, configuration
-from libra.sizing.ladder import simulator
+from libra.sizing.holding import held_rate
+from libra.sizing.ladder import Asking, simulator
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.mix import plan_mix, single_engines
 from libra.sizing.objective import parse_objectives
 from libra.sizing.question import SizingQuestion
 from libra.sizing.search import answer
+from libra.sizing.trial import trial
 
 MODEL = "Qwen/Qwen3-14B"
 THREE = "ttft_p99=2,tpot_p99=0.05,latency_p99=40"
+MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-4B")
+LIMITS = ("ttft_p99=1s,tpot_p99=50ms", "ttft_p99=2s,tpot_p99=30ms", "ttft_p95=1s,tpot_p95=40ms", "ttft_p99=3s")
+AZURE = Path(__file__).parents[1] / "../shared/data/serving/azure_2023_conv.csv"
+MENUS, WINDOWS = 60, 20
 MENU_SECONDS, OUT, PLAN_SECONDS = 240.0, 0.6, 2.0  # goals
 
 T = TypeVar("T")
@@ -67,11 +75,11 @@ def requests(count: int, seed: int = 0) -> tuple[RecordedRequest, ...]:
     return tuple(RecordedRequest(ticks(at), p, o) for at, p, o in zip(arrivals, prompts, outputs, strict=True))
 
 
-def question(there: Cluster, count: int, objectives: str, **settings: float) -> SizingQuestion:
-    model = load_model(MODEL)
-    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=model.max_context)
-    profiles = engine_profiles(there, model, recipe, host="default")
-    return SizingQuestion(there, model, profiles, requests(count), parse_objectives(objectives), **settings)  # type: ignore[arg-type]
+def question(there: Cluster, count: int, objectives: str, model: str = MODEL, **settings: float) -> SizingQuestion:
+    shape = load_model(model)
+    recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
+    profiles = engine_profiles(there, shape, recipe, host="default")
+    return SizingQuestion(there, shape, profiles, requests(count), parse_objectives(objectives), **settings)  # type: ignore[arg-type]
 
 
 def measured(work: Callable[[], T]) -> tuple[T, float, float]:
@@ -118,15 +126,68 @@ def menu_rows(jobs: int, quick: bool) -> Iterator[Row]:
 
 
 def brute_force_rows(jobs: int, quick: bool) -> Iterator[Row]:
-    asked = question(cluster(8, 8, 8), 100 if quick else 200, THREE, gpus=8)
-    listed = spread(list(ServingMenu().candidates(asked)), 20 if quick else 200)
-    found, cpu, _ = measured(lambda: answer(asked, Listed(listed), jobs=jobs))
-    every, all_cpu, _ = measured(lambda: simulate_everything(asked, listed, jobs))
-    same = {it.candidate for it in found.points} == every
-    case = f"brute force, {found.candidates:,} candidates, {len(asked.requests):,} requests, any rate"
-    yield Row(case, "the same Pareto set", float(same), "", "yes", same)
-    yield Row(case, "CPU time", cpu, "s")
-    yield Row(case, "CPU time of brute force", all_cpu, "s")
+    """Random questions about random parts of the menu: half of them name a rate."""
+    same, mine, its, candidates, count = 0, 0.0, 0.0, 0, 6 if quick else MENUS
+    for seed in range(count):
+        generator = np.random.default_rng(seed)
+        limits = f"ttft_p99={generator.choice([0.5, 1, 2])}s,tpot_p99={generator.choice([0.02, 0.03, 0.05])}s"
+        asked = question(cluster(1, 1, 1), 80, limits, gpus=4)
+        asked = replace(asked, requests=requests(80, seed), rate=float(generator.choice([4, 8])) if seed % 2 else None)
+        every = list(ServingMenu().candidates(asked))
+        listed = [every[it] for it in sorted(generator.choice(len(every), 6, replace=False).tolist())]
+        try:
+            found, cpu, _ = measured(lambda asked=asked, listed=listed: answer(asked, Listed(listed), jobs=jobs))  # type: ignore[misc]
+        except ValueError:  # none of them keeps the limits without a queue
+            count -= 1
+            continue
+        brute, all_cpu, _ = measured(lambda asked=asked, listed=listed: simulate_everything(asked, listed, jobs))  # type: ignore[misc]
+        same += {it.candidate for it in found.points} == brute
+        mine, its, candidates = mine + cpu, its + all_cpu, candidates + len(listed)
+    case = f"brute force, {count} menus, {candidates:,} candidates"
+    yield Row(case, "the same Pareto set", same, "menus", f"{count}", same == count)
+    yield Row(case, "CPU time", mine, "s")
+    yield Row(case, "CPU time of brute force", its, "s")
+
+
+def windows_rows(jobs: int, quick: bool) -> Iterator[Row]:
+    """The winner of a search on one window of requests, at its rate on the next ones."""
+    real = AZURE.exists()
+    traffic = read_requests(AZURE) if real else requests(20_000)
+    source = "Azure 2023" if real else "Poisson"
+    if real:
+        for name, lengths in (
+            ("prompts", [it.prompt_tokens for it in traffic]),
+            ("answers", [it.output_tokens for it in traffic]),
+        ):
+            means = [float(np.mean(lengths[at : at + 300])) for at in range(0, len(lengths) - 299, 300)]
+            yield Row(source, f"drift of the mean of 300 {name}", float(np.std(means) / np.mean(lengths)), "share")
+    held, count = 0, 2 if quick else WINDOWS
+    for number in range(count):
+        model, limits = MODELS[number % len(MODELS)], LIMITS[number % len(LIMITS)]
+        size = (300, 1000)[number % 2]
+        begin = number * (len(traffic) - 5 * size - 1) // count
+        asked = question(cluster(*((1, 0), (0, 1))[number // 2 % 2]), 2, limits, model=model, gpus=2)
+        asked = replace(asked, requests=window(traffic, begin, size))
+        menu = ServingMenu(MenuFile(max_num_seqs=(256,), max_num_batched_tokens=(2048,)))
+        best = answer(asked, menu, jobs=jobs).points[0]
+        others = [window(traffic, begin + size * it, size) for it in range(1, 5)]
+        others.append(window(traffic, min(begin + size, len(traffic) - 5000), 5000))
+        shares = [
+            max(one.latency[it.name] / it.limit for it in asked.objectives)
+            for other in others
+            for one in [trial(replace(asked, requests=other), best.candidate, best.trial.rate, to_the_end=True)]
+        ]
+        held += max(shares) <= 1
+        case = f"{source}, {size:,} requests, {model}, {limits}"
+        yield Row(
+            case, f"{best.candidate}: largest share of a limit at {best.trial.rate:.3g}/s", max(shares), "", "<= 1"
+        )
+    yield Row(source, "winners that hold on 4 other windows and 5,000 requests", held, "", f"{count}", held == count)
+
+
+def window(traffic: tuple[RecordedRequest, ...], begin: int, size: int) -> tuple[RecordedRequest, ...]:
+    part = traffic[begin : begin + size]
+    return tuple(replace(it, arrival=it.arrival - part[0].arrival) for it in part)
 
 
 def simulate_everything(asked: SizingQuestion, listed: list[ServingCandidate], jobs: int) -> set[ServingCandidate]:
@@ -138,13 +199,10 @@ def simulate_everything(asked: SizingQuestion, listed: list[ServingCandidate], j
                 configuration(asked, pool.shape)
         except NoRoomError:
             continue
-        fitting.append((candidate, inf))
-    with simulator(asked, jobs) as simulate:
-        points = [
-            Point(candidate, asked.cost(candidate), inf, served, bottleneck(asked, candidate, served))
-            for candidate, served, _, _ in simulate(fitting)
-            if served is not None
-        ]
+        fitting.append(Asking(candidate))
+    with simulator(asked, jobs, held_rate) as simulate:
+        found = [point_of(asked, one.candidate, inf, held) for one, held in simulate(fitting)]
+    points = [it for it in found if it is not None]
     return {it.candidate for it in points if not any(other.dominates(it) for other in points)}
 
 
@@ -223,9 +281,15 @@ def main() -> None:
         choices=("colocated", "apart"),
         help="the sweep of aiconfigurator-core instead; or that of aiconfigurator, with prefill and decode apart",
     )
-    parser.add_argument("--only", choices=("menu", "brute force", "plan", "published"))
+    parser.add_argument("--only", choices=("menu", "brute force", "windows", "plan", "published"))
     given = parser.parse_args()
-    parts = {"menu": menu_rows, "brute force": brute_force_rows, "plan": plan_rows, "published": published_rows}
+    parts = {
+        "menu": menu_rows,
+        "brute force": brute_force_rows,
+        "windows": windows_rows,
+        "plan": plan_rows,
+        "published": published_rows,
+    }
     if given.peer:
         from benchmarks.search_peer import apart_rows, peer_rows
 

@@ -30,16 +30,20 @@ def menu(tmp_path: Path) -> str:
 def test_the_answer_is_shown_and_written(menu: str, tmp_path: Path) -> None:
     written, page = tmp_path / "answer.json", tmp_path / "answer.html"
     result = libra(
-        *QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--rate", 2, "-o", written, "--report", page
+        *QUESTION, "--slo", "ttft_p99=0.2,tpot_p99=0.02", "--menu", menu, "--rate", 2, "-o", written, "--report", page
     )
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("1 engine of tp1 on 1 H100 serves 2 requests/s: 2 per GPU; nothing with fewer")
     document = json.loads(written.read_text())
     assert document["proven"]
     assert [it["gpus"] for it in document["pareto"]] == [1, 2]
+    for point in document["pareto"]:
+        assert [it["name"] for it in point["checks"]] == ["longer prompts", "longer answers", "the record"]
+        assert point["margin"] == 1 - max(max(it["shares"].values()) for it in point["checks"]) > 0
     assert {it["by"] for it in document["rejected"]} <= {"bound", "simulation", "dominated"}
     html = page.read_text()
     assert "Pareto set" in html
+    assert "longer prompts)" in html and "Margin: " in result.stdout
     assert "Each at the rate that was asked for. " in html
     assert "1 tp1" in html and "2 tp1" in html  # labels of dots
     assert html.count("<circle") + html.count("<path") > 0
@@ -55,7 +59,7 @@ def test_prices_are_what_goodput_is_told_for(menu: str) -> None:
 
 def test_the_engines_of_each_point_are_written(menu: str, tmp_path: Path) -> None:
     written, page, folder = tmp_path / "answer.json", tmp_path / "answer.html", tmp_path / "engines"
-    asked = (*QUESTION, "--slo", "ttft_p99=1,tpot_p99=0.05", "--menu", menu, "--rate", 2, "--engines-out", folder)
+    asked = (*QUESTION, "--slo", "ttft_p99=0.2,tpot_p99=0.02", "--menu", menu, "--rate", 2, "--engines-out", folder)
     result = libra(*asked, "-o", written, "--report", page)
     assert result.exit_code == 0, result.output
     points = json.loads(written.read_text())["pareto"]
@@ -122,7 +126,7 @@ def test_the_same_question_gives_the_same_bytes(menu: str) -> None:
 def test_one_of_a_kind_is_told_as_one(menu: str) -> None:
     Path(menu).write_text(Path(menu).read_text().replace("[h100, l40s]", "[h100]").replace("[1, 2]", "[1]"))
     result = libra(*QUESTION, "--slo", "ttft_p90=0.5", "--menu", menu, "--rate", 1)
-    assert "\n1 candidate: 0 out by bound (0.0 %), 1 simulation of 300 requests; 1 point on the" in result.stdout
+    assert "\n1 candidate: 0 out by bound (0.0 %), 3 simulations of 300 requests; 1 point on the" in result.stdout
 
 
 def test_a_caution_stands_in_terminal_page_and_answer(menu: str, tmp_path: Path) -> None:

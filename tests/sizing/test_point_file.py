@@ -81,7 +81,7 @@ def asked(
 
 def point_of(question: SizingQuestion, candidate: ServingCandidate, rate: float, times: int = 1) -> Point:
     served = trial(question, candidate, rate, requests=repeated(question.requests, times))
-    return Point(candidate, question.cost(candidate), inf, served, "")
+    return Point(candidate, question.cost(candidate), inf, served, "", (0, 0), ())
 
 
 def require_same_figures(

@@ -35,7 +35,7 @@ def headline(answer: SizingAnswer) -> str:
     one = sum(pool.count for pool in best.candidate.pools) == 1
     return (
         f"{deployment(answer, best.candidate)} {'serves' if one else 'serve'} {plain(best.trial.rate)} requests/s:"
-        f" {value_words(answer, best)}; {answer.claim()}."
+        f" {value_words(answer, best)}; {answer.claim()}. Margin: {margin(best)}."
     )
 
 
@@ -107,13 +107,20 @@ def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = (
         fine_duration(point.trial.ttft),
         fine_duration(point.trial.tpot),
         point.bottleneck,
+        margin(point),
     )
+
+
+def margin(point: Point) -> str:
+    """What is left of the tightest limit, on which check, such as `3.0 % (tpot p99, longer prompts)`."""
+    share, objective, check = point.tightest
+    return f"{percent(1 - share)} ({objective.replace('_', ' ')}, {check})"
 
 
 def columns(answer: SizingAnswer) -> tuple[str, ...]:
     ttft, tpot = (it.name.replace("_", " ") for it in axes(answer))
     price = ("cost/h",) if answer.question.prices else ()
-    return ("deployment", "GPUs", *price, "req/s", f"per {unit_words(answer)}", ttft, tpot, "bottleneck")
+    return ("deployment", "GPUs", *price, "req/s", f"per {unit_words(answer)}", ttft, tpot, "bottleneck", "margin")
 
 
 def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:
@@ -140,12 +147,12 @@ def files_line(answer: SizingAnswer, files: Sequence[Path]) -> str:
 
 
 def search_tables(answer: SizingAnswer, files: Sequence[Path] = ()) -> list[Table]:
-    _, *numbers, _ = columns(answer)
+    _, *numbers, _, _ = columns(answer)
     table = Table(*(whole(it) for it in numbers), Column("deployment", overflow="fold"), title="Pareto set")
     groups = alike(answer)
     for points in groups[:MOST_POINTS]:
-        name, *cells, why = row(answer, points, files)
-        table.add_row(*cells, f"{cell(name)}\n  {why}")
+        name, *cells, why, left = row(answer, points, files)
+        table.add_row(*cells, f"{cell(name)}\n  {why}\n  margin {left}")
     if len(groups) > MOST_POINTS:
         shown = sum(len(it) for it in groups[:MOST_POINTS])
         more = len(answer.points) - shown

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from math import ceil, inf, isfinite
 from typing import Any, Literal
 
-from libra.sizing.bound import RateBound
 from libra.sizing.candidate import ServingCandidate
+from libra.sizing.holding import Check, Held
 from libra.sizing.ladder import HIGHEST, rate_of
+from libra.sizing.objective import Metric
 from libra.sizing.question import BRIEF, LASTING, SizingQuestion
-from libra.sizing.trial import Trial
+from libra.sizing.trial import Trial, statistic
 
 _BUSY = 0.8  # share from which on a network is told of
 
@@ -31,6 +32,13 @@ class Point:
     bound: float  # requests/s
     trial: Trial
     bottleneck: str
+    tenths: tuple[int, int]  # of their limits that TTFT and TPOT take, rounded up; 0 where nothing limits them
+    checks: tuple[Check, ...]  # at its rate: on the record, and on draws of it
+
+    @property
+    def tightest(self) -> tuple[float, str, str]:
+        """The largest share of a limit that a check reached, the objective's name and the check's."""
+        return max((share, name, check.name) for check in self.checks for name, share in check.shares.items())
 
     @property
     def value(self) -> float:
@@ -38,8 +46,12 @@ class Point:
         return self.trial.rate / self.cost
 
     def dominates(self, other: Point) -> bool:
-        mine, its = self.criteria, other.criteria
-        return mine != its and all(one <= another for one, another in zip(mine, its, strict=True))
+        """Whether it is no worse in goodput, nor in TTFT and TPOT by tenths of their limits. Of points that are alike
+        in all of these, the one with lower latencies dominates."""
+        if (self.value, self.tenths) == (other.value, other.tenths):
+            return self.criteria < other.criteria
+        no_slower = all(one <= another for one, another in zip(self.tenths, other.tenths, strict=True))
+        return self.value >= other.value and no_slower
 
     @property
     def criteria(self) -> tuple[float, float, float]:
@@ -64,9 +76,8 @@ class NearMiss:
     candidate: ServingCandidate
     objective: str
     limit: float
-    seconds: float  # mean over draws of arrivals
-    deviation: float  # standard deviation
-    draws: int
+    seconds: float
+    check: str  # the record, or the draw of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +120,10 @@ class SizingAnswer:
             return f"nothing {better} on the menu can (bound)"
         text = f"{better}: none of {self.possible} simulated did"
         near = self.near_miss
-        if near is not None and near.seconds <= near.limit:
-            text += f"; the next is as good on the mean of {near.draws} draws of arrivals"
-        elif near is not None:
-            text += (
-                f"; the next misses {near.objective} by {near.seconds - near.limit:.3g} ± {near.deviation:.2g} s"
-                f" ({near.draws} draws of arrivals)"
-            )
+        if near is not None:
+            beyond = near.seconds - near.limit
+            its = f"misses {near.objective} by {beyond:.3g} s" if beyond > 0 else "is as good"
+            text += f"; the next {its} on {near.check}"
         return text
 
     def caution(self) -> str | None:
@@ -164,6 +172,8 @@ class SizingAnswer:
                     f"rate_per_{question.unit.lower()}": it.value,
                     "rate_bound": _finite(it.bound),
                     "latency": it.trial.latency,
+                    "margin": 1 - it.tightest[0],
+                    "checks": [asdict(check) for check in it.checks],
                     "ttft": it.trial.ttft,
                     "tpot": it.trial.tpot,
                     "pools": [asdict(pool) for pool in it.trial.pools],
@@ -194,12 +204,33 @@ def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate,
     return kept, beaten
 
 
-def could_matter(bound: RateBound, rate: float, cost: float, kept: Sequence[Point]) -> Point | None:
-    """The point that is better in every respect than a candidate can be that serves at most `rate`; None: it may be on
-    the Pareto set."""
-    return next(
-        (it for it in kept if it.value > rate / cost and it.trial.ttft <= bound.ttft and it.trial.tpot <= bound.tpot),
-        None,
+def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float, held: Held) -> Point | None:
+    """None where it serves at no rate."""
+    one = held.trial
+    if one is None:
+        return None
+    why = bottleneck(question, candidate, one)
+    return Point(
+        candidate, question.cost(candidate), bound, one, why, tenths(question, one.ttft, one.tpot), held.checks
+    )
+
+
+def tenths(question: SizingQuestion, ttft: float, tpot: float) -> tuple[int, int]:
+    """Of their limits, rounded up; 0 where nothing limits them."""
+
+    def of(metric: Metric, seconds: float) -> int:
+        its = statistic(question, metric)
+        return min(ceil(10 * seconds / its.limit), 10) if its in question.objectives else 0
+
+    return of("ttft", ttft), of("tpot", tpot)
+
+
+def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:
+    """The point of the highest value that is no slower than a candidate with `least` tenths of the limits."""
+    return max(
+        (it for it in kept if all(one <= another for one, another in zip(it.tenths, least, strict=True))),
+        key=lambda it: it.value,
+        default=None,
     )
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil, inf, log2
 from multiprocessing import get_context
+from typing import Any, TypeVar
 
 from libra.sim.workload import requests as workload
 from libra.sim.workload.requests import RecordedRequest
@@ -30,33 +32,41 @@ def rate_of(rung: int) -> float:
     return float(2 ** (rung / STEPS))
 
 
-def _rung_of(rate: float) -> int:
+def rung_of(rate: float) -> int:
     return round(STEPS * log2(rate))
+
+
+def rung_above(rate: float) -> int:
+    """The lowest rung that is no lower, but for rounding."""
+    return ceil(STEPS * log2(rate) - 1e-6)
 
 
 def highest_rate(
     question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
 ) -> tuple[Trial | None, str, int]:
-    """At the highest rung that it serves (or at the rate that is asked for): what came of it, or None and the objective
-    that it misses; and the number of simulations. Rungs above `bound` are missed."""
-    if question.rate is not None:
-        one = trial(question, candidate, question.rate)
-        return (one, "", 1) if one.passed else (None, one.missed, 1)
+    """At the highest rung at which it serves the record once: what came of it, or None and the objective that it
+    misses; and the number of simulations. Rungs above `bound` are missed."""
     return _highest(lambda rate: trial(question, candidate, rate), bound)
 
 
 def lasting_rate(
     question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
 ) -> tuple[Trial | None, str, int]:
-    """As `highest_rate`, of rates that last."""
-    return _lasting(question, candidate, bound, _lasting_arrivals)
+    """As `highest_rate`, of rates that last: from the highest rate at which the record is served once, downwards. Long
+    runs at rates that are missed end early."""
+    once, missed, runs = highest_rate(question, candidate, bound)
+    if once is None:
+        return None, missed, runs
+    if _lasting_arrivals(question, once.rate) <= len(question.requests):
+        return once, missed, runs
 
+    def growing(rate: float) -> Trial:
+        nonlocal runs
+        one, made = _growing(question, candidate, rate)
+        runs += made
+        return one
 
-def sustained_rate(
-    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
-) -> tuple[Trial | None, str, int]:
-    """As `lasting_rate`, with as many requests as a search can afford for each of its candidates."""
-    return _lasting(question, candidate, bound, sustained_arrivals)
+    return *around(growing, rung_of(once.rate), once.rate), runs
 
 
 def lasting_trial(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
@@ -75,33 +85,29 @@ def _lasting_arrivals(question: SizingQuestion, rate: float) -> int:
     return min(ceil(rate * LASTING * question.longest_wait), _ARRIVALS)
 
 
-def _lasting(
-    question: SizingQuestion,
-    candidate: ServingCandidate,
-    bound: float,
-    arrivals: Callable[[SizingQuestion, float], int],
-) -> tuple[Trial | None, str, int]:
-    """From the highest rate at which the record is served once, in steps that double until a rate lasts, then by
-    bisection. Long runs at rates that are missed end early."""
-    once, missed, runs = highest_rate(question, candidate, bound)
-    if once is None:
-        return None, missed, runs
-    rung = _rung_of(once.rate)
-    if arrivals(question, once.rate) <= len(question.requests):
-        return once, missed, runs
-    low, high, step, passed = LOWEST - 1, rung + 1, 1, None
-    while high - low > 1:
-        one, made = _growing(question, candidate, rate_of(rung), arrivals)
-        runs += made
-        if one.passed:
-            low, passed = rung, one
+def around(
+    asked: Callable[[float], Trial], rung: int, bound: float = inf, resolution: int = 1
+) -> tuple[Trial | None, str]:
+    """At the highest rung that passes, to `resolution` rungs: from `rung` in steps that double, downwards until one
+    passes or upwards until one is missed, then by bisection. Rungs above `bound` are missed."""
+    low, high, step = LOWEST - 1, HIGHEST + 1, resolution
+    passed, missed = None, ""
+    while high - low > resolution:
+        if rate_of(rung) > bound:
+            high = rung
         else:
-            high, missed = rung, one.missed
-        if passed is None:
-            rung, step = max(rung - step, LOWEST), 2 * step
+            one = asked(rate_of(rung))
+            if one.passed:
+                low, passed = rung, one
+            else:
+                high, missed = rung, one.missed
+        if low < LOWEST:
+            rung, step = max(high - step, LOWEST), 2 * step
+        elif high > HIGHEST:
+            rung, step = min(low + step, HIGHEST), 2 * step
         else:
             rung = (low + high) // 2
-    return passed, missed, runs
+    return passed, missed
 
 
 def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
@@ -122,12 +128,10 @@ def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | Non
     return passed, missed, runs
 
 
-def _growing(
-    question: SizingQuestion, candidate: ServingCandidate, rate: float, arrivals: Callable[[SizingQuestion, float], int]
-) -> tuple[Trial, int]:
+def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> tuple[Trial, int]:
     """The last of runs with twice as many requests each, and their number: a rate that is far too high is missed with
     few requests, where thousands at once would take long."""
-    most, least, runs = arrivals(question, rate), len(question.requests), 0
+    most, least, runs = _lasting_arrivals(question, rate), len(question.requests), 0
     while True:
         least, runs = min(2 * least, max(most, len(question.requests))), runs + 1
         one = trial(question, candidate, rate, requests=repeated(question.requests, least))
@@ -140,34 +144,38 @@ def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedR
     return workload.repeated(requests, max(1, -(-least // len(requests))))
 
 
-_Find = Callable[[SizingQuestion, ServingCandidate, float], tuple[Trial | None, str, int]]
-_Simulated = Iterable[tuple[ServingCandidate, Trial | None, str, int]]
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A candidate to simulate, with rates that it cannot reach, and that it has to reach in order to matter."""
+
+    candidate: ServingCandidate
+    bound: float = inf  # requests/s, at most
+    least: float = 0.0
+
+
+T = TypeVar("T")
+_Find = Callable[[SizingQuestion, Asking], T]
 
 
 @contextmanager
 def simulator(
-    question: SizingQuestion, jobs: int, find: _Find = highest_rate
-) -> Iterator[Callable[[Sequence[tuple[ServingCandidate, float]]], _Simulated]]:
+    question: SizingQuestion, jobs: int, find: _Find[T]
+) -> Iterator[Callable[[Sequence[Asking]], Iterable[tuple[Asking, T]]]]:
+    """Gives what `find` finds of candidates, in their order, in `jobs` processes."""
     if jobs <= 1:
-        yield lambda wave: [_simulate(question, find, it) for it in wave]
+        yield lambda wave: ((one, find(question, one)) for one in wave)
         return
     with ProcessPoolExecutor(jobs, get_context("fork"), _remember, (question, find)) as pool:
-        yield lambda wave: pool.map(_simulate_remembered, wave)
+        yield lambda wave: pool.map(_found, wave)
 
 
-def _simulate(
-    question: SizingQuestion, find: _Find, one: tuple[ServingCandidate, float]
-) -> tuple[ServingCandidate, Trial | None, str, int]:
-    candidate, bound = one
-    return candidate, *find(question, candidate, bound)
+_asked: list[tuple[SizingQuestion, _Find[Any]]] = []  # in a process of the pool
 
 
-_asked: list[tuple[SizingQuestion, _Find]] = []  # in a process of the pool
-
-
-def _remember(question: SizingQuestion, find: _Find) -> None:
+def _remember(question: SizingQuestion, find: _Find[Any]) -> None:
     _asked[:] = [(question, find)]
 
 
-def _simulate_remembered(one: tuple[ServingCandidate, float]) -> tuple[ServingCandidate, Trial | None, str, int]:
-    return _simulate(*_asked[0], one)
+def _found(one: Asking) -> tuple[Asking, Any]:
+    question, find = _asked[0]
+    return one, find(question, one)

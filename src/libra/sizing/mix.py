@@ -20,7 +20,7 @@ from libra.route.policy import Instance
 from libra.sizing.answer import bottleneck
 from libra.sizing.bound import Bounds, refuse_impossible
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.ladder import lasting_rate, repeated, simulator
+from libra.sizing.ladder import Asking, lasting_rate, repeated, simulator
 from libra.sizing.menu import ServingMenu, refuse_empty, refuse_too_dear
 from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
@@ -168,7 +168,7 @@ def single_engines(
         refuse_empty(question, menu)
     refuse_impossible(alone, bounds, asked)
     bounded = {it: bounds.of(it) for it in asked}
-    asking = [(it, bound.rate) for it, bound in bounded.items() if bound.rate]
+    asking = [Asking(it, bound.rate) for it, bound in bounded.items() if bound.rate]
     if not asking:
         first, why = next(iter(bounded.items()))
         raise NoMixError(f"nothing on the menu serves any rate: {first}: {why.reason}; add larger engines")
@@ -176,13 +176,13 @@ def single_engines(
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
     kv = tokens * UNQUANTIZED.kv_bytes_per_token(question.model)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
-    with simulator(alone, jobs, lasting_rate) as simulate:
-        for done, (candidate, served, _, _) in enumerate(simulate(asking), start=1):
+    with simulator(alone, jobs, _served) as simulate:
+        for done, (single, served) in enumerate(simulate(asking), start=1):
             tell(f"{done} of {len(asking)} single engines asked what they serve")
             if served is None:
                 continue
-            role, shape = asked[candidate]
-            pool = next(it for it in candidate.pools if it.shape == shape and it.role == role)
+            role, shape = asked[single.candidate]
+            pool = next(it for it in single.candidate.pools if it.shape == shape and it.role == role)
             option = ServingOption(
                 f"{role} {shape}",
                 pool.role,
@@ -197,6 +197,10 @@ def single_engines(
             if alike not in found or worth > (found[alike][0].rate, -len(found[alike][1].kv_tiers)):
                 found[alike] = option, shape
     return tuple(option for option, _ in found.values()), tuple(shape for _, shape in found.values())
+
+
+def _served(question: SizingQuestion, asking: Asking) -> Trial | None:
+    return lasting_rate(question, asking.candidate, asking.bound)[0]
 
 
 def _routes(

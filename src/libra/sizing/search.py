@@ -6,13 +6,10 @@ is the one that simulating everything would give, since only what a bound proves
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-
-import numpy as np
 
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
@@ -22,26 +19,16 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, bottleneck, could_matter, pareto
+from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival, tenths
 from libra.sizing.bound import Bounds, RateBound, refuse_impossible
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.ladder import (
-    LOWEST,
-    STEPS,
-    highest_rate,
-    rate_of,
-    repeated,
-    simulator,
-    sustained_arrivals,
-    sustained_rate,
-)
+from libra.sizing.holding import Held, checked, held_rate
+from libra.sizing.ladder import LOWEST, STEPS, Asking, rate_of, simulator
 from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu, refuse_empty
 from libra.sizing.objective import Objective, parse_objectives
 from libra.sizing.question import Drafter, Origin, SizingQuestion
-from libra.sizing.trial import Trial, trial
 
-_WAVE = 16  # candidates that are simulated between two looks at what is left
-_DRAWS = 5  # of arrivals, for the next best
+_WAVE = 8  # candidates that are simulated between two looks at what is left
 _NEXT = 4  # candidates that may be the next best
 
 
@@ -148,8 +135,7 @@ def answer(
     bounds = Bounds(question)
     bounded = {it: bounds.of(it) for it in candidates}
     refuse_impossible(question, bounds, candidates)
-    find = sustained_rate if question.rate is None else highest_rate
-    with simulator(question, jobs, find) as simulate:
+    with simulator(question, jobs, held_rate) as simulate:
         found = _Found(question, bounded, progress)
         for wave in found.waves():
             found.take(simulate(wave))
@@ -170,8 +156,9 @@ class _Found:
         self.reasons: dict[ServingCandidate, Rejection] = {}
         self.runs = 0
         self.front: list[Point] = []
+        self.rivals: dict[ServingCandidate, Point | None] = {}  # of those that are simulated
 
-    def waves(self) -> Iterator[list[tuple[ServingCandidate, float]]]:
+    def waves(self) -> Iterator[list[Asking]]:
         """Candidates to simulate, and their bounds: those that the bound promises most of come first."""
         question = self.question
         left = []
@@ -186,37 +173,36 @@ class _Found:
                 left.append(candidate)
         left.sort(key=lambda it: -self._promised(it))
         while left:
-            wave: list[tuple[ServingCandidate, float]] = []
+            wave: list[Asking] = []
             while left and len(wave) < _WAVE:
                 candidate = left.pop(0)
                 bound = self.bounded[candidate]
-                rate = min(bound.rate, self.question.rate or inf)
-                better = could_matter(bound, rate, question.cost(candidate), self.front)
-                if better is None:
-                    wave.append((candidate, bound.rate))
-                else:
+                better = rival(tenths(question, bound.ttft, bound.tpot), self.front)
+                if better is not None and better.value > self._promised(candidate):
                     self._reject(candidate, "bound", f"cannot be better in any respect than {better.candidate}")
+                else:
+                    least = 0.0 if better is None else better.value * question.cost(candidate)
+                    wave.append(Asking(candidate, bound.rate, least))
+                    self.rivals[candidate] = better
             if wave:
                 yield wave
 
-    def take(self, simulated: Iterable[tuple[ServingCandidate, Trial | None, str, int]]) -> None:
-        for candidate, served, missed, runs in simulated:
-            self.runs += runs
-            if served is None:
-                self._reject(candidate, "simulation", f"misses {missed}")
-                continue
-            self.points.append(
-                Point(
-                    candidate,
-                    self.question.cost(candidate),
-                    self.bounded[candidate].rate,
-                    served,
-                    bottleneck(self.question, candidate, served),
-                )
-            )
+    def take(self, simulated: Iterable[tuple[Asking, Held]]) -> None:
+        for asking, held in simulated:
+            candidate = asking.candidate
+            self.runs += held.runs
+            point = point_of(self.question, candidate, self.bounded[candidate].rate, held)
+            better = self.rivals.pop(candidate)
+            if point is not None:
+                self.points.append(point)
+            elif held.too_little and better is not None:
+                reason = f"serves less than {better.candidate}, which is no slower: misses {held.missed}"
+                self._reject(candidate, "dominated", reason)
+            else:
+                self._reject(candidate, "simulation", f"misses {held.missed}")
         self.front, _ = pareto(self.points)
         if self.progress is not None:
-            simulated_now = len(self.points) + sum(it.by == "simulation" for it in self.reasons.values())
+            simulated_now = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
             out = len(self.reasons) + len(self.points) - simulated_now
             self.progress(Progress(len(self.bounded), out, simulated_now, self.front[0] if self.front else None))
 
@@ -263,27 +249,14 @@ class _Found:
 
     def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
         """Of the objective that it is farthest from; None where a simulation of it does not end."""
-        question = self.question
-        rate = question.rate or best.value * question.cost(candidate) * 2 ** (1 / STEPS)
-        least = 1 if question.rate is not None else sustained_arrivals(question, rate)
-        trials = [
-            trial(question, candidate, rate, requests=repeated(_drawn(question.requests, draw), least), to_the_end=True)
-            for draw in range(_DRAWS)
-        ]
-        self.runs += _DRAWS
-        if not all(it.latency for it in trials):
+        rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
+        trials = checked(self.question, candidate, rate)
+        self.runs += len(trials)
+        if not all(it.latency for it in trials.values()):
             return None
-        misses = []
-        for objective in question.objectives:
-            seconds = [it.latency[objective.name] for it in trials]
-            mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds)
-            misses.append(NearMiss(candidate, objective.name, objective.limit, mean, deviation, _DRAWS))
+        misses = (
+            NearMiss(candidate, objective.name, objective.limit, one.latency[objective.name], name)
+            for name, one in trials.items()
+            for objective in self.question.objectives
+        )
         return max(misses, key=lambda it: it.seconds / it.limit)
-
-
-def _drawn(requests: Sequence[RecordedRequest], seed: int) -> tuple[RecordedRequest, ...]:
-    """The same requests with the gaps between them in another order."""
-    arrivals = np.array([it.arrival for it in requests])
-    gaps = np.random.default_rng(seed).permutation(np.diff(arrivals))
-    times = np.concatenate([arrivals[:1], arrivals[0] + np.cumsum(gaps)]).tolist()
-    return tuple(replace(it, arrival=time) for it, time in zip(requests, times, strict=True))

@@ -1,0 +1,130 @@
+"""The rate at which a candidate keeps its objectives: on the record, and on draws of it.
+
+Invariant: what holds was simulated at its rate on the record and on each of its draws, and missed nothing. It depends
+on the question and the candidate alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+
+from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.draws import draws
+from libra.sizing.ladder import (
+    LOWEST,
+    STEPS,
+    Asking,
+    around,
+    rate_of,
+    repeated,
+    rung_above,
+    rung_of,
+    sustained_arrivals,
+)
+from libra.sizing.question import SizingQuestion
+from libra.sizing.trial import Trial, trial
+
+RECORD = "the record"
+_FIRST = 2 * STEPS  # rung that is tried first
+_COARSE = 4  # rungs to which a guess tells the rate
+_BRIEFLY = 16  # times the shortest wait for which requests come in a guess
+_FEWEST = 50  # requests of a guess
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Latencies on the record, or on a draw of it, as shares of their limits."""
+
+    name: str
+    shares: Mapping[str, float]  # by objective
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The record at the rate that holds, and all checks at that rate. Without a trial: the objective that is missed."""
+
+    trial: Trial | None
+    checks: tuple[Check, ...] = ()
+    missed: str = ""
+    runs: int = 0
+    too_little: bool = False  # it serves less than it has to in order to matter
+
+
+def held_rate(question: SizingQuestion, asking: Asking) -> Held:
+    """At the highest rung, or the rate that the question gives, at which the record and all draws of it are served;
+    one that serves less than `asking.least` need not be found."""
+    runs, missed, tried, rate = _Runs(question, asking.candidate), "", dict[str, Trial](), question.rate
+    rung = 0
+    if rate is None:
+        if asking.least and not (first := runs.lasting(runs.names[0], rate_of(rung_above(asking.least)))).passed:
+            return Held(None, (), f"{first.missed} at {first.rate:.3g} requests/s", runs.made, too_little=True)
+        guess = runs.guess(asking.bound)
+        rung = LOWEST if guess is None else rung_of(guess.rate)
+    while late := next((it for it in runs.names if it not in tried or tried[it].rate != rate), None):
+        if question.rate is not None:
+            once = runs.lasting(late, question.rate)
+            passed, missed = once if once.passed else None, once.missed
+        elif rate is None:
+            passed, missed = around(partial(runs.lasting, late), rung, asking.bound)
+        else:
+            passed, missed = around(partial(runs.lasting, late), rung_of(rate), rate)
+        if passed is None:
+            return Held(None, (), missed if late == RECORD else f"{missed} on {late}", runs.made)
+        tried[late], rate = passed, passed.rate
+    checks = (Check(name, _shares(question, tried[name])) for name in runs.names)
+    return Held(tried[RECORD], tuple(checks), "", runs.made)
+
+
+def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
+    """The record and its draws at a rate, to their end, whatever they miss."""
+    runs = _Runs(question, candidate)
+    return {name: runs.lasting(name, rate, to_the_end=True) for name in runs.names}
+
+
+class _Runs:
+    """Simulations of one candidate: of the record and of its draws, those first that are served least."""
+
+    def __init__(self, question: SizingQuestion, candidate: ServingCandidate) -> None:
+        self.question, self.candidate, self.made = question, candidate, 0
+        its = {it.name: it.requests for it in draws(question.requests)} | {RECORD: question.requests}
+        self.names = tuple(its)
+        self._questions = {name: replace(question, requests=requests) for name, requests in its.items()}
+        self._repeated: dict[tuple[str, int], tuple[RecordedRequest, ...]] = {}
+
+    def guess(self, bound: float) -> Trial | None:
+        """About the highest rung at which the first draw is served, by runs that are over soon; None where none is."""
+        first = self.names[0]
+        asked = self._questions[first]
+
+        def brief(rate: float) -> Trial:
+            record = self._record(first, sustained_arrivals(asked, rate))
+            return self._trial(asked, record[: max(_FEWEST, ceil(_BRIEFLY * rate * asked.shortest_wait))], rate)
+
+        return around(brief, _FIRST, bound, _COARSE)[0]
+
+    def lasting(self, name: str, rate: float, *, to_the_end: bool = False) -> Trial:
+        """For as long as the search of a rate takes it to last; at a rate that is given, once."""
+        asked = self._questions[name]
+        least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
+        return self._trial(asked, self._record(name, least), rate, to_the_end=to_the_end)
+
+    def _record(self, name: str, least: int) -> tuple[RecordedRequest, ...]:
+        requests = self._questions[name].requests
+        times = max(1, -(-least // len(requests)))
+        if (name, times) not in self._repeated:
+            self._repeated[name, times] = repeated(requests, least)
+        return self._repeated[name, times]
+
+    def _trial(
+        self, asked: SizingQuestion, requests: tuple[RecordedRequest, ...], rate: float, *, to_the_end: bool = False
+    ) -> Trial:
+        self.made += 1
+        return trial(asked, self.candidate, rate, requests=requests, to_the_end=to_the_end)
+
+
+def _shares(question: SizingQuestion, one: Trial) -> dict[str, float]:
+    return {it.name: one.latency[it.name] / it.limit for it in question.objectives}
