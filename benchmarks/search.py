@@ -179,9 +179,8 @@ def windows_rows(jobs: int, quick: bool) -> Iterator[Row]:
         ]
         held += max(shares) <= 1
         case = f"{source}, {size:,} requests, {model}, {limits}"
-        yield Row(
-            case, f"{best.candidate}: largest share of a limit at {best.trial.rate:.3g}/s", max(shares), "", "<= 1"
-        )
+        what = f"{best.candidate}: largest share of a limit at {best.trial.rate:.3g}/s"
+        yield Row(case, what, max(shares), "", "<= 1", max(shares) <= 1)
     yield Row(source, "winners that hold on 4 other windows and 5,000 requests", held, "", f"{count}", held == count)
 
 
