@@ -115,6 +115,18 @@ def disagreement(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def little_evidence(plan: Plan) -> tuple[str, ...]:
+    """A sentence where fewer trajectories were seen than a step has."""
+    request: PlanningRequest = plan.request
+    known = [cls.seen for cls in request.classes if cls.seen is not None]
+    if len(known) < len(request.classes) or sum(known) >= request.trajectories:
+        return ()
+    return (
+        f"The lengths are known from {round(sum(known)):,} trajectories, fewer than the {request.trajectories:,} of a"
+        " step. Nothing longer than the longest of them is expected or simulated; give a longer log for a safer step.",
+    )
+
+
 def _pace(plan: Plan) -> str:
     request: PlanningRequest = plan.request
     tokens = request.trajectories * sum(cls.share * cls.generated for cls in request.classes)
