@@ -55,8 +55,8 @@ def finalists_table(plan: Plan) -> Table:
     if plan.simulated is not None:
         table.caption = (
             f"simulated: whole runs under {plan.simulated.router} on the same draws (seed {plan.simulated.seed}), the"
-            " first steps left out; slower: over the steps that both ran, with its 95 % interval. Of those that do not"
-            " differ by more, the simplest is chosen"
+            " first steps left out; slower: over the steps that both ran, with its 95 % interval. The fastest by"
+            " predicted and simulated step, weighed by their errors, is chosen, and of those within 1 % the simplest"
         )
     return table
 
