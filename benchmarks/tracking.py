@@ -17,7 +17,8 @@ is the difference to a tracker that knows how each of those trajectories ends; t
 beside it.
 
 Recorded logs, where they are at hand, are replayed: each replay draws 128 of their trajectories for each of 24
-versions, and is asked at its end, when many still run.
+versions, and is asked at its end, when many still run. Whole simulated runs draw from every other trajectory of a log,
+too, and from the others.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ from numpy.typing import NDArray
 
 from benchmarks.evaluation import systems
 from benchmarks.evaluation.setting import Setting
+from benchmarks.rollout_price_cases import Case, logged_cases, logged_trajectories
 from benchmarks.rows import Row, report
 from benchmarks.workloads.definition import read
 from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.plan.plan import Plan
+from libra.plan.planner import Planner
+from libra.route.baselines import LeastLoaded
 from libra.sim.training_run.drifting_tasks import DriftingTasks
+from libra.sim.training_run.episodes import Episodes, Resampled
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.system import Moment
+from libra.sim.training_run.system import Moment, System
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
 LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
@@ -61,6 +66,7 @@ _SETTLED = 3  # versions in a row within the bar
 _WORKLOADS = ("r2e_gym", "search_r1", "dapo_math")
 _RUN_STEPS = 24  # of a whole simulated run
 _FIRST_STEPS = 4  # of those: not judged
+_LOG_BATCH, _LOG_STALENESS = 128, 4  # of runs that draw from recorded logs
 _RUN_BAR = 0.03  # goal for the mean relative errors of P50, P90 and the mean in a simulated run
 
 Array = NDArray[np.float64]
@@ -102,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in sorted(LOGS.glob("*.jsonl")):
         log = [trajectory for trajectory in read_trajectories(path) if trajectory.finished]
         rows += replay_rows(path.stem, [replay(log, seed) for seed in range(replays)])
+    for case in logged_cases():
+        for half, words in enumerate(("even half", "odd half")):
+            rows += run_rows(f"{case.name}, {words}", [simulated_log(case, half)])
     report(rows, options.json)
     return 0
 
@@ -249,9 +258,9 @@ class Watching:
 
     period = 1
 
-    def __init__(self, setting: Setting, episodes: Stationary, trajectories: int) -> None:
+    def __init__(self, episodes: Episodes, batch: int, steps: int) -> None:
         names = ("tracked", "finished only", "all")
-        half_life = _HALF_LIFE * setting.groups_per_step * episodes.samples_per_prompt
+        half_life, trajectories = _HALF_LIFE * batch, steps * batch
         self._trackers = {name: LengthTracker(half_life, block_tokens=BLOCK) for name in names}
         for tracker in self._trackers.values():
             tracker.observe_running(())
@@ -289,9 +298,24 @@ def simulated(workload: str, seed: int, steps: int = _RUN_STEPS) -> list[dict[st
     source = read(workload)
     tasks = source.episodes("strong", seed=source.seed + seed)
     episodes = Stationary(tasks, tasks.steps // 2)
-    watching = Watching(setting, episodes, steps * setting.groups_per_step * episodes.samples_per_prompt)
+    watching = Watching(episodes, setting.groups_per_step * episodes.samples_per_prompt, steps)
     system = systems.ours(setting, systems.Parts(replan=False))
     simulate_posttraining(replace(system, replan=lambda: watching), episodes, steps)
+    return watching.errors
+
+
+def simulated_log(case: Case, half: int, steps: int = _RUN_STEPS) -> list[dict[str, Array]]:
+    """Errors at each step of a run that draws from every other trajectory of a log: the first, or the second of two."""
+    recipe = case.recipe.model_copy(update={"mode": "async", "staleness": _LOG_STALENESS, "batch": _LOG_BATCH})
+    log = logged_trajectories(case)[half::2]
+    planner = Planner(case.cluster, case.model, recipe, case.profiles)
+    known = planner.tracker()
+    for trajectory in log:
+        known.observe(trajectory)
+    episodes = Resampled(tuple(log), recipe.samples_per_prompt, recipe.max_length, half)
+    watching = Watching(episodes, recipe.batch, steps)
+    system = System("log", planner.plan(known), LeastLoaded, lambda: watching)
+    simulate_posttraining(system, episodes, steps)
     return watching.errors
 
 

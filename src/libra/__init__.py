@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from libra.choose.choice import Effort as Effort
     from libra.choose.choice import choose_plan as choose_plan
+    from libra.choose.confirmation import simulated_gain as simulated_gain
     from libra.config.recipe import Recipe as Recipe
     from libra.config.recipe import load_recipe as load_recipe
     from libra.cost.sources.profiles import engine_profiles as engine_profiles
@@ -74,6 +75,7 @@ _HOME = {
     "search": "libra.sizing.search",
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
+    "simulated_gain": "libra.choose.confirmation",
     "simulate_posttraining": "libra.sim.training_run.loop",
     "write_engines": "libra.sizing.point_file",
 }

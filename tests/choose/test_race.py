@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from itertools import count
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from libra.choose.intervals import mean_and_error
-from libra.choose.race import race
+from libra.choose.race import MOST_SAMPLES, Expected, Standings, race
 
 
 class Listed:
@@ -31,33 +33,45 @@ def steady(seconds: float) -> list[float]:
     return [seconds] * 64
 
 
+def unknown(contenders: int, seconds: float = 10.0) -> list[Expected]:
+    """Nothing is expected of their differences."""
+    return [Expected(seconds, 1e6)] * contenders
+
+
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=9, unique=True))
 def test_without_noise_the_fastest_wins_and_the_control_stays(seconds: list[float]) -> None:
     sampler = Listed(*map(steady, seconds))
-    standings = race(sampler, len(seconds))
+    standings = race(sampler, unknown(len(seconds)))
     assert seconds[standings.finalists[0]] == min(seconds)
     assert 0 in standings.finalists
     assert sampler.taken[0] == max(sampler.taken)
 
 
-def test_rounds_cost_the_same_and_halve_the_field() -> None:
-    # Alternating noise that is common to all keeps anything from being separated before the end.
+def test_rounds_cost_the_same_and_halve_the_field_until_two_are_left() -> None:
+    # Alternating noise keeps anything from being separated before the end.
     samples = [[100 + place + (7 if sample % 2 else -7) * place for sample in range(64)] for place in range(8)]
     sampler = Listed(*samples)
-    standings = race(sampler, 8)
-    assert sorted(sampler.taken, reverse=True) == [7, 7, 3, 3, 1, 1, 1, 1]
+    standings = race(sampler, unknown(8, 100.0))
+    assert sorted(sampler.taken, reverse=True) == [MOST_SAMPLES, MOST_SAMPLES, 3, 3, 1, 1, 1, 1]
     assert len(standings.finalists) == 2
 
 
 def test_a_race_ends_as_soon_as_the_fastest_is_separated() -> None:
-    sampler = Listed(steady(10.0), steady(11.0), steady(12.0), steady(13.0))
-    assert race(sampler, 4, first=3).finalists[0] == 0
+    sampler = Listed(steady(10.0), steady(15.0), steady(16.0), steady(17.0))
+    assert race(sampler, unknown(4), first=3).finalists[0] == 0
     assert sampler.taken == [3, 3, 3, 3]
+
+
+def test_a_race_ends_as_soon_as_those_that_are_left_are_surely_equals() -> None:
+    sampler = Listed(steady(10.0), steady(10.001))
+    expected = [Expected(10.0, 1e-3), Expected(10.0, 1e-3)]
+    assert race(sampler, expected).equals == (0, 1)
+    assert sampler.taken == [1, 1]
 
 
 def test_when_time_is_up_two_were_sampled_and_the_others_are_not_ranked() -> None:
     sampler = Listed(steady(10.0), steady(9.0), steady(1.0))
-    standings = race(sampler, 3, time_left=lambda: False)
+    standings = race(sampler, unknown(3), time_left=lambda: False)
     assert standings.samples == ((10.0,), (9.0,), ())
     assert standings.finalists == (1, 0)
 
@@ -65,19 +79,39 @@ def test_when_time_is_up_two_were_sampled_and_the_others_are_not_ranked() -> Non
 def test_time_that_is_up_in_a_later_round_leaves_the_samples_in_common() -> None:
     asked = count()
     sampler = Listed([10, 10, 10, 10], [9, 30, 30, 30], [11, 11, 11, 11], [12, 12, 12, 12])
-    standings = race(sampler, 4, time_left=lambda: next(asked) < 3)
-    assert standings.samples[1] == (9, 30, 30) or standings.samples[0] == (10, 10, 10)
+    standings = race(sampler, unknown(4), time_left=lambda: next(asked) < 4)
+    assert [len(samples) for samples in standings.samples] == [1, 3, 1, 1]
     assert standings.finalists[0] == 1  # by the first sample, the only one that both have
 
 
-def test_few_or_noisy_pairs_separate_nothing() -> None:
-    one = race(Listed([10.0], [5.0]), 2)
-    assert set(one.equals) == {0, 1}
-    assert one.slower(0, 1) == (5.0, None)
-    noisy = race(Listed([10.0, 20.0, 10.0, 20.0], [15.0, 12.0, 16.0, 11.0]), 2, first=4)
-    assert set(noisy.equals) == {0, 1}
-    clear = race(Listed([10.0, 20.0, 10.0, 20.0], [9.0, 19.0, 9.1, 18.9]), 2, first=4)
-    assert clear.equals == (1,)
+def test_few_samples_do_not_outweigh_what_was_expected() -> None:
+    """Three pairs that agree by chance: their own variance would separate them."""
+    few = Standings((Expected(300.0, 0.0), Expected(320.0, 0.04)), ((300.0,) * 3, (285.0, 286.0, 284.0)), (1, 0))
+    assert abs(few.gap(1, 0).seconds) < 15 and not few.gap(1, 0).separates
+    assert few.slower(1, 0)[0] == -15.0
+    many = replace(few, samples=((300.0,) * 60, (285.0, 286.0, 284.0) * 20))
+    assert many.gap(1, 0).separates and many.equals == (1,)
+
+
+@given(
+    st.floats(-50, 50),
+    st.floats(0.01, 0.5),
+    st.lists(st.floats(-50, 50), min_size=1, max_size=12),
+)
+def test_what_is_known_of_a_difference_lies_between_both_figures(
+    prior: float, error: float, differences: list[float]
+) -> None:
+    samples = tuple(100.0 + it for it in differences)
+    standings = Standings(
+        (Expected(100.0, 0.0), Expected(100.0 + prior, error)), ((100.0,) * len(samples), samples), (0, 1)
+    )
+    mean = fmean(differences)
+    gap = standings.gap(1, 0)
+    assert min(prior, mean) - 1e-6 <= gap.seconds <= max(prior, mean) + 1e-6
+    back = standings.gap(0, 1)
+    assert (back.seconds, back.error) == (pytest.approx(-gap.seconds, abs=1e-6), pytest.approx(gap.error))
+    unsampled = replace(standings, samples=((), ()))
+    assert unsampled.gap(1, 0).seconds == pytest.approx(prior, abs=1e-9)
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [3.0, 1.0, 2.0, 8.0], [float(it % 7) for it in range(31)]])

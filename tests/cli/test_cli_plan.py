@@ -219,7 +219,14 @@ def test_a_plan_is_simulated_and_says_how_it_was_chosen(tmp_path: Path) -> None:
     found = parse_plan((tmp_path / "plan.json").read_text())
     assert found.simulated is not None and found.finalists[0].allocation == found.allocation
     said = " ".join(result.stdout.split())
-    for words in ("in simulation under cmlfq", "predicted", "Finalists", "chosen", "Memory of a GPU: training"):
+    for words in (
+        "in simulation under cmlfq",
+        "predicted",
+        "Finalists",
+        "chosen",
+        "(MFU)",
+        "Memory of a GPU: training",
+    ):
         assert words in said
     explained = libra("explain", tmp_path / "plan.json", "--html", tmp_path / "plan.html")
     assert explained.exit_code == 0, explained.stderr

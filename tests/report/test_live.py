@@ -212,6 +212,17 @@ def test_a_log_file_gets_a_line_now_and_then() -> None:
     ]
 
 
+def test_a_simulation_that_knows_its_requests_says_how_long_it_will_take() -> None:
+    out, clock = io.StringIO(), Clock()
+    with SimulationProgress(out, clock, requests=100) as progress:
+        for ended in (0, 10, 20, 20, 30, 40):
+            clock.now += 0.5 * LOG_SECONDS
+            progress(Elapsed(1.0, 50, ended))
+    left = duration(3 * LOG_SECONDS * 60 / 40)
+    assert out.getvalue().splitlines()[-1] == f"simulated 1.00 s: 40 of 100 requests have ended, about {left} left"
+    assert len(out.getvalue().splitlines()) == 3
+
+
 def test_a_simulation_that_knows_its_steps_says_how_long_it_will_take() -> None:
     out, clock = io.StringIO(), Clock()
     with SimulationProgress(out, clock) as progress:

@@ -14,7 +14,7 @@ from time import monotonic
 
 from libra.choose.candidates import Proposed, candidates
 from libra.choose.intervals import mean_and_error
-from libra.choose.race import Standings, race
+from libra.choose.race import Expected, Standings, race
 from libra.choose.recall import measured_recall
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.loan import solve_loans
@@ -32,6 +32,9 @@ from libra.trajectory import Trajectory
 
 _LEAST_STEPS = 2  # of a run, in the first round
 _PROMISED = (2, 4)  # samples of the chosen plan that its promise is made of: in any case, and if there is time
+# Standard errors of predicted differences between plans, relative to a step: of those with one engine size each, and of
+# one size and several. `benchmarks.plan_check` prints what they were.
+_PRICE_ERROR, _SIZES_ERROR = 0.04, 0.12
 _RACE = 0.7  # share of the time that is for the race; the rest is for the promise
 
 
@@ -83,7 +86,7 @@ def choose_plan(
         first = -(-_LEAST_STEPS // runs.steps_a_sample)
         sampler = _Told(runs, tell, len(plans))
         standings = race(
-            sampler, len(plans), first=first, time_left=lambda: monotonic() - began < _RACE * effort.seconds
+            sampler, _expected(kinds), first=first, time_left=lambda: monotonic() - began < _RACE * effort.seconds
         )
         steps, chosen = runs.steps_a_sample, _simplest(standings, kinds)
         least, enough = _PROMISED
@@ -116,17 +119,19 @@ def _measured(
     return request, menu, solve_loans(menu, solved)
 
 
+def _expected(kinds: Sequence[Proposed]) -> list[Expected]:
+    """Predicted steps, and how far their differences to that of the first plan may be wrong: more where the number of
+    engine sizes is another, since it is the router that makes the difference."""
+    buckets = len(kinds[0].solution.allocation.buckets)
+    errors = [_PRICE_ERROR if len(it.solution.allocation.buckets) == buckets else _SIZES_ERROR for it in kinds]
+    return [Expected(it.solution.predicted.step, error) for it, error in zip(kinds, errors, strict=True)]
+
+
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
-    """The simplest of those that simulation does not tell from the fastest: a plan with several engine sizes has to
-    earn the router that it needs. Of equally simple ones it is the fastest by what is known: a prediction counts as
-    much as one sample, which is about as noisy."""
-    common = min(len(standings.samples[it]) for it in standings.equals)
-
-    def expected(index: int) -> float:
-        seen = standings.samples[index][:common]
-        return (kinds[index].solution.predicted.step + sum(seen)) / (1 + len(seen))
-
-    return min(standings.equals, key=lambda it: (kinds[it].simplicity, expected(it)))
+    """The simplest of the fastest and its equals, and of equally simple ones the fastest: a plan with several engine
+    sizes has to earn the router that it needs."""
+    order = standings.finalists
+    return min(standings.equals, key=lambda it: (kinds[it].simplicity, order.index(it)))
 
 
 def _finalists(

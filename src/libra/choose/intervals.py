@@ -14,10 +14,13 @@ _T = (
 _NORMAL = 1.960
 
 
+def student(freedom: int) -> float:
+    """Student's t of a two-sided 95 % interval for this many degrees of freedom, 1 or more."""
+    return _T[freedom - 1] if freedom <= len(_T) else _NORMAL
+
+
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean of one value or more, and half of its 95 % interval by Student's t; None for fewer than two."""
     if len(values) < 2:
         return fmean(values), None
-    freedom = len(values) - 1
-    quantile = _T[freedom - 1] if freedom <= len(_T) else _NORMAL
-    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
+    return fmean(values), student(len(values) - 1) * stdev(values) / math.sqrt(len(values))

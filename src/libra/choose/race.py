@@ -4,9 +4,10 @@ Invariant: contenders are compared on the samples that they have in common, in o
 the same circumstances (common random numbers), so differences are paired.
 
 Sequential halving (Karnin, Koren and Somekh, ICML 2013, "Almost optimal exploration in multi-armed bandits"): rounds of
-equal cost, after each of which the slower half drops out. It needs no variances, and no sample is wasted on those that
-are far behind. Contender 0 is the control and stays to the end. The race ends early where the fastest is separated from
-all others, or where time is up.
+equal cost, after each of which the slower half drops out. Contender 0 is the control and stays to the end. Once it is
+alone with the fastest other one, both are sampled until they are separated. Ranks go by what is known of differences
+(`Gap`): a few noisy samples do not outweigh what was expected before them (Chick and Inoue, Operations Research 2001,
+"New two-stage and sequential procedures for selecting the best simulated system").
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Protocol
 
-from libra.choose.intervals import mean_and_error
+from libra.choose.intervals import mean_and_error, student
 
-_LEAST_PAIRS = 3  # differences from which a separation is believed
+MOST_SAMPLES = 12  # of a contender
+_ALIKE = 0.01  # of the control's seconds: contenders that differ by less are equals
+# Assumed before there are samples: standard deviation of a paired difference over the control's seconds, which counts
+# as much as that of so many degrees of freedom. By chance the first few differences are often nearly equal (Smyth 2004,
+# "Linear models and empirical Bayes methods": variances that are moderated).
+_NOISE, _NOISE_FREEDOM = 0.06, 2
 
 
 class Sampler(Protocol):
@@ -31,15 +37,56 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """Seconds that a contender is expected to take, and the standard error of its difference to the control, relative
+    to the control's seconds: above 0 for all but the control."""
+
+    seconds: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Seconds that one contender is slower than another by all that is known, and half of the 95 % interval."""
+
+    seconds: float
+    error: float
+
+    @property
+    def separates(self) -> bool:
+        return abs(self.seconds) > self.error
+
+
+@dataclass(frozen=True, slots=True)
 class Standings:
     """The samples of each contender; none of those that there was no time for."""
 
+    expected: tuple[Expected, ...]
     samples: tuple[tuple[float, ...], ...]
     finalists: tuple[int, ...]  # those that are left, the fastest first
 
     def slower(self, contender: int, than: int) -> tuple[float, float | None]:
         """Mean difference over common samples, and half of its 95 % interval (None: a single sample)."""
-        return _difference(self.samples[contender], self.samples[than])
+        return mean_and_error(self._differences(contender, than))
+
+    def gap(self, contender: int, than: int) -> Gap:
+        """The difference by samples and by what was expected, each weighed by its precision: two normal
+        distributions."""
+        if contender == than:
+            return Gap(0.0, 0.0)
+        prior = self.expected[contender].seconds - self.expected[than].seconds
+        scale = self.expected[0].seconds
+        doubt = scale * math.hypot(self.expected[contender].error, self.expected[than].error)
+        differences = self._differences(contender, than)
+        if not differences:
+            return Gap(prior, student(_NOISE_FREEDOM) * doubt)
+        own = len(differences) - 1
+        squares = _NOISE_FREEDOM * (_NOISE * scale) ** 2 + (own * variance(differences) if own else 0.0)
+        freedom = _NOISE_FREEDOM + own
+        noise = squares / freedom / len(differences)
+        precision = 1 / doubt**2 + 1 / noise
+        mean = (prior / doubt**2 + fmean(differences) / noise) / precision
+        return Gap(mean, student(freedom) / math.sqrt(precision))
 
     def with_samples(self, more: Mapping[int, tuple[float, ...]]) -> Standings:
         """The same with other samples of some contenders."""
@@ -47,35 +94,60 @@ class Standings:
 
     @property
     def equals(self) -> tuple[int, ...]:
-        """The fastest of those that are left, and the others that the samples do not separate from it."""
+        """The fastest of those that are left, and the others that are slower by less than a hundredth."""
         fastest, *others = self.finalists
-        return (fastest, *(it for it in others if not _separated(self.samples[fastest], self.samples[it])))
+        return (fastest, *(it for it in others if self.gap(it, fastest).seconds < self._enough))
+
+    @property
+    def decided(self) -> bool:
+        """Whether each of those that are left is separated from the fastest, or surely its equal."""
+        fastest, *others = self.finalists
+        gaps = [self.gap(it, fastest) for it in others]
+        return all(it.separates or abs(it.seconds) + it.error < self._enough for it in gaps)
+
+    @property
+    def _enough(self) -> float:
+        return _ALIKE * self.expected[0].seconds
+
+    def _differences(self, contender: int, than: int) -> list[float]:
+        return [a - b for a, b in zip(self.samples[contender], self.samples[than], strict=False)]
 
 
 def race(
-    sampler: Sampler, contenders: int, *, first: int = 1, time_left: Callable[[], bool] = lambda: True
+    sampler: Sampler,
+    expected: Sequence[Expected],
+    *,
+    first: int = 1,
+    time_left: Callable[[], bool] = lambda: True,
 ) -> Standings:
-    """Race contenders 0, 1, ... The first round takes `first` samples of each. `time_left` says after each answer
-    whether there is any; the first two contenders are sampled in any case."""
-    samples: list[tuple[float, ...]] = [()] * contenders
-    alive = list(range(contenders))
+    """Race contenders 0, 1, ... The first round takes `first` samples of each, and none gets more than `MOST_SAMPLES`.
+    `time_left` says after each answer whether there is any; the first two contenders are sampled in any case."""
+    samples: list[tuple[float, ...]] = [()] * len(expected)
+    alive = list(range(len(expected)))
     wanted, more = 0, first
-    for _ in range(max(1, math.ceil(math.log2(contenders)))):
-        wanted += more
+
+    def ranked() -> Standings:
+        standings = Standings(tuple(expected), tuple(samples), tuple(alive))
+        return replace(standings, finalists=tuple(sorted(alive, key=lambda it: standings.gap(it, 0).seconds)))
+
+    while wanted < MOST_SAMPLES:
+        wanted = min(wanted + more, MOST_SAMPLES)
         if not _sampled(sampler, alive, wanted, samples, time_left):
             alive = [it for it in alive if samples[it]]
             break
-        alive.sort(key=lambda it: fmean(samples[it][:wanted]))
-        fastest, *others = alive
-        if all(_separated(samples[fastest], samples[it]) for it in others):
+        standings = ranked()
+        if standings.decided or not time_left():
             break
-        half = (len(alive) + 1) // 2
-        kept = alive[:half] if 0 in alive[:half] else [*alive[: max(1, half - 1)], 0]
+        kept = _faster_half(standings.finalists)
         more = math.ceil(more * len(alive) / len(kept))
-        alive = kept
-    common = min(len(samples[it]) for it in alive)
-    alive.sort(key=lambda it: fmean(samples[it][:common]))
-    return Standings(tuple(samples), tuple(alive))
+        alive = list(kept)
+    return ranked()
+
+
+def _faster_half(ranked: Sequence[int]) -> Sequence[int]:
+    """The control, and as many of the others as make half of all; two at least."""
+    half = max(min(2, len(ranked)), (len(ranked) + 1) // 2)
+    return ranked[:half] if 0 in ranked[:half] else (*ranked[: half - 1], 0)
 
 
 def _sampled(
@@ -90,13 +162,3 @@ def _sampled(
             if left and not time_left() and all(samples[it] for it in (0, 1)):
                 return False
     return True
-
-
-def _difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
-    return mean_and_error([a - b for a, b in zip(one, other, strict=False)])
-
-
-def _separated(fast: Sequence[float], slow: Sequence[float]) -> bool:
-    """Whether the interval of the paired difference is above 0; a few pairs never say so."""
-    mean, error = _difference(slow, fast)
-    return error is not None and min(len(fast), len(slow)) >= _LEAST_PAIRS and mean > error

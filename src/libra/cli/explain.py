@@ -49,7 +49,7 @@ def explain(
         lender_sentences,
         routing_sentence,
     )
-    from libra.report.plan_headline import disagreement, finalist_rows
+    from libra.report.plan_headline import disagreement, finalist_rows, little_evidence
     from libra.report.plan_headline import headline as plan_headline
 
     change = fixed = ""
@@ -71,7 +71,7 @@ def explain(
                 found.request.title,
                 [(cls.peak_context, cls.share) for cls in found.request.classes],
                 plan_headline(found),
-                disagreement(found),
+                (*disagreement(found), *little_evidence(found)),
                 finalist_rows(found),
             )
             write_text(html, page)
@@ -84,7 +84,7 @@ def explain(
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
-    for line in (*plan_headline(found), *disagreement(found)):
+    for line in (*plan_headline(found), *disagreement(found), *little_evidence(found)):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     for line in (*lines, *lender_sentences(explanation)):

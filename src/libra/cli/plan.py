@@ -124,7 +124,7 @@ def plan(
     from libra.plan.explain.explained import bound_and_pools
     from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.plan_headline import disagreement, headline
+    from libra.report.plan_headline import disagreement, headline, little_evidence
     from libra.report.plan_table import log_notes, plan_tables
 
     notes: list[str] = []
@@ -172,7 +172,7 @@ def plan(
         typer.echo(text, nl=False)
     else:
         console = Console()
-        for line in (*headline(found), *disagreement(found)):
+        for line in (*headline(found), *disagreement(found), *little_evidence(found)):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         for table in plan_tables(found, bound, pools):
             console.print(table)

@@ -122,7 +122,7 @@ def simulate(
             _require_learner(deployment.route)
             teach(policy, read_trajectories(learn_from))
         limit = deployment.time_limit if time_limit is None else time_limit
-        with SimulationProgress(sys.stderr) as progress:
+        with SimulationProgress(sys.stderr, requests=work.workload.describe()["requests"]) as progress:
             result = run(
                 deployment.engines,
                 work.workload,

@@ -23,7 +23,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-_LEAST_EXCESSES = 10  # trajectories whose mean excess says how the tail goes on; the root of their number, where more
 _CERTAIN = 30.0  # draws of each trajectory that was seen: that none of the longest is among them has a chance of 1e-13
 
 
@@ -82,37 +81,13 @@ class MemberSeconds:
         Of `seen` trajectories, each is among as many that are drawn without replacement with a chance of draws / seen.
         The mean of the longest over all such draws is an unbiased estimate of what new ones have, whatever their
         distribution (Hoeffding 1948); with replacement it would be too short. More draws than were seen have the
-        longest that was seen, and are `beyond` it.
+        longest that was seen; how much further the tail goes is not known.
         """
         ratio = draws / self.seen if self.seen else 0.0
         # The count of a Poisson distribution that is 0 with a chance of 1 - ratio.
         each = min(_CERTAIN, -math.log1p(-ratio)) if ratio < 1 else _CERTAIN
         counts = (self.seen * each if self.seen and ratio else draws) * self.shares
-        found = longest_upto(slowed * self.generates + self.waits, counts, self.of_class)
-        grown = self.beyond(ratio)
-        return tuple(grown * seconds for seconds in found)
-
-    def beyond(self, ratio: float) -> float:
-        """The longest of `ratio` times as many draws as were seen over the longest that was seen; 1 for fewer.
-
-        Excesses over a high threshold are taken as exponential, the generalised Pareto distribution with shape 0
-        (Pickands 1975), so e times as many draws are longer by the mean excess (Renyi 1953). The threshold is exceeded
-        by the square root of the trajectories that were seen, and by 10 at least. A shape fitted to so few excesses has
-        a larger error than none. Tails that are heavier than exponential go further.
-        """
-        if self.seen is None or ratio <= 1:
-            return 1.0
-        seconds = self.generates + self.waits
-        order = np.argsort(-seconds, kind="stable")
-        above = np.cumsum(self.shares[order])
-        excesses = min(self.seen / 2, max(_LEAST_EXCESSES, math.sqrt(self.seen)))
-        # Rounding must not make one of them the threshold.
-        count = int(np.searchsorted(above, excesses / self.seen * (1 - 1e-9))) + 1
-        longest = float(seconds[order[0]])
-        if count == len(order) or not longest:
-            return 1.0
-        beyond = seconds[order[:count]] - seconds[order[count]]
-        return 1 + float(np.average(beyond, weights=self.shares[order[:count]])) * math.log(ratio) / longest
+        return longest_upto(slowed * self.generates + self.waits, counts, self.of_class)
 
 
 def own_members(cls: TrajectoryClass) -> tuple[Member, ...]:

@@ -8,7 +8,8 @@ its solver; carrying out the moves is the loop's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.cost.device import SwitchCost
@@ -23,6 +24,7 @@ from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.price_bias import FRESH, PeriodSeconds, PriceBias, measured_mean
 from libra.plan.problem import Prediction
+from libra.plan.simulated import SimulatedGain
 from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 
@@ -36,6 +38,10 @@ _CONFIDENCE = 2.0  # standard errors of the tracked work that a gain has to exce
 # A forecast is off by an error that is normal in the logarithm. The mean of a price over it is taken at three points
 # (Gauss-Hermite quadrature): so many standard errors from the forecast, each with its weight.
 _NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
+_REHEARSED = 4  # batches, the latest, whose trajectories a change is tried with in simulation
+
+# (current plan, proposed plan, finished trajectories) -> gain, such as `libra.choose.confirmation.simulated_gain`.
+Rehearse = Callable[[Plan, Plan, Sequence[Trajectory]], SimulatedGain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,22 @@ class Proposal:
 
     plan: Plan
     decision: Decision
+
+    def rehearsed(self, gain: SimulatedGain) -> Proposal:
+        """The same, where the change is made only if it saves in simulation, too, more than it costs."""
+        decision = self.decision
+        found = f"{gain.seconds:.4g} +- {gain.error:.4g} s a step over {gain.steps} simulated steps"
+        saved = gain.seconds * decision.horizon_steps
+        if gain.seconds <= gain.error:
+            reason = f"{decision.reason}; simulation does not confirm it: {found}"
+        elif saved <= decision.cost:
+            reason = (
+                f"{decision.reason}; in simulation it saves {found}, {saved:.4g} s within {decision.horizon_steps:.4g}"
+                f" steps, and it costs {decision.cost:.4g} s"
+            )
+        else:
+            return replace(self, decision=replace(decision, reason=f"{decision.reason}; simulated: {found}"))
+        return replace(self, decision=replace(decision, reason=reason, taken=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +149,13 @@ class Replanner:
         switch: SwitchCost | None = None,
         tracker: LengthTracker | None = None,
         holds: float | None = None,
+        rehearse: Rehearse | None = None,
     ) -> None:
         """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
         instead of the stated ones of `libra.plan.decision`. A `tracker` that has seen trajectories is gone on with;
         there must be one where there is no planner. `holds` are the steps for which a plan is taken to hold before
-        there is one that has held longer; None: a period.
+        there is one that has held longer; None: a period. With `rehearse` each change that `step` would make is tried
+        in simulation first, with the latest finished trajectories, and made only if it saves there, too.
         """
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
@@ -146,6 +170,9 @@ class Replanner:
             tracker = recipe_tracker(planner.recipe, REPLANNER_HALF_LIFE_STEPS)
             tracker.observe_running(())  # from here on evidence is weighed by start version
         self._tracker = tracker
+        self._rehearse = rehearse
+        latest = 0 if rehearse is None or planner is None else _REHEARSED * planner.recipe.batch
+        self._latest: deque[Trajectory] = deque(maxlen=latest)  # finished trajectories
 
     @property
     def plan(self) -> Plan | None:
@@ -180,10 +207,14 @@ class Replanner:
         _require_sound(ended, going, self._planner.recipe.max_length)
         for trajectory in ended:
             self._tracker.observe(trajectory)
+        self._latest.extend(ended)
         self._tracker.observe_running(going)
         site = ClusterSite(self._planner, self._plan, self._switch)
         self._learn_from_last(site)
         proposal = self.outlook(site).propose()
+        changes = proposal.decision.taken and proposal.decision.current is not None
+        if changes and self._plan is not None and self._rehearse is not None and self._latest:
+            proposal = proposal.rehearsed(self._rehearse(self._plan, proposal.plan, tuple(self._latest)))
         self.decided(proposal)
         return proposal.decision
 

@@ -224,12 +224,13 @@ def _bar(step: int, steps: int, width: int = 24) -> tuple[tuple[str, str], tuple
 class SimulationProgress:
     """Told an `Elapsed` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
 
-    `clock` gives seconds. A context manager: at its end the terminal is as it was.
+    `requests` is the number of all requests, where it is known; `clock` gives seconds. A context manager: at its end
+    the terminal is as it was.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic, *, requests: int | None = None) -> None:
         live = stream.isatty()
-        self._stream = stream
+        self._stream, self._requests = stream, requests
         self._status = Status("", console=Console(file=stream)) if live else None
         self._pace = REFRESH_SECONDS if live else LOG_SECONDS
         self._clock = clock
@@ -238,7 +239,15 @@ class SimulationProgress:
         self._remaining.observe(0, 0, clock())
 
     def __call__(self, moment: Elapsed) -> None:
+        now = self._clock()
+        if now < self._due:
+            return  # the pace is that between moments that are shown
         ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
+        if self._requests is not None:
+            left = left_words(self._remaining.observe(moment.ended, self._requests, now))
+            ended = f"{count(moment.ended)} of {count(self._requests)} requests have ended" + (
+                f", {left}" if left else ""
+            )
         self.tell(f"simulated {duration(moment.seconds)}: {ended}")
 
     def step(self, done: int, steps: int) -> None:

@@ -15,9 +15,10 @@ class RemainingTime:
 
     def observe(self, done: int, total: int, now: float) -> float | None:
         """Seconds that the other steps need when `done` are done at `now`; None before two moments are known."""
-        if self._seen and done <= self._seen[-1][0]:
+        if self._seen and done < self._seen[-1][0]:
             self._seen.clear()  # another series begins
-        self._seen.append((done, now))
+        if not self._seen or done > self._seen[-1][0]:
+            self._seen.append((done, now))
         first, began = self._seen[0]
         if done == first:
             return None

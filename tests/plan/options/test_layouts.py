@@ -21,7 +21,7 @@ from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
-from libra.plan.options.layouts import Layouts, rejected_layouts, training_layouts
+from libra.plan.options.layouts import Layouts, priced_step, rejected_layouts, training_layouts
 from libra.plan.options.menu import Rejected
 
 QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
@@ -151,6 +151,14 @@ def test_options_name_their_layouts() -> None:
 def reason(rejected: Sequence[Rejected], layout: str) -> str:
     (found,) = (each.reason for each in rejected if each.name == layout)
     return found
+
+
+def test_an_option_takes_what_its_layout_is_priced_at() -> None:
+    menu = training_layouts(QWEN3_14B, nodes(), recipe(), SKEWED)
+    for option in menu.options:
+        step = priced_step(QWEN3_14B, nodes(), recipe(), SKEWED, menu.chosen[option.layout, option.replicas])
+        assert step.total == pytest.approx(option.seconds)
+        assert 0 < step.mfu < 0.64
 
 
 def test_reasons_of_what_qwen3_14b_cannot_do() -> None:

@@ -218,6 +218,11 @@ _MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A10
 _EAGER, _HOPPER_ATTENTION, _EAGER_MEMORY, _PASSES = 0.61, 0.60, 0.61, 4.57
 
 
+def published_mfu(gpu: GPU) -> float | None:
+    """Highest published model FLOP utilisation of whole training steps of dense models; None: no figure for the GPU."""
+    return _CEILING.get(gpu.name)
+
+
 def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fused") -> TrainingRates:
     """Rates of a GPU: of fused kernels from published training runs, where a GPU without any gets the lowest share of
     peak that others have; of eager execution as measured on an H100, by shares of the data sheet.

@@ -22,7 +22,7 @@ from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
 from libra.cost.train_passes import Work
-from libra.cost.train_step import StepTable, step_table
+from libra.cost.train_step import StepTable, TrainStep, step_table, train_step
 from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
@@ -89,6 +89,13 @@ def training_layouts(
     return Layouts(options, chosen)
 
 
+def priced_step(
+    model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass], layout: ParallelLayout
+) -> TrainStep:
+    """A layout's step on trajectories of `classes`, by its parts."""
+    return train_step(_work(model, nodes, recipe, classes), layout)
+
+
 def rejected_layouts(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
 ) -> tuple[Rejected, ...]:
@@ -135,15 +142,7 @@ class _LayoutSpace:
 
     @classmethod
     def of(cls, model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> _LayoutSpace:
-        work = Work(
-            model=model,
-            batch=batch_of(classes, recipe.batch),
-            state=recipe.training_bytes,
-            reference=recipe.reference,
-            gpu=nodes.gpu,
-            rates=training_rates(nodes.gpu, recipe.dtype, recipe.execution),
-            fabric=fabric(nodes),
-        )
+        work = _work(model, nodes, recipe, classes)
         families = families_of(model, nodes, recipe.max_length)
         family, table = members_of(families, device_counts(nodes.gpus, nodes.count), recipe.batch)
 
@@ -163,6 +162,18 @@ class _LayoutSpace:
                 kept.append(row)
                 shortest = seconds
         return cls(work, memory, families, priced, family[fits], used, steps.total, best, kept)
+
+
+def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> Work:
+    return Work(
+        model=model,
+        batch=batch_of(classes, recipe.batch),
+        state=recipe.training_bytes,
+        reference=recipe.reference,
+        gpu=nodes.gpu,
+        rates=training_rates(nodes.gpu, recipe.dtype, recipe.execution),
+        fabric=fabric(nodes),
+    )
 
 
 def _tail_seconds(

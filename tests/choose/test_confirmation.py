@@ -1,0 +1,81 @@
+"""A change of plans that is tried in simulation: by itself, and as a replanner asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from oracles.small_cluster import CLUSTER, QWEN_06B, RECIPE, trajectories
+
+from libra.choose.confirmation import simulated_gain
+from libra.cost.device import SwitchCost
+from libra.plan.options.price import solution
+from libra.plan.plan import Plan, answer, make_plan
+from libra.plan.planner import Planner
+from libra.plan.replanner import Replanner
+from libra.plan.simulated import SimulatedGain
+from libra.sim.of_plan import simulate_run
+
+FREE = SwitchCost(0.0, 0.0, 0.0)
+PLANNER = Planner(CLUSTER, QWEN_06B, RECIPE)
+LOG = tuple(trajectories(0, 6, 48))
+
+
+def plans() -> tuple[Plan, Plan]:
+    """One with a single engine, and the best."""
+    tracker = PLANNER.tracker()
+    for trajectory in LOG:
+        tracker.observe(trajectory)
+    request = PLANNER.request(tracker)
+    best = make_plan(request)
+    bucket = max(best.allocation.buckets, key=lambda it: it.up_to)
+    menu = request.menu()
+    alone = replace(best.allocation, buckets=(replace(bucket, engines=1, above=0),))
+    return answer(request, menu, solution(menu.problem, alone)), best
+
+
+def test_the_gain_is_the_difference_of_two_whole_runs() -> None:
+    slow, fast = plans()
+    gain = simulated_gain(slow, fast, LOG)
+    each = [
+        simulate_run(plan, LOG, 2 + gain.steps, "cmlfq", learned=LOG).settled_step_seconds(2) for plan in (slow, fast)
+    ]
+    assert gain.seconds == pytest.approx(each[0] - each[1])
+    assert gain.seconds > gain.error > 0
+    back = simulated_gain(fast, slow, LOG)
+    assert back.steps == gain.steps
+    assert (back.seconds, back.error) == (pytest.approx(-gain.seconds), pytest.approx(gain.error))
+
+
+def test_a_plan_gains_nothing_over_itself() -> None:
+    _, fast = plans()
+    gain = simulated_gain(fast, fast, LOG)
+    assert (gain.seconds, gain.error) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("gain", "cost", "taken", "reason"),
+    [
+        (SimulatedGain(2.0, 1.0, 6), 0.0, True, "; simulated: 2 +- 1 s a step over 6 simulated steps"),
+        (SimulatedGain(1.0, 1.0, 6), 0.0, False, "; simulation does not confirm it: 1 +- 1 s a step"),
+        (SimulatedGain(-5.0, 1.0, 6), 0.0, False, "; simulation does not confirm it: -5 +- 1 s a step"),
+        (SimulatedGain(1e-6, 1e-7, 6), 1e-3, False, "within 10 steps, and it costs "),
+    ],
+)
+def test_a_change_is_made_if_simulation_confirms_it(gain: SimulatedGain, cost: float, taken: bool, reason: str) -> None:
+    asked: list[tuple[Plan, Plan]] = []
+
+    def rehearsed(current: Plan, proposed: Plan, log: tuple[object, ...]) -> SimulatedGain:
+        asked.append((current, proposed))
+        assert len(log) == 2 * len(LOG)
+        return gain
+
+    planner = replace(PLANNER, recipe=RECIPE.model_copy(update={"batch": 1024}))
+    replanner = Replanner(planner, switch=SwitchCost(cost, cost, 0.0), holds=10.0, rehearse=rehearsed)
+    replanner.step(LOG, [])
+    first = replanner.plan
+    assert first is not None and not asked
+    decision = replanner.step(trajectories(1, 40, len(LOG)), [])
+    assert asked and asked[0][0] is first
+    assert decision.taken == taken and reason in decision.reason
+    assert (replanner.plan is asked[0][1]) == taken
