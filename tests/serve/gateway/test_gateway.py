@@ -331,7 +331,8 @@ async def test_a_token_that_no_header_can_hold_is_refused() -> None:
         port = stage.session._base_url.port  # type: ignore[union-attr]
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
         )
         writer.write(head)
         assert (await reader.readline()).split()[1] == b"400"
