@@ -54,6 +54,7 @@ class Upstream:
         self.section = section
         self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
         self.healthy = False
+        self.lost = asyncio.Event()  # set while it is out of service
         self.load_tokens = 0  # contexts of the turns in flight
         self.turns = 0  # answered
         self.attempts: set[Attempt] = set()
@@ -134,6 +135,10 @@ class Upstreams:
         if engine.healthy == healthy:
             return False
         engine.healthy = healthy
+        if healthy:
+            engine.lost.clear()
+        else:
+            engine.lost.set()
         self.instances = tuple(each for each in self.all.values() if each.healthy)
         self.announce()
         return True
@@ -166,10 +171,20 @@ class HealthMonitor:
         return [*tasks, asyncio.create_task(self._keep_aborting())]
 
     async def _keep_checking(self, engine: Upstream, first: float) -> None:
-        await asyncio.sleep(first)
+        await self._pause(engine, first)
         while True:
             await self._check(engine)
-            await asyncio.sleep(_CHECK_SECONDS if engine.healthy else RECHECK_SECONDS)
+            await self._pause(engine, _CHECK_SECONDS)
+
+    async def _pause(self, engine: Upstream, seconds: float) -> None:
+        """Wait between two checks: `seconds` while the engine is in service, then or else `RECHECK_SECONDS`."""
+        if engine.healthy:
+            try:
+                async with asyncio.timeout(seconds):
+                    await engine.lost.wait()
+            except TimeoutError:
+                return
+        await asyncio.sleep(RECHECK_SECONDS)
 
     async def _check(self, engine: Upstream) -> None:
         """A busy engine may answer late; bytes of its turns that arrive meanwhile count as an answer."""
