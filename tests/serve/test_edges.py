@@ -18,7 +18,7 @@ import pytest
 from aiohttp import ClientSession, web
 from serve.stage import emulated
 
-from libra.config.listeners import EMULATOR, GATEWAY, METRICS, HttpLimits
+from libra.config.listeners import EMULATOR, GATEWAY, ID_LENGTH, METRICS, WEIGHTS, HttpLimits
 from libra.serve.bodies import body_of
 from libra.serve.connections import CONNECTIONS, within_open_files
 from libra.serve.guard import read_token
@@ -264,3 +264,16 @@ def test_a_token_file_is_refused(tmp_path: Path, content: str, mode: int, says: 
 async def test_an_emulated_engine_is_behind_the_same_guard(path: str) -> None:
     async with emulated("e") as (base, _), ClientSession(base) as session:
         assert (await posted(session, path, b"{}", {"Content-Type": "text/plain"}))[0] == 415
+
+
+def test_the_limits_in_security_md_are_those_in_force() -> None:
+    text = (Path(__file__).parents[2] / "SECURITY.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(): cells[2:5] for line in text.splitlines() if len(cells := line.split("|")) == 7}
+    listeners = (GATEWAY, EMULATOR, METRICS)
+    for row, name in (("connections", "connections"), ("seconds without a complete request", "idle_seconds")):
+        assert [cell.strip() for cell in rows[row]] == [f"{getattr(it, name):,.0f}" for it in listeners]
+    assert rows["seconds for a body"][0].strip() == f"{GATEWAY.body_seconds:.0f}"
+    assert rows["bytes of a body, as sent and decompressed"][0].strip() == f"{GATEWAY.body_bytes >> 20} MiB"
+    assert f"{GATEWAY.bodies_bytes >> 30} GiB" in text and f"{GATEWAY.free_bytes >> 10} KiB of each" in text
+    assert f"keeps {WEIGHTS.strangers} connections" in text and f"{WEIGHTS.hello_bytes >> 10} KiB" in text
+    assert f"{WEIGHTS.hello_chunk_bytes} bytes for each chunk" in text and str(ID_LENGTH) in text
