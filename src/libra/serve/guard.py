@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from libra.config.listeners import is_local
 from libra.serve.answers import RefusedRequest
 
 _OPEN_PATH = "/health"  # needs no token: it says no more than that the listener is there
+_HOSTS = 64  # headers whose meaning is remembered
 _JSON = "application/json"
 _READS = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
 
@@ -29,9 +31,11 @@ class Guard:
 
     host: str
     token: str | None = field(default=None, repr=False)
+    _local: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.token is None and not is_local(self.host):
+        object.__setattr__(self, "_local", is_local(self.host))
+        if self.token is None and not self._local:
             raise ValueError(
                 f"other machines can reach a port on {self.host}: have clients show a bearer token (--token-file, or"
                 " metrics.token_file of a run), or listen on 127.0.0.1"
@@ -41,11 +45,15 @@ class Guard:
         """Raises `RefusedRequest`."""
         if self.token is not None and request.path != _OPEN_PATH:
             self._require_token(request, self.token)
-        if is_local(self.host):
+        if self._local:
             self._require_host(request)
         if request.method not in _READS:
             self._require_own_origin(request)
-            if request.body_exists and request.content_type != _JSON:
+            if (
+                request.headers.get(hdrs.CONTENT_TYPE) != _JSON
+                and request.body_exists
+                and request.content_type != _JSON
+            ):
                 raise RefusedRequest(f"the body's Content-Type must be {_JSON}", 415)
 
     def _require_token(self, request: web.Request, token: str) -> None:
@@ -55,7 +63,7 @@ class Guard:
             raise RefusedRequest("show the bearer token of this listener", 401, {"WWW-Authenticate": "Bearer"})
 
     def _require_host(self, request: web.Request) -> None:
-        if (given := request.headers.get(hdrs.HOST)) is not None and not is_local(_name(given)):
+        if (given := request.headers.get(hdrs.HOST)) is not None and not _names_this_machine(given):
             raise RefusedRequest("the header Host does not name this machine: use 127.0.0.1 or localhost", 403)
 
     def _require_own_origin(self, request: web.Request) -> None:
@@ -80,9 +88,10 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _name(host: str) -> str:
-    """The name in a `Host` header, without its port; "" for what is none."""
+@lru_cache(_HOSTS)
+def _names_this_machine(host: str) -> bool:
+    """Whether a `Host` header, with or without a port, does."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return is_local(urlsplit(f"//{host}").hostname or "")
     except ValueError:
-        return ""
+        return False
