@@ -11,6 +11,7 @@ from ipaddress import ip_address
 
 MEBIBYTE = 2**20
 ID_LENGTH = 512  # characters of a name that a client gives and the listener keeps
+TRAJECTORIES = 100_000  # in progress at a gateway
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from serve.stage import Scripted, staged
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway import upstreams
+from libra.serve.gateway.trajectories import Trajectories
 from libra.trajectory import Trajectory, Turn
 
 
@@ -346,3 +347,14 @@ async def test_nobody_follows_an_engine_to_another_address() -> None:
     async with staged(engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})]) as stage:
         status, said = await stage.post("/v1/completions", {"prompt": "a"})
         assert status == 502 and "engine s0 redirects with status 307" in said["error"]["message"]
+
+
+async def test_trajectories_in_progress_have_a_limit() -> None:
+    async with staged(engines=1) as stage:
+        stage.gateway.trajectories = Trajectories(most=2)
+        turns = [{"prompt": [1] * 9, "max_tokens": 5, "libra": {"trajectory": f"t{number}"}} for number in range(3)]
+        assert [(await stage.post("/v1/completions", turn))[0] for turn in turns] == [200, 200, 429]
+        assert (await stage.post("/v1/completions", turns[0]))[0] == 200  # one of those
+        assert (await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5}))[0] == 200
+        assert (await stage.post("/trajectories/t1/finish", {}))[0] == 200
+        assert (await stage.post("/v1/completions", turns[2]))[0] == 200

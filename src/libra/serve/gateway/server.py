@@ -142,6 +142,8 @@ class Gateway:
             context, room = body.needs(self.upstreams.longest, self._config.turn_tokens)
             libra = body.libra
             told = libra or LibraField(f"turn {next(self._single)}")
+            if libra is not None and not self.trajectories.has_room(libra.trajectory):
+                return refused("too many trajectories in progress: finish or forget some", 429, _RETRY_AFTER)
             id, prompt = told.trajectory, told.trajectory if told.prompt is None else told.prompt
             turn, returned = self.trajectories.begin(id, prompt, told.task, context, told.tool, began)
         except ValueError as error:

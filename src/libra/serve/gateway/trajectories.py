@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from libra.config.listeners import ID_LENGTH
+from libra.config.listeners import ID_LENGTH, TRAJECTORIES
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.answers import decoded
 from libra.trajectory import ToolStatus, Trajectory, Turn
@@ -155,11 +155,16 @@ class Trajectories:
     """Call `begin` for each turn, `placed` once the policy has been asked, then `answered` or `failed`; after the last
     turn `whole` and `forget`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = TRAJECTORIES) -> None:
         self._live: dict[str, _Live] = {}  # least recently touched first
+        self._most = most
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def has_room(self, id: str) -> bool:
+        """Whether a turn of this trajectory makes no more than the most that are kept."""
+        return len(self._live) < self._most or id in self._live
 
     def begin(
         self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
