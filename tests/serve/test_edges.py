@@ -273,7 +273,10 @@ def test_the_limits_in_security_md_are_those_in_force() -> None:
     for row, name in (("connections", "connections"), ("seconds without a complete request", "idle_seconds")):
         assert [cell.strip() for cell in rows[row]] == [f"{getattr(it, name):,.0f}" for it in listeners]
     assert rows["seconds for a body"][0].strip() == f"{GATEWAY.body_seconds:.0f}"
-    assert rows["bytes of a body, as sent and decompressed"][0].strip() == f"{GATEWAY.body_bytes >> 20} MiB"
+    body = f"{GATEWAY.body_base >> 20} MiB and {GATEWAY.body_per_token} bytes for each token of the longest context"
+    most = rows["bytes of a body, as sent and decompressed"]
+    assert most[0].strip() == f"{body}, {GATEWAY.body_bytes >> 20} MiB at most"
+    assert most[1].strip() == f"{EMULATOR.body_base >> 20} MiB and the same"
     assert f"{GATEWAY.bodies_bytes >> 30} GiB" in text and f"{GATEWAY.free_bytes >> 10} KiB of each" in text
     assert f"keeps {WEIGHTS.strangers} connections" in text and f"{WEIGHTS.hello_bytes >> 10} KiB" in text
     assert (

@@ -104,6 +104,7 @@ REFUSED: tuple[tuple[str, dict[str, str], bytes, int], ...] = (
     ("/v1/completions", {}, b"{", 400),
     ("/v1/completions", {}, b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400),
     ("/v1/completions", {}, b'{"stream_options": 7}', 400),
+    ("/v1/completions", {}, b'{"stream_options": {"x": [%s[]]}}' % (b"[]," * 5000), 400),
     ("/v1/completions", {}, b'{"libra": {"trajectory": "%s"}}' % (b"x" * 5000), 400),
     ("/v1/completions", {"Content-Encoding": "gzip"}, b"no", 400),
     ("/v1/completions", {"Content-Encoding": "br"}, b"no", 415),

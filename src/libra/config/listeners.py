@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 MEBIBYTE = 2**20
+FIELD_BYTES = 4096  # of a field of a body that is neither its prompt nor its messages, where it is looked into
 ID_LENGTH = 512  # characters of a name that a client gives and the listener keeps
 TRAJECTORIES = 100_000  # in progress at a gateway
 
@@ -23,9 +24,15 @@ class HttpLimits:
     idle_seconds: float = 75.0  # without a complete request
     stalled_seconds: float = 60.0  # in which the client reads nothing of its response
     body_seconds: float = 60.0  # for a request body to arrive
-    body_bytes: int = 64 * MEBIBYTE  # of one body, as sent and decompressed
+    body_bytes: int = 64 * MEBIBYTE  # of one body, as sent and decompressed, whatever the context
+    body_base: int = MEBIBYTE  # of one body, and `body_per_token` for each token of the longest context
+    body_per_token: int = 64
     bodies_bytes: int = 1024 * MEBIBYTE  # of all bodies in flight; `free_bytes` of each are not counted
     free_bytes: int = 2**16  # of a body that is always taken
+
+    def body_most(self, longest: int) -> int:
+        """Bytes of one body where the longest context has `longest` tokens: a longer one holds no prompt that fits."""
+        return min(self.body_bytes, self.body_base + self.body_per_token * longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class WeightsLimits:
     frame_bytes: int = 64 * MEBIBYTE  # of each frame after that
 
 
-GATEWAY = HttpLimits(connections=32_768, descriptors=2)
+GATEWAY = HttpLimits(connections=32_768, descriptors=2, body_base=16 * MEBIBYTE)  # prompts may hold images
 EMULATOR = HttpLimits(connections=65_536)
 METRICS = HttpLimits(connections=16, idle_seconds=10.0)  # it reads no body
 WEIGHTS = WeightsLimits()

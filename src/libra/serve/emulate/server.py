@@ -24,7 +24,6 @@ from libra.serve.emulate.openai import Answer, GenerationRequest, parse
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Chain, Request
 
-_BODY_BASE, _BODY_PER_TOKEN = 2**20, 64  # bytes; a longer body holds no prompt that fits
 _METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
     (GaugeMetricFamily, "num_requests_running", "Requests in the batch.", "running"),
     (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", "waiting"),
@@ -49,8 +48,7 @@ class Emulator:
 
     def application(self) -> web.Application:
         longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
-        largest = min(EMULATOR.body_bytes, _BODY_BASE + _BODY_PER_TOKEN * longest)
-        app = web.Application(client_max_size=largest)
+        app = web.Application(client_max_size=EMULATOR.body_most(longest))
         app.on_shutdown.append(self._close)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)

@@ -102,7 +102,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=GATEWAY.body_bytes)
+        app = web.Application(client_max_size=GATEWAY.body_most(self.upstreams.longest))
         app.router.add_post("/v1/{path:completions|chat/completions}", self._turn)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/trajectories/{id}/finish", self._finish)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from libra.config.listeners import ID_LENGTH, TRAJECTORIES
+from libra.config.listeners import FIELD_BYTES, ID_LENGTH, TRAJECTORIES
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.answers import decoded
 from libra.trajectory import ToolStatus, Trajectory, Turn
@@ -61,6 +61,8 @@ class TurnBody(msgspec.Struct):
     @property
     def wants_usage(self) -> bool:
         """Raises ValueError where stream_options are none."""
+        if len(memoryview(self.stream_options)) > FIELD_BYTES:
+            raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
         if bytes(self.stream_options) in _ABSENT:
             return False
         try:
@@ -76,7 +78,7 @@ class TurnBody(msgspec.Struct):
 
     @property
     def has_priority(self) -> bool:
-        return bytes(self.priority) not in _ABSENT
+        return bytes(memoryview(self.priority)[:5]) not in _ABSENT
 
     def needs(self, longest: int, usual: int) -> tuple[int, int]:
         """Tokens of its context, and of the room beyond: `usual` where the body gives no limit. Raises ValueError for
@@ -127,7 +129,7 @@ def read_finish(body: bytes) -> Finish:
 
 def _count(value: msgspec.Raw) -> int | None:
     """A whole number above 0. None: the field is none, which the engine refuses."""
-    digits = bytes(value)
+    digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
     return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
 
 
