@@ -47,6 +47,7 @@ _TAIL = 0.99
 _TURNS, _PROMPT, _RETURNED = 3, (300, 900), 100
 _LIMITS = (2_500, 4_500, 16_384)  # of buckets, tokens
 _OTHER_FILES = 1000
+_JSON = {"Content-Type": "application/json"}
 _LOOK_SECONDS, _WATCH_SECONDS = 0.01, 0.05
 _LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
 
@@ -312,7 +313,7 @@ class _Client:
         began = time.monotonic()
         self.in_flight += 1
         try:
-            async with self.session.post(url, data=data) as response:
+            async with self.session.post(url, data=data, headers=_JSON) as response:
                 text = await response.read()
                 took = time.monotonic() - began
         finally:

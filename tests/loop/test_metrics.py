@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import re
+import resource
 import socket
 from collections import defaultdict
 from pathlib import Path
@@ -185,3 +187,41 @@ def test_a_port_that_was_taken_after_the_check(port: int) -> None:
 
     with pytest.raises(ConfigError, match=rf"metrics\.port: {port} cannot be used on 127\.0\.0\.1"):
         asyncio.run(twice())
+
+
+async def test_connections_to_it_take_no_file_descriptors_from_the_run(port: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers = [socket.socket() for _ in range(200)]
+    try:
+        async with MetricsEndpoint.open(MetricsConfig(port=port)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (strangers[-1].fileno() + 40, hard))  # too few for all of them
+            for stranger in strangers:
+                stranger.connect(("127.0.0.1", port))
+                await asyncio.sleep(0.001)
+            await scrape(port)
+            with contextlib.ExitStack() as files:
+                for _ in range(10):  # of the run
+                    files.enter_context(open(__file__, encoding="utf-8"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize(("shown", "status"), [(None, 401), ("Bearer word", 200)])
+async def test_a_token_is_asked_for(tmp_path: Path, port: int, shown: str | None, status: int) -> None:
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text("word", encoding="utf-8")
+    headers = {} if shown is None else {"Authorization": shown}
+    async with (
+        MetricsEndpoint.open(MetricsConfig(port=port, token_file=file)),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/metrics", headers=headers) as answer,
+    ):
+        assert answer.status == status
+
+
+def test_other_machines_need_a_token(port: int) -> None:
+    with pytest.raises(ValueError, match="give token_file"):
+        MetricsConfig(port=port, host="0.0.0.0")

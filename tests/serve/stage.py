@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
+from libra.config.listeners import EMULATOR, GATEWAY, HttpLimits
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
@@ -118,6 +119,7 @@ async def stop_in_mid_stream(writer: asyncio.StreamWriter) -> None:
 
 @dataclass
 class Stage:
+    base: str
     session: ClientSession
     gateway: Gateway
     policy: RecordingPolicy
@@ -139,16 +141,20 @@ class Stage:
 
 
 @asynccontextmanager
-async def emulated(*names: str, default_tokens: int = 10, **config: int) -> AsyncIterator[tuple[str, Emulator]]:
+async def emulated(
+    *names: str, default_tokens: int = 10, limits: HttpLimits = EMULATOR, **config: int
+) -> AsyncIterator[tuple[str, Emulator]]:
     """The address of a server with emulated engines of 512 tokens."""
     specs = [EngineSpec(name, replace(CONFIG, **config), COST) for name in names]
     emulator = Emulator(specs, 1.0, default_tokens, 0)
-    async with serving(emulator.application(), "127.0.0.1", 0) as base:
+    async with serving(emulator.application(), "127.0.0.1", 0, limits) as base:
         yield base, emulator
 
 
 @asynccontextmanager
-async def staged(engines: int = 2, scripted: Sequence[Scripted] = (), **settings: Any) -> AsyncIterator[Stage]:
+async def staged(
+    engines: int = 2, scripted: Sequence[Scripted] = (), limits: HttpLimits = GATEWAY, **settings: Any
+) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
         sections, emulators, stops = [], {}, {}
         for name in (f"e{number}" for number in range(engines)):
@@ -162,6 +168,6 @@ async def staged(engines: int = 2, scripted: Sequence[Scripted] = (), **settings
         policy, finished = RecordingPolicy(), []
         file = GatewayConfig(engines=tuple(sections), **{"turn_tokens": 16, **settings})
         gateway = Gateway(file, policy, finished.append)
-        base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
+        base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0, limits))
         session = await stack.enter_async_context(ClientSession(base))
-        yield Stage(session, gateway, policy, emulators, stops, list(scripted), finished)
+        yield Stage(base, session, gateway, policy, emulators, stops, list(scripted), finished)

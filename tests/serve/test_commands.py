@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from libra.trajectory import Trajectory, read_trajectories
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30) as response:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 
 
@@ -70,6 +72,46 @@ def test_a_state_that_is_none_is_refused_in_one_line(tmp_path: Path, state: str)
     assert "no state of the policy cmlfq" in result.stderr and "give another file" in result.stderr
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize(("command", "file"), [("route", "gateway.yaml"), ("emulate", "engines.yaml")])
+def test_other_machines_need_a_token(command: str, file: str, host: str) -> None:
+    result = CliRunner().invoke(app, [command, str(EXAMPLES / file), "--host", host])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "--token-file" in result.stderr
+
+
+def test_a_full_disk_loses_no_trajectory_and_no_state(tmp_path: Path) -> None:
+    """The limit on the size of files stands for a disk without space."""
+    log, state, gateway = tmp_path / "log.jsonl", tmp_path / "state.json", tmp_path / "gateway.yaml"
+    before = b'{"policy": "cmlfq", "format": 1}'
+    with ended() as processes:
+        emulated, engine = start("emulate", str(one_engine(tmp_path)), "--speed", "50")
+        processes.append(emulated)
+        section = {"name": "e", "url": next(iter(engine["engines"].values())), "max_model_len": 16384}
+        gateway.write_text(yaml.safe_dump({"engines": [section]}), encoding="utf-8")
+        router, said = start("route", str(gateway), "--log", str(log), "--state", str(state))
+        processes.append(router)
+        state.write_bytes(before)
+        for number in range(2):
+            body = {"prompt": [1] * 20, "max_tokens": 8, "libra": {"trajectory": f"t{number}", "task": "x" * 500}}
+            post(f"{said['v1']}/completions", body)
+        post(f"{said['base']}/trajectories/t0/finish", {})
+        size = log.stat().st_size
+        resource.prlimit(router.pid, resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
+        for _ in range(2):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"{said['base']}/trajectories/t1/finish", {})
+            error = json.load(refused.value)["error"]
+            assert error["code"] == 503 and "finish it again later" in error["message"]
+        assert log.stat().st_size == size
+        resource.prlimit(router.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        post(f"{said['base']}/trajectories/t1/finish", {})
+        assert [it.id for it in read_trajectories(log)] == ["t0", "t1"]
+        resource.prlimit(router.pid, resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(timeout=30) == 2
+    assert state.read_bytes() == before and not list(tmp_path.glob("*.part"))
+
+
 ENGINES = EXAMPLES / "engines.yaml"
 
 
@@ -79,9 +121,8 @@ def test_it_answers_until_it_is_interrupted(end: signal.Signals) -> None:
         process, said = start("emulate", str(ENGINES), "--speed", "50")
         processes.append(process)
         assert list(said["engines"]) == ["a100-0", "a100-1"] and said["base"].startswith("http://127.0.0.1:")
-        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 40}).encode()
-        with urllib.request.urlopen(f"{said['engines']['a100-1']}/completions", body, timeout=30) as response:
-            assert json.load(response)["usage"]["completion_tokens"] == 40
+        answer = post(f"{said['engines']['a100-1']}/completions", {"prompt": [1, 2, 3], "max_tokens": 40})
+        assert answer["usage"]["completion_tokens"] == 40
         process.send_signal(end)
         assert process.wait(timeout=30) == 0
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from aiohttp import ClientSession
-from serve.stage import CONFIG, COST
+from serve.stage import CONFIG, COST, Scripted, say_nothing, staged, stop_in_mid_stream
 
 from libra.route.baselines import LeastLoaded
+from libra.serve.connections import CONNECTIONS
 from libra.serve.emulate.live_engine import LiveEngine
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
-from libra.serve.http import CONNECTIONS, serving
+from libra.serve.http import serving
 from libra.sim.engine.config import EngineSpec
 
 TRANSPORT = {"_SelectorSocketTransport", "dict", "method", "socket", "TransportSocket", "tuple"}
@@ -75,6 +78,72 @@ def test_nothing_refers_to_itself_but_transports_and_connections_are_counted() -
         assert at_back == 2 * ROUNDS and at_front == 2 * at_back
         if sys.version_info < (3, 12):  # two ends each; the last to end may not have ended, and those of before have
             assert at_front <= found.count("_SelectorSocketTransport") <= 3 * at_front
+
+    try:
+        asyncio.run(main())
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def answer_unavailable(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\n{}")
+
+
+async def answer_no_http(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"what?\r\n\r\n")
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+FAILURES = (answer_unavailable, answer_no_http, hang_up, say_nothing, stop_in_mid_stream)
+REFUSED: tuple[tuple[str, dict[str, str], bytes, int], ...] = (
+    ("/v1/completions", {}, b"{", 400),
+    ("/v1/completions", {}, b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400),
+    ("/v1/completions", {}, b'{"stream_options": 7}', 400),
+    ("/v1/completions", {}, b'{"stream_options": {"x": [%s[]]}}' % (b"[]," * 5000), 400),
+    ("/v1/completions", {}, b'{"libra": {"trajectory": "%s"}}' % (b"x" * 5000), 400),
+    ("/v1/completions", {"Content-Encoding": "gzip"}, b"no", 400),
+    ("/v1/completions", {"Content-Encoding": "br"}, b"no", 415),
+    ("/v1/completions", {"Content-Type": "text/plain"}, b"{}", 415),
+    ("/v1/completions", {"Host": "example.com"}, b"{}", 403),
+    ("/v1/completions", {}, bytes(2**26 + 1), 413),
+    ("/trajectories/x/finish", {}, b"{}", 404),
+    ("/trajectories/x/finish", {}, b'{"reward": "much"}', 400),
+)
+
+
+async def fail(session: ClientSession, number: int) -> None:
+    """A turn that fails on every engine, and requests that are refused."""
+    for stream in (False, True):
+        body = {"prompt": [1] * 20, "max_tokens": 5, "stream": stream, "libra": {"trajectory": f"t{number}"}}
+        await post(session, "/v1/completions", body)
+    for path, headers, content, status in REFUSED:
+        headers = {"Content-Type": "application/json"} | headers
+        async with session.post(path, data=content, headers=headers) as response:
+            await response.read()
+            assert response.status == status
+
+
+@pytest.mark.parametrize("script", FAILURES)
+def test_no_failure_and_no_refusal_refers_to_itself(script: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> None:
+    async def main() -> None:
+        times = {"wait_seconds": 0.1, "turn_timeout_seconds": 0.2, "max_attempts": 2}
+        async with staged(engines=0, scripted=[Scripted(script) for _ in range(2)], **times) as stage:
+            await fail(stage.session, 0)  # what is set up once
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            for number in range(ROUNDS):
+                for name in ("s0", "s1"):
+                    stage.mark(name, healthy=True)
+                await fail(stage.session, 1 + number)
+            gc.collect()
+            found = {type(it).__name__ for it in gc.garbage}
+            assert found <= TRANSPORT
 
     try:
         asyncio.run(main())

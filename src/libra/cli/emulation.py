@@ -11,6 +11,7 @@ import typer
 
 from libra.cli.errors import bad_input, require
 from libra.cli.output import tell_notes
+from libra.report.words import printable
 
 if TYPE_CHECKING:
     from libra.sim.engine.config import EngineSpec
@@ -24,9 +25,12 @@ def emulate(
         Path, typer.Argument(metavar="ENGINES", help="YAML file with the engines, as for `libra simulate`.")
     ],
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. No authentication: anyone who can reach it can use it.")
-    ] = ("127.0.0.1"),
+    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
+        "127.0.0.1"
+    ),
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
+    ] = None,
     speed: Annotated[float, typer.Option(help="Simulated seconds per second.")] = 1.0,
     default_tokens: Annotated[
         int, typer.Option(help="Tokens generated for a request without max_tokens; its finish reason is `stop`.")
@@ -59,7 +63,10 @@ def emulate(
             )
         tell_notes(notes, err=True)
         require("http")
-        asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
+        from libra.serve.guard import read_token
+
+        token = None if token_file is None else read_token(token_file)
+        asyncio.run(_serve(specs, host, port, token, speed, default_tokens, seed, as_json))
     except (ValueError, OSError) as error:
         bad_input(error)
 
@@ -79,11 +86,13 @@ async def _serve(
     specs: tuple[EngineSpec, ...],
     host: str,
     port: int,
+    token: str | None,
     speed: float,
     default_tokens: int,
     seed: int,
     as_json: bool,
 ) -> None:
+    from libra.config.listeners import EMULATOR
     from libra.serve.emulate.server import Emulator
     from libra.serve.http import serve
 
@@ -94,8 +103,8 @@ async def _serve(
             return
         typer.echo(f"{len(specs)} emulated engine{'s' if len(specs) > 1 else ''} at {base} (Ctrl-C ends):")
         for name, address in list(addresses.items())[:_SHOWN]:
-            typer.echo(f"  {name}: {address}")
+            typer.echo(printable(f"  {name}: {address}"))
         if len(addresses) > _SHOWN:
             typer.echo(f"  and {len(addresses) - _SHOWN} more: GET {base}/engines")
 
-    await serve(Emulator(specs, speed, default_tokens, seed).application(), host, port, announce)
+    await serve(Emulator(specs, speed, default_tokens, seed).application(), host, port, announce, EMULATOR, token)

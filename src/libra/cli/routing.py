@@ -6,14 +6,15 @@ import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.output import check_writable, write_text
+from libra.cli.output import check_writable
 
 if TYPE_CHECKING:
+    from libra.records.files import LineFile
     from libra.route.policy import Policy
     from libra.serve.gateway.config import GatewayConfig
     from libra.trajectory import Trajectory
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 def route(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the engines and their addresses.")],
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. No authentication: anyone who can reach it can use it.")
-    ] = ("127.0.0.1"),
+    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
+        "127.0.0.1"
+    ),
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
+    ] = None,
     learn_from: Annotated[
         Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
     ] = None,
@@ -46,6 +50,7 @@ def route(
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
     # Imported here: `--help` must not wait for what routing needs.
+    from libra.records.files import DiskError, write_whole
     from libra.serve.gateway.config import load_gateway
     from libra.trajectory import read_trajectories
 
@@ -58,10 +63,13 @@ def route(
         for trajectory in () if learn_from is None else read_trajectories(learn_from):
             policy.finished(trajectory)
         require("http")
-        asyncio.run(_serve(asked, policy, host, port, log, as_json))
+        from libra.serve.guard import read_token
+
+        token = None if token_file is None else read_token(token_file)
+        asyncio.run(_serve(asked, policy, host, port, token, log, as_json))
         if state is not None:
-            write_text(state, json.dumps(policy.snapshot()))
-    except (ValueError, OSError) as error:
+            write_whole(state, json.dumps(policy.snapshot()))
+    except (ValueError, OSError, DiskError) as error:
         bad_input(error)
 
 
@@ -80,12 +88,16 @@ def _policy(file: GatewayConfig, state: Path | None) -> Policy:
         raise ValueError(f"--state {state}: no state of the policy {file.route} ({error}); give another file") from None
 
 
-async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:
+async def _serve(
+    file: GatewayConfig, policy: Policy, host: str, port: int, token: str | None, log: Path | None, as_json: bool
+) -> None:
+    from libra.config.listeners import GATEWAY
+    from libra.records.files import LineFile
     from libra.serve.gateway.server import Gateway
     from libra.serve.http import serve
 
-    written = None if log is None else log.open("a", encoding="utf-8")
-    gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))
+    written = None if log is None else LineFile(log)
+    gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it), token is not None)
 
     def announce(base: str) -> None:
         healthy, count = len(gateway.upstreams.instances), len(file.engines)
@@ -95,12 +107,11 @@ async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log:
             typer.echo(f"{file.route} routes at {base}/v1 to {healthy} of {count} engines (Ctrl-C ends)")
 
     try:
-        await serve(gateway.application(), host, port, announce)
+        await serve(gateway.application(), host, port, announce, GATEWAY, token)
     finally:
         if written is not None:
             written.close()
 
 
-def _append(file: TextIO, trajectory: Trajectory) -> None:
-    file.write(json.dumps(asdict(trajectory)) + "\n")
-    file.flush()
+def _append(file: LineFile, trajectory: Trajectory) -> None:
+    file.append(json.dumps(asdict(trajectory)).encode())

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from libra.config.listeners import is_local
 from libra.config.recipe import KVOnUpdate
 from libra.config.yaml_file import ConfigError as ConfigError
 from libra.config.yaml_file import Section, read_section, unknown
@@ -221,6 +222,13 @@ class MetricsConfig(Section):
 
     port: int | None = Field(default=None, ge=1, le=65535)  # None: nowhere
     host: str = "127.0.0.1"
+    token_file: Path | None = None  # bearer token that is asked for; required where other machines reach `host`
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.port is not None and self.token_file is None and not is_local(self.host):
+            raise ValueError(f"other machines can reach {self.host}: give token_file, or 127.0.0.1 as host")
+        return self
 
 
 class RunConfig(Section):

@@ -16,11 +16,14 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from libra.config.listeners import METRICS
 from libra.config.run import ConfigError, MetricsConfig
 from libra.exec.protocols import MoveOutcome
 from libra.records.causes import Cause, total
 from libra.records.schema import StepRecord
-from libra.serve.http import metrics_response, serving
+from libra.serve.answers import metrics_response
+from libra.serve.guard import read_token
+from libra.serve.http import serving
 
 if TYPE_CHECKING:
     from libra.loop.recorder import Recorder
@@ -195,7 +198,11 @@ class MetricsEndpoint:
         application = web.Application()
         application.router.add_get("/metrics", metrics)
         try:
-            async with serving(application, config.host, config.port) as base:
+            token = None if config.token_file is None else read_token(config.token_file)
+        except ValueError as error:
+            raise ConfigError(f"metrics.token_file: {error}") from None
+        try:
+            async with serving(application, config.host, config.port, METRICS, token) as base:
                 endpoint.address = f"{base}/metrics"
                 yield endpoint
         except OSError as error:

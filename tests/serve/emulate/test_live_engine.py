@@ -224,3 +224,20 @@ def test_time_goes_forward(speed: float) -> None:
 
     with pytest.raises(ValueError, match=r"speed is .*; give a number above 0"):
         run(clock())
+
+
+def test_a_closed_engine_tells_waiters_nothing_more() -> None:
+    async def main() -> None:
+        engine = LiveEngine(SPEC, WallClock(asyncio.get_running_loop()))
+        requests = [engine.submit(Chain(f"{number}"), 20, 5) for number in range(2)]
+        waiting = [asyncio.ensure_future(anext(engine.progress(it))) for it in requests]
+        await asyncio.sleep(0)
+        engine.close()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(it, asyncio.CancelledError) for it in ends)
+        await asyncio.sleep(1.0)
+        assert engine.running + engine.waiting == 0  # all tokens were due
+        for request in requests:
+            engine.cancel(request)
+
+    run(main())

@@ -15,6 +15,7 @@ from serve.stage import Scripted, staged
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway import upstreams
+from libra.serve.gateway.trajectories import Trajectories
 from libra.trajectory import Trajectory, Turn
 
 
@@ -331,7 +332,8 @@ async def test_a_token_that_no_header_can_hold_is_refused() -> None:
         port = stage.session._base_url.port  # type: ignore[union-attr]
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
         )
         writer.write(head)
         assert (await reader.readline()).split()[1] == b"400"
@@ -345,3 +347,14 @@ async def test_nobody_follows_an_engine_to_another_address() -> None:
     async with staged(engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})]) as stage:
         status, said = await stage.post("/v1/completions", {"prompt": "a"})
         assert status == 502 and "engine s0 redirects with status 307" in said["error"]["message"]
+
+
+async def test_trajectories_in_progress_have_a_limit() -> None:
+    async with staged(engines=1) as stage:
+        stage.gateway.trajectories = Trajectories(most=2)
+        turns = [{"prompt": [1] * 9, "max_tokens": 5, "libra": {"trajectory": f"t{number}"}} for number in range(3)]
+        assert [(await stage.post("/v1/completions", turn))[0] for turn in turns] == [200, 200, 429]
+        assert (await stage.post("/v1/completions", turns[0]))[0] == 200  # one of those
+        assert (await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5}))[0] == 200
+        assert (await stage.post("/trajectories/t1/finish", {}))[0] == 200
+        assert (await stage.post("/v1/completions", turns[2]))[0] == 200

@@ -55,13 +55,13 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
         now += 2.0
         live.answered(request, context, turn.generated, now)
         context += turn.generated
-    trajectory = live.finish("t", reward, 5)
+    trajectory = live.whole("t", reward, 5)
     assert told == [ToolReturn(*tool[:3]) for tool in tools]
     assert [it.generated_tokens for it in trajectory.turns] == [turn.generated for turn in turns]
     assert [(it.tool, it.status, it.returned_tokens, it.tool_seconds) for it in trajectory.turns[:-1]] == tools
     assert (trajectory.prompt_tokens, trajectory.reward, trajectory.policy_version) == (100, reward, 5)
     assert trajectory.finished and trajectory.started_at == 1.0
-    assert len(live) == 0
+    assert len(live) == 1 and live.forget("t") and len(live) == 0
 
 
 def test_the_engines_count_of_a_prompt_replaces_a_guess() -> None:
@@ -75,10 +75,10 @@ def test_the_engines_count_of_a_prompt_replaces_a_guess() -> None:
 def test_a_trajectory_ends_with_an_answer_or_is_forgotten() -> None:
     live = Trajectories()
     with pytest.raises(KeyError):
-        live.finish("t", None, 0)
+        live.whole("t", None, 0)
     turn, _ = live.begin("t", "p", "", 70, None, 0.0)
     with pytest.raises(ValueError, match="its last turn has no answer"):
-        live.finish("t", None, 0)
+        live.whole("t", None, 0)
     assert live.forget("t") and not live.forget("t")
     live.answered(turn, 70, 3, 1.0)  # its trajectory has been forgotten
     live.failed(turn)
@@ -96,7 +96,7 @@ def test_a_turn_of_a_forgotten_trajectory_says_nothing_of_a_new_one_with_its_nam
     with pytest.raises(ValueError, match="a turn is in flight"):
         live.begin("t", "p", "", 70, None, 3.0)
     live.answered(new, 70, 5, 4.0)
-    assert live.finish("t", None, 0).generated_tokens == 5
+    assert live.whole("t", None, 0).generated_tokens == 5
 
 
 def test_idle_are_those_that_nothing_happened_to() -> None:
@@ -134,4 +134,4 @@ def test_text_is_guessed_by_its_length(body: bytes, tokens: int) -> None:
 
 
 def test_a_field_is_added_without_touching_the_others() -> None:
-    assert with_field(b' {"prompt": [1,  2]}\n', "priority", 3) == b' {"prompt": [1,  2],"priority":3}'
+    assert with_field(b' {"prompt": [1,  2]}\n', "priority", b"3") == b' {"prompt": [1,  2],"priority":3}'

@@ -144,3 +144,20 @@ def test_a_stopped_process_holds_no_turn() -> None:
 
     with ended() as processes:
         asyncio.run(main())
+
+
+async def test_an_engine_that_failed_a_turn_is_checked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstreams, "_CHECK_SECONDS", 1000.0)
+    failed = 0
+
+    async def fail_once(writer: asyncio.StreamWriter) -> None:
+        nonlocal failed
+        failed += 1
+        if failed == 1:
+            writer.close()
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    async with staged(engines=0, scripted=[Scripted(fail_once)]) as stage, asyncio.timeout(10):
+        await asyncio.sleep(0.1)  # it waits for the next check
+        assert (await stage.post("/v1/completions", BODY))[0] == 200 and failed == 2

@@ -37,6 +37,7 @@ from libra.backends.weights.wire import (
     runs,
     unrolled,
 )
+from libra.config.listeners import WEIGHTS, WeightsLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +72,38 @@ class UpstreamLostError(ConnectionError):
 
 @contextlib.asynccontextmanager
 async def served(
-    feed: Feed, host: str, token: str, patience: LinkPatience | None = None, port: int = 0
+    feed: Feed,
+    host: str,
+    token: str,
+    patience: LinkPatience | None = None,
+    port: int = 0,
+    limits: WeightsLimits = WEIGHTS,
 ) -> AsyncIterator[Address]:
-    """Gives what a feed has to all who show the token; yields where. Port 0: any."""
+    """Gives what a feed has to all who show the token; yields where. Port 0: any. A connection that has not shown it
+    gives way to a later one where there are too many."""
     patience = patience or LinkPatience()
     readers: set[asyncio.Task[None]] = set()
+    strangers: dict[asyncio.Task[None], None] = {}  # of these, the longest waiting first
 
     async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         readers.add(task)
+        strangers[task] = None
+        if len(strangers) > limits.strangers:
+            longest = next(iter(strangers))
+            del strangers[longest]
+            longest.cancel()
         try:
             async with _closed(writer):
-                await _serve(feed, token, patience, reader, writer)
+                hello = await _greeted(reader, token, len(feed.grid), limits)
+                strangers.pop(task, None)
+                await _serve(feed, hello, patience, writer)
         except (OSError, asyncio.CancelledError):
             pass  # it comes again, if it is there; asyncio would log that a handler of its was cancelled
         finally:
             readers.discard(task)
+            strangers.pop(task, None)
 
     server = await asyncio.start_server(begin, host, port)
     address = server.sockets[0].getsockname()
@@ -111,12 +127,17 @@ async def _closed(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
             await writer.wait_closed()
 
 
-async def _serve(
-    feed: Feed, token: str, patience: LinkPatience, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    hello, _ = await receive(reader, patience.silence)
+async def _greeted(reader: asyncio.StreamReader, token: str, chunks: int, limits: WeightsLimits) -> Hello:
+    """Raises `OSError` where the first frame is too large or too late, or does not show the token."""
+    most = limits.hello_bytes + chunks * limits.hello_chunk_bytes
+    async with asyncio.timeout(limits.hello_seconds):
+        hello, _ = await receive(reader, limits.hello_seconds, most)
     if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
-        return
+        raise PermissionError("the token was not shown")
+    return hello
+
+
+async def _serve(feed: Feed, hello: Hello, patience: LinkPatience, writer: asyncio.StreamWriter) -> None:
     if hello.grid != feed.grid:
         writer.write(pack(NotServed(f"these weights are {feed.grid}, and {hello.grid} were asked for")))
         await writer.drain()

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 
 from libra.backends.weights.grid import Grid, Mask, Versions
+from libra.config.listeners import WEIGHTS
 
 NOTHING = -1  # the version of a chunk of which there is nothing
-LARGEST_FRAME = 64 << 20  # bytes; a longer one is a broken peer
 _HEAD = struct.Struct("!III")  # bytes that follow, their CRC-32, and that of these two: a wrong length is waited for
 _PIECE = 1 << 18
+_Runs = list[tuple[Annotated[int, msgspec.Meta(ge=NOTHING, le=2**53)], Annotated[int, msgspec.Meta(ge=1, le=2**31)]]]
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -59,8 +60,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     token: str
     grid: Grid
     lineage: str  # of which the versions are; "": it has none
-    have: list[tuple[int, int]]
-    wanted: list[tuple[int, int]]
+    have: _Runs
+    wanted: _Runs
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -68,7 +69,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     which chunks can be had here, as (0 or 1, how many chunks)."""
 
     lineage: str
-    own: list[tuple[int, int]]
+    own: _Runs
 
 
 class NotServed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -92,21 +93,21 @@ def pack(message: Sent) -> bytes:
     return _head(len(body), zlib.crc32(body)) + body
 
 
-async def receive(reader: asyncio.StreamReader, silence: float) -> tuple[Sent, bytes]:
-    """A message, and the frame that it came in. Raises `TimeoutError` after so many seconds without a byte,
-    `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
+async def receive(reader: asyncio.StreamReader, silence: float, most: int = WEIGHTS.frame_bytes) -> tuple[Sent, bytes]:
+    """A message, and the frame of `most` bytes at most that it came in. Raises `TimeoutError` after `silence` seconds
+    without a byte, `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
     head = await _read(reader, _HEAD.size, silence)
     count, checksum, _ = _HEAD.unpack(head)
     if head != _head(count, checksum):
         raise DamagedError("the head of a frame arrived damaged")
-    if count > LARGEST_FRAME:
-        raise DamagedError(f"a frame of {count} bytes; the largest has {LARGEST_FRAME}")
+    if count > most:
+        raise DamagedError(f"a frame of {count} bytes; the largest has {most}")
     body = await _read(reader, count, silence)
     if zlib.crc32(body) != checksum:
         raise DamagedError("a frame arrived damaged")
     try:
         return _decoder.decode(body), head + body
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DamagedError(f"a frame is no message: {error}") from None
 
 

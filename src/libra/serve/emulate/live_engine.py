@@ -132,6 +132,8 @@ class LiveEngine:
         self._wake_by(None)
         for waiter in (*self._ends.values(), *self._firsts.values()):
             waiter.cancel()
+        self._ends.clear()
+        self._firsts.clear()
 
     # Time
 

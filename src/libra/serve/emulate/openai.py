@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from libra.serve.http import decoded
+from libra.serve.answers import decoded
 
 _CHARACTERS = 4  # per token
 _VOCABULARY = range(1000)  # generated tokens: a space and three digits each

@@ -16,13 +16,14 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from libra.config.listeners import EMULATOR
+from libra.serve.answers import RefusedRequest, metrics_response, refused
+from libra.serve.bodies import body_of
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
-from libra.serve.http import RefusedRequest, body_of, in_openai_shape, metrics_response, refused
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Chain, Request
 
-_LARGEST_BODY, _BODY_BASE, _BODY_PER_TOKEN = 64 * 2**20, 2**20, 64  # bytes; a longer body holds no prompt that fits
 _METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
     (GaugeMetricFamily, "num_requests_running", "Requests in the batch.", "running"),
     (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", "waiting"),
@@ -47,8 +48,7 @@ class Emulator:
 
     def application(self) -> web.Application:
         longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
-        largest = min(_LARGEST_BODY, _BODY_BASE + _BODY_PER_TOKEN * longest)
-        app = web.Application(client_max_size=largest, middlewares=[in_openai_shape])
+        app = web.Application(client_max_size=EMULATOR.body_most(longest))
         app.on_shutdown.append(self._close)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)

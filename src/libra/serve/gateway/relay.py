@@ -1,7 +1,7 @@
 """One turn on one engine: forwards the body, and passes the answer back unchanged.
 
-Invariant: until the first byte of an answer has reached the client, an engine's failure is an exception, and the caller
-may retry elsewhere; after that it is an error event at the end of the stream. The events' bytes, joined, are the
+Invariant: until the first byte of an answer has reached the client, an engine's failure gives no response, and the
+caller may retry elsewhere; after that it is an error event at the end of the stream. The events' bytes, joined, are the
 stream's bytes. That is why an event stream is no library's: parsers give the fields of an event without its bytes
 (https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
 """
@@ -9,14 +9,15 @@ stream's bytes. That is why an event stream is no library's: parsers give the fi
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import ClientError, ClientResponse, ClientSession, web
 
+from libra.serve.answers import decoded, refusal, refused
 from libra.serve.gateway.trajectories import Tokens
-from libra.serve.gateway.upstreams import Attempt, EngineLostError
-from libra.serve.http import decoded, refusal, refused
+from libra.serve.gateway.upstreams import Attempt, TurnFailure, untraced
 
 _GONE = {502, 503, 504}  # statuses of a server that cannot
 _LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
@@ -34,23 +35,27 @@ Usage = tuple[int, int]  # tokens of the prompt, and generated
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A turn that ended with a response to the client."""
+    """A turn that an engine had."""
 
-    response: web.StreamResponse
+    response: web.StreamResponse | None  # to the client; None: nothing has reached it, and the turn may be retried
     usage: Usage | None = None  # None: not answered, or the engine did not report it
-    lost: EngineLostError | None = None  # the engine failed in the middle of the stream
+    failure: TurnFailure | None = None  # of the engine, perhaps in the middle of a stream
 
 
 async def relay(
-    session: ClientSession, request: web.Request, attempt: Attempt, body: bytes, *, stream: bool, usage: bool
+    session: ClientSession,
+    request: web.Request,
+    authorization: Mapping[str, str],
+    attempt: Attempt,
+    body: bytes,
+    *,
+    stream: bool,
+    usage: bool,
 ) -> Relayed:
-    """Send `body` to the path that was asked for. `usage`: whether the client wants a stream's usage event. Raises
-    `EngineLostError`, and `RefusedRequest` where the engine is healthy but says nothing of this turn, while nothing has
-    reached the client."""
+    """Send `body` to the path that was asked for. `usage`: whether the client wants a stream's usage event."""
     engine = attempt.engine
-    url, headers = f"{engine.section.url}/{request.match_info['path']}", _SENT | engine.authorization(request)
+    url, headers = f"{engine.section.url}/{request.match_info['path']}", {**_SENT, **authorization}
     response: web.StreamResponse | None = None
-    failure: Exception
     try:
         async with (
             attempt,
@@ -61,12 +66,14 @@ async def relay(
                 return Relayed(response, await _stream(request, response, attempt, answer, usage))
             return await _whole(attempt, answer)
     except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
+        untraced(error)
         why = str(error) or type(error).__name__
-        failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {why}")
-    if response is None or not response.prepared:
-        raise failure
-    await _write(response, request, b"data: " + refusal(f"{failure}; ask again from what has come", 503) + b"\n\n")
-    return Relayed(response, lost=failure if isinstance(failure, EngineLostError) else None)
+    failure = attempt.failure or TurnFailure(f"engine {engine.id} went away: {why}")
+    if response is not None and response.prepared:
+        said = refusal(f"{failure.message}; ask again from what has come", 503)
+        await _write(response, request, b"data: " + said + b"\n\n")
+        return Relayed(response, failure=failure if failure.of_engine else None)
+    return Relayed(None if failure.of_engine else refused(failure.message, 504), failure=failure)
 
 
 async def _whole(attempt: Attempt, answer: ClientResponse) -> Relayed:
@@ -86,7 +93,8 @@ async def _whole(attempt: Attempt, answer: ClientResponse) -> Relayed:
     headers = {name: value for name, value in said if value and value.isascii() and value.isprintable()}
     response = web.Response(body=whole, status=answer.status, headers=headers)
     if answer.status in _GONE:
-        raise EngineLostError(f"engine {engine.id} answered with status {answer.status}", response)
+        failure = TurnFailure(f"engine {engine.id} answered with status {answer.status}", answer=response)
+        return Relayed(None, failure=failure)
     usage = usage_of(whole)[0] if answer.status == 200 else None
     engine.turns += usage is not None
     return Relayed(response, usage)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 
@@ -16,22 +15,26 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, T
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from libra.config.listeners import GATEWAY
+from libra.records.files import DiskError
 from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
+from libra.serve.answers import RefusedRequest, metrics_response, refused
+from libra.serve.bodies import body_of
+from libra.serve.connections import CONNECTIONS
 from libra.serve.gateway.config import GatewayConfig
 from libra.serve.gateway.relay import Relayed, relay
 from libra.serve.gateway.trajectories import LibraField, Trajectories, TurnBody, read_finish, read_turn, with_field
 from libra.serve.gateway.upstreams import (
     RECHECK_SECONDS,
     Attempt,
-    EngineLostError,
     HealthMonitor,
+    TurnFailure,
     Upstream,
     Upstreams,
+    untraced,
 )
-from libra.serve.http import CONNECTIONS, RefusedRequest, body_of, in_openai_shape, metrics_response, refused
 from libra.trajectory import Trajectory
 
-_LARGEST_BODY = 64 * 2**20  # bytes
 _FORGET_SECONDS = 60.0  # between two searches for idle trajectories, at most
 _MODELS_TIMEOUT = 2.0  # seconds
 # Seconds of an idle connection: vLLM closes it after 5, and whose request meets that has lost an engine.
@@ -79,21 +82,27 @@ class Counts:
 
 
 class Gateway:
-    """Calls `finished` with every finished trajectory."""
+    """Calls `keep` with every finished trajectory, before the policy learns from it. `keep` may raise `DiskError`: then
+    the trajectory is not finished, and may be finished again. `guarded`: clients show the gateway a token, which is not
+    for engines."""
 
     def __init__(
-        self, config: GatewayConfig, policy: Policy, finished: Callable[[Trajectory], None] = lambda _: None
+        self,
+        config: GatewayConfig,
+        policy: Policy,
+        keep: Callable[[Trajectory], None] = lambda _: None,
+        guarded: bool = False,
     ) -> None:
         self.upstreams = Upstreams(config.engines, config.bucket_limits)
         self.trajectories = Trajectories()
         self.counts = Counts()
-        self._config, self._policy, self._finished = config, policy, finished
+        self._config, self._policy, self._keep, self._guarded = config, policy, keep, guarded
         self._single = count(1)  # turns without a trajectory
         self._session: ClientSession
         self._loop = asyncio.get_running_loop()
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[in_openai_shape])
+        app = web.Application(client_max_size=GATEWAY.body_most(self.upstreams.longest))
         app.router.add_post("/v1/{path:completions|chat/completions}", self._turn)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/trajectories/{id}/finish", self._finish)
@@ -129,16 +138,20 @@ class Gateway:
         began = self._loop.time()
         try:
             body = read_turn(raw)
+            usage = body.wants_usage
             context, room = body.needs(self.upstreams.longest, self._config.turn_tokens)
             libra = body.libra
             told = libra or LibraField(f"turn {next(self._single)}")
+            if libra is not None and not self.trajectories.has_room(libra.trajectory):
+                return refused("too many trajectories in progress: finish or forget some", 429, _RETRY_AFTER)
             id, prompt = told.trajectory, told.trajectory if told.prompt is None else told.prompt
             turn, returned = self.trajectories.begin(id, prompt, told.task, context, told.tool, began)
         except ValueError as error:
             return refused(str(error), 400)
         relayed: Relayed | None = None
         try:
-            relayed = await self._route(request, raw, body, turn, returned, room)
+            relayed = await self._route(request, raw, body, usage, turn, returned, room)
+            assert relayed.response is not None
             return relayed.response
         finally:
             if relayed is None or relayed.usage is None:
@@ -155,15 +168,15 @@ class Gateway:
         request: web.Request,
         raw: bytes,
         body: TurnBody,
+        usage: bool,
         turn: TurnRequest,
         returned: ToolReturn | None,
         room: int,
     ) -> Relayed:
         """Try engines until one answers, `max_attempts` at most."""
-        usage = body.wants_usage
         if body.stream and not usage:
-            raw = with_field(raw, "stream_options", {**(body.stream_options or {}), "include_usage": True})
-        lost: EngineLostError | None = None
+            raw = with_field(raw, "stream_options", body.with_usage)
+        lost: TurnFailure | None = None
         for number in range(self._config.max_attempts):
             try:
                 placement = await self._place(turn, returned, room)
@@ -175,22 +188,20 @@ class Gateway:
             self.counts.retries += number > 0
             engine = self.upstreams.all[placement.instance]
             sent = raw
-            if self._config.priorities and body.priority is None:
-                sent = with_field(raw, "priority", placement.priority)
+            if self._config.priorities and not body.has_priority:
+                sent = with_field(raw, "priority", b"%d" % placement.priority)
             attempt = Attempt(self.upstreams, engine, turn.context_tokens)
-            try:
-                relayed = await relay(self._session, request, attempt, sent, stream=body.stream, usage=usage)
-            except EngineLostError as error:
+            headers = engine.authorization(None if self._guarded else request)
+            relayed = await relay(self._session, request, headers, attempt, sent, stream=body.stream, usage=usage)
+            if relayed.failure is not None and relayed.failure.of_engine:
                 self._mark_lost(engine)
-                lost = error
-            else:
-                if relayed.lost is not None:
-                    self._mark_lost(engine)
+                lost = relayed.failure
+            if relayed.response is not None:
                 return relayed
         assert lost is not None
         if lost.answer is not None:
             return Relayed(lost.answer)
-        raise _UnavailableError(f"tried on {self._config.max_attempts} engines, each of which failed: {lost}")
+        raise _UnavailableError(f"tried on {self._config.max_attempts} engines, each of which failed: {lost.message}")
 
     async def _place(self, turn: TurnRequest, returned: ToolReturn | None, room: int) -> Placement:
         until = self._loop.time() + self._config.wait_seconds
@@ -231,13 +242,16 @@ class Gateway:
         id = request.match_info["id"]
         try:
             told = read_finish(await body_of(request))
-            trajectory = self.trajectories.finish(id, told.reward, told.policy_version)
+            trajectory = self.trajectories.whole(id, told.reward, told.policy_version)
+            self._keep(trajectory)
         except KeyError:
             raise _no_trajectory(id) from None
         except ValueError as error:
             return refused(str(error), 400)
+        except DiskError as error:
+            return refused(f"trajectory {id} is not finished, finish it again later: {error}", 503, _RETRY_AFTER)
+        self.trajectories.forget(id)
         self._policy.finished(trajectory)
-        self._finished(trajectory)
         self.counts.finished += 1
         return web.json_response(asdict(trajectory))
 
@@ -260,14 +274,16 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         for engine in self.upstreams.instances:
-            with suppress(ClientError, OSError, ValueError):
+            try:
                 async with self._session.get(
                     f"{engine.section.url}/models",
                     timeout=ClientTimeout(total=_MODELS_TIMEOUT),
-                    headers={"Accept-Encoding": "identity"} | engine.authorization(request),
+                    headers={"Accept-Encoding": "identity"} | engine.authorization(None if self._guarded else request),
                     allow_redirects=False,
                 ) as answer:
                     return web.Response(body=await answer.read(), status=answer.status, headers=_JSON)
+            except (ClientError, OSError, ValueError) as error:
+                untraced(error)
         return refused("no engine is healthy: see GET /engines", 503, _RETRY_AFTER)
 
     async def _list(self, _: web.Request) -> web.Response:

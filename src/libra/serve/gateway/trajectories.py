@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from libra.config.listeners import FIELD_BYTES, ID_LENGTH, TRAJECTORIES
 from libra.route.policy import ToolReturn, TurnRequest
-from libra.serve.http import decoded
+from libra.serve.answers import decoded
 from libra.trajectory import ToolStatus, Trajectory, Turn
 
 UNKNOWN_TOOL = "unknown"
 _CHARACTERS = 4  # per token of text: a guess until the engine has counted
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # beyond that, sums of them leave the range of floats and JSON
 
+Name = Annotated[str, msgspec.Meta(max_length=ID_LENGTH)]
+
 
 class ReportedReturn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tool return at the end of a turn's prompt, as the client describes it."""
 
-    name: str = UNKNOWN_TOOL
+    name: Name = UNKNOWN_TOOL
     status: ToolStatus = "unknown"
     returned_tokens: Tokens | None = None  # None: the growth of the prompt over the last context
 
@@ -33,33 +36,55 @@ class ReportedReturn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LibraField(msgspec.Struct, forbid_unknown_fields=True):
     """The field `libra` of a body."""
 
-    trajectory: Annotated[str, msgspec.Meta(min_length=1)]
-    prompt: str | None = None  # name shared by trajectories of one prompt; None: the trajectory's own
-    task: str = ""
+    trajectory: Annotated[str, msgspec.Meta(min_length=1, max_length=ID_LENGTH)]
+    prompt: Name | None = None  # name shared by trajectories of one prompt; None: the trajectory's own
+    task: Name = ""
     tool: ReportedReturn | None = None
 
 
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
 class TurnBody(msgspec.Struct):
-    """A request. Fields typed Any are for the engine to validate."""
+    """A request. Raw fields are for the engine to validate, and no objects are made of them."""
 
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    priority: Any = None
+    stream_options: msgspec.Raw = msgspec.Raw()
+    priority: msgspec.Raw = msgspec.Raw()
     libra: LibraField | None = None
 
     @property
     def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.get("include_usage"))
+        """Raises ValueError where stream_options are none."""
+        if len(memoryview(self.stream_options)) > FIELD_BYTES:
+            raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
+        if bytes(self.stream_options) in _ABSENT:
+            return False
+        try:
+            return bool(decoded(_stream_options, bytes(self.stream_options)).include_usage)
+        except ValueError as error:
+            raise ValueError(f"stream_options: {error}") from None
+
+    @property
+    def with_usage(self) -> bytes:
+        """Its stream_options with `include_usage`, as JSON."""
+        options = bytes(self.stream_options)
+        return _USAGE if options in _ABSENT or not options[1:-1].strip() else options[:-1] + b"," + _USAGE[1:]
+
+    @property
+    def has_priority(self) -> bool:
+        return bytes(memoryview(self.priority)[:5]) not in _ABSENT
 
     def needs(self, longest: int, usual: int) -> tuple[int, int]:
         """Tokens of its context, and of the room beyond: `usual` where the body gives no limit. Raises ValueError for
         a turn that no engine of `longest` tokens can ever hold."""
-        limits = (self.max_completion_tokens, self.max_tokens)
-        most: int | None = next((it for it in limits if type(it) is int and it >= 1), None)
+        limits = (_count(self.max_completion_tokens), _count(self.max_tokens))
+        most = next((it for it in limits if it is not None), None)
         context, counted = self.prompt_tokens()
         if (context if counted else 1) + (most or 1) > longest:
             prompt = f"a prompt of {context} tokens" if counted else "a prompt"
@@ -85,7 +110,10 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
     policy_version: Tokens = 0
 
 
-_turn = msgspec.json.Decoder(TurnBody)
+_ABSENT = (b"", b"null")
+_USAGE = b'{"include_usage":true}'
+_LONGEST_COUNT = 20  # digits
+_turn, _stream_options = msgspec.json.Decoder(TurnBody), msgspec.json.Decoder(_StreamOptions)
 _finish = msgspec.json.Decoder(Finish)
 
 
@@ -99,9 +127,16 @@ def read_finish(body: bytes) -> Finish:
     return decoded(_finish, body or b"{}")
 
 
-def with_field(body: bytes, name: str, value: Any) -> bytes:
-    """A non-empty JSON object with a field appended: parsers take the last of two fields with one name."""
-    return body.rstrip()[:-1] + b',"%s":' % name.encode() + msgspec.json.encode(value) + b"}"
+def _count(value: msgspec.Raw) -> int | None:
+    """A whole number above 0. None: the field is none, which the engine refuses."""
+    digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
+    return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
+
+
+def with_field(body: bytes, name: str, value: bytes) -> bytes:
+    """A non-empty JSON object with a field, `value` as JSON, appended: parsers take the last of two fields with one
+    name."""
+    return b"".join((body.rstrip()[:-1], b',"%s":' % name.encode(), value, b"}"))
 
 
 @dataclass(slots=True)
@@ -120,13 +155,18 @@ class _Live:
 
 class Trajectories:
     """Call `begin` for each turn, `placed` once the policy has been asked, then `answered` or `failed`; after the last
-    turn `finish` or `forget`."""
+    turn `whole` and `forget`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = TRAJECTORIES) -> None:
         self._live: dict[str, _Live] = {}  # least recently touched first
+        self._most = most
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def has_room(self, id: str) -> bool:
+        """Whether a turn of this trajectory makes no more than the most that are kept."""
+        return len(self._live) < self._most or id in self._live
 
     def begin(
         self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
@@ -176,12 +216,13 @@ class Trajectories:
         live = self._live.get(turn.trajectory_id)
         return live if live is not None and live.in_flight is turn else None
 
-    def finish(self, id: str, reward: float | None, policy_version: int) -> Trajectory:
-        """The whole trajectory. Raises KeyError for an unknown one, ValueError where the last turn has no answer."""
+    def whole(self, id: str, reward: float | None, policy_version: int) -> Trajectory:
+        """The whole trajectory; `forget` it once it is kept elsewhere. Raises KeyError for an unknown one, ValueError
+        where the last turn has no answer."""
         live = self._live[id]
         if live.generated is None:
             raise ValueError(f"trajectory {id}: its last turn has no answer; forget it, or wait for the answer")
-        trajectory = Trajectory(
+        return Trajectory(
             id=id,
             prompt_id=live.prompt_id,
             task=live.task,
@@ -192,8 +233,6 @@ class Trajectories:
             finished=True,
             started_at=live.began,
         )
-        del self._live[id]
-        return trajectory
 
     def forget(self, id: str) -> bool:
         """False: it is unknown."""

@@ -16,8 +16,8 @@ from typing import Self
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
+from libra.serve.answers import RefusedRequest
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
-from libra.serve.http import RefusedRequest
 
 RECHECK_SECONDS = 1.0  # between two checks of an unhealthy engine
 _CHECK_SECONDS = 10.0  # between two checks of a healthy one: if it fails, a turn will say so sooner
@@ -25,12 +25,22 @@ _CHECK_TIMEOUT = 2.0
 _ABORT_SECONDS = 1.0  # between two searches for turns past their timeout, at most
 
 
-class EngineLostError(Exception):
-    """The engine failed before it had answered. `answer` is its own error response, if it gave one."""
+@dataclass(frozen=True, slots=True)
+class TurnFailure:
+    """Why a turn got no answer from an engine. A value, as an exception that is kept refers to the frames that it
+    passed through, and they to it."""
 
-    def __init__(self, message: str, answer: web.Response | None = None) -> None:
-        super().__init__(message)
-        self.answer = answer
+    message: str
+    of_engine: bool = True  # False: the engine is healthy, but silent about this turn
+    answer: web.Response | None = None  # the engine's own error response
+
+
+def untraced(error: BaseException | None) -> None:
+    """Drop the frames that an error and its causes refer to: aiohttp's client keeps errors in some of them, and garbage
+    that refers to itself is rarely collected here."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 class Upstream:
@@ -44,6 +54,7 @@ class Upstream:
         self.section = section
         self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
         self.healthy = False
+        self.lost = asyncio.Event()  # set while it is out of service
         self.load_tokens = 0  # contexts of the turns in flight
         self.turns = 0  # answered
         self.attempts: set[Attempt] = set()
@@ -68,7 +79,7 @@ class Attempt:
 
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
-        self.error: Exception | None = None  # why it was aborted
+        self.failure: TurnFailure | None = None  # why it was aborted
         self.last_byte = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
         self._upstreams, self._context, self._scope = upstreams, context, asyncio.timeout(None)
 
@@ -90,10 +101,10 @@ class Attempt:
         """The engine has just sent something of the turn."""
         self.last_byte = self.engine.last_byte = asyncio.get_running_loop().time()
 
-    def abort(self, error: Exception) -> None:
-        """End the context with TimeoutError; `error` holds the reason."""
-        if self.error is None:
-            self.error = error
+    def abort(self, failure: TurnFailure) -> None:
+        """End the context with TimeoutError; `failure` holds the reason."""
+        if self.failure is None:
+            self.failure = failure
             self._scope.reschedule(asyncio.get_running_loop().time())
 
 
@@ -124,6 +135,10 @@ class Upstreams:
         if engine.healthy == healthy:
             return False
         engine.healthy = healthy
+        if healthy:
+            engine.lost.clear()
+        else:
+            engine.lost.set()
         self.instances = tuple(each for each in self.all.values() if each.healthy)
         self.announce()
         return True
@@ -156,10 +171,20 @@ class HealthMonitor:
         return [*tasks, asyncio.create_task(self._keep_aborting())]
 
     async def _keep_checking(self, engine: Upstream, first: float) -> None:
-        await asyncio.sleep(first)
+        await self._pause(engine, first)
         while True:
             await self._check(engine)
-            await asyncio.sleep(_CHECK_SECONDS if engine.healthy else RECHECK_SECONDS)
+            await self._pause(engine, _CHECK_SECONDS)
+
+    async def _pause(self, engine: Upstream, seconds: float) -> None:
+        """Wait between two checks: `seconds` while the engine is in service, then or else `RECHECK_SECONDS`."""
+        if engine.healthy:
+            try:
+                async with asyncio.timeout(seconds):
+                    await engine.lost.wait()
+            except TimeoutError:
+                return
+        await asyncio.sleep(RECHECK_SECONDS)
 
     async def _check(self, engine: Upstream) -> None:
         """A busy engine may answer late; bytes of its turns that arrive meanwhile count as an answer."""
@@ -174,7 +199,8 @@ class HealthMonitor:
                 healthy = answer.status < 500
         except TimeoutError:
             healthy = engine.last_byte >= began
-        except (ClientError, OSError, ValueError):  # ValueError: an answer that is no HTTP
+        except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
+            untraced(error)
             healthy = False
         if healthy:
             engine.last_byte = self._loop.time()
@@ -193,12 +219,12 @@ class HealthMonitor:
                 for attempt in list(engine.attempts):
                     of_turn = now - attempt.last_byte
                     if stopped:
-                        attempt.abort(EngineLostError(f"engine {engine.id} has sent nothing for {silent:.0f} s"))
+                        attempt.abort(TurnFailure(f"engine {engine.id} has sent nothing for {silent:.0f} s"))
                     elif of_turn >= turn_timeout:
                         attempt.abort(
-                            RefusedRequest(
+                            TurnFailure(
                                 f"engine {engine.id} has sent nothing of the turn for {of_turn:.0f} s, more than"
                                 " turn_timeout_seconds",
-                                504,
+                                of_engine=False,
                             )
                         )

@@ -1,0 +1,156 @@
+"""Connections of a process that serves HTTP.
+
+Invariant: a listener never has more connections than its limits and the limit of open files allow. At that number a new
+connection takes the place of the one that has been idle longest; where none is idle it gets status 503 and is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import AddrInfoType, web
+
+from libra.config.listeners import HttpLimits
+
+_KEPT_FILES = 128  # descriptors for everything but connections
+_REFUSED = 64  # connections that are refused at a time with an answer
+_REFUSED_SECONDS = 1.0  # for the client to send the request that is refused
+_BODY = b'{"error":{"message":"too many connections: ask again","type":"service_unavailable","param":null,"code":503}}'
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+)
+_ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's words
+_TOLD_SECONDS = 60.0  # between two lines about that
+
+
+def within_open_files(limits: HttpLimits) -> HttpLimits:
+    """Limits with as many connections as the limit of open files has room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits
+    room = max(1, soft - _KEPT_FILES) // limits.descriptors
+    return replace(limits, connections=max(1, min(limits.connections, room)))
+
+
+@dataclass(slots=True, eq=False)
+class Connections:
+    """Connections of a process, in both directions, and the bytes of bodies that they hold."""
+
+    limits: HttpLimits
+    made: int = 0  # since the last collection of garbage
+    body_bytes: int = 0  # of bodies in flight
+    idle: dict[web.RequestHandler, None] = field(default_factory=dict)  # longest idle first
+    busy: dict[web.RequestHandler, int] = field(default_factory=dict)  # with a request in flight, and bytes of its body
+    refused: int = 0  # connections that are being refused
+
+    def socket(self, address: AddrInfoType) -> socket.socket:
+        """Make the socket of an outgoing connection: a `TraceConfig` would slow every request down."""
+        self.made += 1
+        family, kind, protocol, _, _ = address
+        return socket.socket(family, kind, protocol)
+
+    def admit(self) -> bool:
+        """Make room for a connection that was accepted. False: there is none."""
+        self.made += 1
+        if len(self.idle) + len(self.busy) < self.limits.connections:
+            return True
+        if not self.idle:
+            return False
+        longest = next(iter(self.idle))
+        del self.idle[longest]
+        if longest.transport is not None:
+            longest.transport.abort()
+        return True
+
+    def begin(self, connection: web.RequestHandler) -> None:
+        """A request of this connection is in flight."""
+        self.idle.pop(connection, None)
+        self.busy[connection] = 0
+
+    def hold(self, connection: web.RequestHandler, count: int) -> bool:
+        """Count `count` more bytes of the body of its request in flight. False: that is too much for all of them."""
+        if self.body_bytes + count > self.limits.bodies_bytes:
+            return False
+        self.body_bytes += count
+        self.busy[connection] += count
+        return True
+
+    def end(self, connection: web.RequestHandler) -> None:
+        """It is not any more."""
+        self.body_bytes -= self.busy.pop(connection)
+        if connection.transport is not None:  # it may have been lost
+            self.idle[connection] = None
+
+
+CONNECTIONS = web.AppKey("connections", Connections)  # set while an application is served
+
+
+class Connection(web.RequestHandler):
+    """A connection that `connections` has admitted."""
+
+    __slots__ = ("_connections",)
+
+    def __init__(self, connections: Connections, server: web.Server, **options: Any) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self._connections = connections
+        connections.idle[self] = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.idle.pop(self, None)
+        super().connection_lost(exc)
+
+
+class RefusedConnection(asyncio.Protocol):
+    """Answers status 503 at once, and closes when the client has sent its request or a second has passed."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._transport: asyncio.Transport
+        self._end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._connections.refused += 1
+        transport.write(_BUSY)
+        if self._connections.refused > _REFUSED:
+            transport.close()
+        else:
+            self._end = asyncio.get_running_loop().call_later(_REFUSED_SECONDS, transport.close)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.refused -= 1
+        if self._end is not None:
+            self._end.cancel()
+
+
+@contextmanager
+def told_once(log: logging.Logger) -> Iterator[None]:
+    """Replaces the traceback that asyncio logs for each connection it has no file descriptor for by a line a minute."""
+    loop = asyncio.get_running_loop()
+    before, told = loop.get_exception_handler(), -_TOLD_SECONDS
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal told
+        if context.get("message") != _ACCEPT_FAILED:
+            (before or type(loop).default_exception_handler)(loop, context)
+        elif loop.time() >= told + _TOLD_SECONDS:
+            told = loop.time()
+            log.warning("connections wait: %s; raise the limit of open files (ulimit -n)", context.get("exception"))
+
+    loop.set_exception_handler(handle)
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(before)

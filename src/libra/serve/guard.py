@@ -1,0 +1,97 @@
+"""Who may use an HTTP listener.
+
+Invariant: a page in a browser on this machine cannot use a listener, whatever name it gave to this address: the `Host`
+of a request names this machine, its `Origin` is the listener's own, and a body is declared as JSON, which browsers do
+not send to another origin without asking it first. A listener that other machines can reach requires a bearer token.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+
+from libra.config.listeners import is_local
+from libra.serve.answers import RefusedRequest
+
+_OPEN_PATH = "/health"  # needs no token: it says no more than that the listener is there
+_HOSTS = 64  # headers whose meaning is remembered
+_JSON = "application/json"
+_READS = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Checks requests to a listener on `host`. `token`: bearer token that they must show. Raises ValueError where other
+    machines can reach the listener and there is no token."""
+
+    host: str
+    token: str | None = field(default=None, repr=False)
+    _local: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_local", is_local(self.host))
+        if self.token is None and not self._local:
+            raise ValueError(
+                f"other machines can reach a port on {self.host}: have clients show a bearer token (--token-file, or"
+                " metrics.token_file of a run), or listen on 127.0.0.1"
+            )
+
+    def check(self, request: web.Request) -> None:
+        """Raises `RefusedRequest`."""
+        if self.token is not None and request.path != _OPEN_PATH:
+            self._require_token(request, self.token)
+        if self._local:
+            self._require_host(request)
+        if request.method not in _READS:
+            self._require_own_origin(request)
+            if (
+                request.headers.get(hdrs.CONTENT_TYPE) != _JSON
+                and request.body_exists
+                and request.content_type != _JSON
+            ):
+                raise RefusedRequest(f"the body's Content-Type must be {_JSON}", 415)
+
+    def _require_token(self, request: web.Request, token: str) -> None:
+        kind, _, shown = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        same = hmac.compare_digest(shown.strip().encode(errors="surrogateescape"), token.encode())
+        if kind.lower() != "bearer" or not same:
+            raise RefusedRequest("show the bearer token of this listener", 401, {"WWW-Authenticate": "Bearer"})
+
+    def _require_host(self, request: web.Request) -> None:
+        if (given := request.headers.get(hdrs.HOST)) is not None and not _names_this_machine(given):
+            raise RefusedRequest("the header Host does not name this machine: use 127.0.0.1 or localhost", 403)
+
+    def _require_own_origin(self, request: web.Request) -> None:
+        origin = request.headers.get(hdrs.ORIGIN)
+        own = request.headers.get(hdrs.HOST, "")
+        if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") or (
+            origin is not None and origin.partition("://")[2] != own
+        ):
+            raise RefusedRequest("pages of another origin may not use this listener", 403)
+
+
+def read_token(path: Path) -> str:
+    """Read a bearer token from a file that only its owner can read. Raises ValueError."""
+    try:
+        token, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+    except (OSError, UnicodeError):
+        raise ValueError(f"{path}: the token cannot be read; give a file with one line of printable ASCII") from None
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"{path}: holds no token: one line of printable ASCII without spaces, which is not shown here")
+    if mode & 0o077:
+        raise ValueError(f"{path}: other users may read the token; chmod 600 {path}")
+    return token
+
+
+@lru_cache(_HOSTS)
+def _names_this_machine(host: str) -> bool:
+    """Whether a `Host` header, with or without a port, does."""
+    try:
+        return is_local(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
