@@ -18,6 +18,7 @@ from libra.config.run import ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_directory import locked
 from libra.records.files import DiskError
+from libra.records.manifest import seal
 from libra.records.schema import Evaluation
 from libra.route.catalogue import policy_named
 
@@ -269,6 +270,7 @@ def make_checkpoint(run: Path, policy: dict[str, Any]) -> Path:
         "started": json.loads(Evaluation("start", 0, 16, 0.25, 0.5, 2.0).to_json()),
     }
     (checkpoint / "state.json").write_text(json.dumps(state))
+    seal(checkpoint)
     return checkpoint
 
 
@@ -324,7 +326,7 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
     async def full(*_: object) -> None:
         if saved:
             (run / "checkpoint-3").mkdir()
-            (run / "checkpoint-3" / "state.json").touch()
+            seal(run / "checkpoint-3")
         raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
 
     monkeypatch.setattr("libra.loop.run.run", full)

@@ -104,6 +104,7 @@ class Voter:
         self.name, self.handle = handle.name, handle
         self.orders: list[Message] = []
         self.fates: dict[type[Message], deque[Fate]] = {}
+        self.diverged = ""  # as its steps say
         self.steps: list[int] = []  # versions
         self.generation = 0
         self.unformed: set[int] = set()  # generations that do not come about
@@ -234,7 +235,7 @@ class Voter:
         self._pending = None
         self.steps.append(order.version)
         hash = self._hash() + (fate == "fail")
-        return Trained(order.version, 99 if order.publish_to >= 0 else 0, hash, 0.125, 3.0)
+        return Trained(order.version, 99 if order.publish_to >= 0 else 0, hash, 0.125, 3.0, self.diverged)
 
     def _source(self, place: StatePlace | RelayPlace) -> Voter:
         index = place.port - RELAYS if isinstance(place, RelayPlace) else place.pid

@@ -107,6 +107,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.loop.run_directory import prepare_run_directory
     from libra.plan.problem import InfeasiblePlanError
     from libra.records.files import DiskError, writing
+    from libra.records.schema import RecordFormatError
     from libra.report.live import make_display
     from libra.report.run_page import render_report
 
@@ -120,7 +121,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
-    except (EpisodeFileError, JournalError) as error:
+    except (EpisodeFileError, JournalError, RecordFormatError) as error:
         bad_input(error)
     except DiskError as error:
         status, problem = 1, str(error)
@@ -143,6 +144,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
                 report.write_text(render_report(run_directory), encoding="utf-8")
         except DiskError as error:
             status, problem = status or 1, problem or str(error)
+        except ValueError as error:  # a record that an earlier session left is damaged
+            status, problem = status or 2, problem or f"there is no report: {error}"
     if problem:
         resumable = can_be_resumed(run_directory)
         remedy = "continue with --resume" if resumable else "it had no checkpoint yet, start again with --overwrite"

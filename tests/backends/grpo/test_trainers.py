@@ -587,6 +587,13 @@ async def test_replicas_that_differ_are_an_end(scene: Scene) -> None:
 
 
 @joined("hybrid-0")
+async def test_a_step_that_diverges_is_an_end_and_told_with_its_number(scene: Scene) -> None:
+    scene.floor.replicas["hybrid-0"].diverged = "the norm of its gradient is nan"
+    with pytest.raises(DivergedError, match=r"step 2 diverged: the norm of its gradient is nan; lower training\.learn"):
+        await scene.step(2)
+
+
+@joined("hybrid-0")
 async def test_an_exchange_that_fails_without_a_loss_is_tried_again_a_few_times(scene: Scene) -> None:
     core, hybrid = scene.floor.replicas.values()
     hybrid.will(Train, ["fail"])

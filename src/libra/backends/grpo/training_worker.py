@@ -88,7 +88,7 @@ def _answer(trainer: TrainerProcess, order: ToWorker) -> FromWorker:
         case WarmUp():
             return trainer.warm_up(order)
         case Publish():
-            return Published(order.version, trainer.publish(order.buffer))
+            return Published(order.version, trainer.publish(order.buffer), trainer.diverged())
         case Score():
             return Scored(trainer.score(order.sequences))
         case MeasureTraining():

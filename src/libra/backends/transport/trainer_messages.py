@@ -221,6 +221,7 @@ class Trained(Message, frozen=True):
     parameter_hash: int
     publish_seconds: float
     gradient_norm: float  # of the exchanged gradient, before clipping
+    diverged: str = ""  # what is no number any more, or soon will be; empty: nothing
 
 
 class WarmedUp(Message, frozen=True):
@@ -228,8 +229,11 @@ class WarmedUp(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
+    """Weights are where engines take them from."""
+
     version: int
     checksum: int
+    diverged: str = ""  # as in `Trained`
 
 
 class Rendezvous(Message, frozen=True):
