@@ -26,8 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from libra.backends.transport.messages import Sharding
 
-HOST = "127.0.0.1"
-
 
 @dataclass(frozen=True, slots=True)
 class Inside:

@@ -85,6 +85,7 @@ class HostRendezvous(Message, frozen=True):
 
     host: str  # address of this replica's node to listen at
     port: int  # 0: any free one
+    token: str  # that the others show
 
 
 class Prepare(Message, frozen=True):
@@ -96,6 +97,7 @@ class Prepare(Message, frozen=True):
     address: str  # of this replica's node: the others reach it there
     host: str  # where the replicas meet: at number 0, which listens there
     port: int  # 0: it cannot
+    token: str  # to be shown there
 
 
 class Enter(Message, frozen=True):
