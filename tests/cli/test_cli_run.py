@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -337,6 +339,26 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
         f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
         f" {remedy}\n",
     )
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    async def wait(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)  # workers are ended here
+
+    monkeypatch.setattr("libra.loop.run.run", wait)
+    result = libra("run", write(here / "run.yaml", BASE))
+    assert (result.exit_code, ended) == (130, [True])
+    assert result.stderr == (
+        "libra run: interrupted (files are in runs/calculator); it had no checkpoint yet, start again with"
+        " --overwrite\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("options", [("--resume",), ("--overwrite",)])

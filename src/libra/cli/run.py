@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from libra.cli.errors import bad_input, require
 from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
+
+Result = TypeVar("Result")
 
 
 def run(
@@ -95,6 +99,17 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
         return 1
 
 
+async def _until_terminated(work: Awaitable[Result]) -> Result:
+    """The result of `work`, which SIGTERM cancels as Ctrl-C does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await work
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
@@ -116,8 +131,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     display = make_display(sys.stderr)
     status, problem = 0, ""
     try:
-        summary = asyncio.run(run_session(settings, environment, display, resume))
-    except KeyboardInterrupt:
+        summary = asyncio.run(_until_terminated(run_session(settings, environment, display, resume)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
