@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from libra.config.input_file import read_input
 
 _SEAL = b'{"crc":"%08x",'
 _SEAL_BYTES = len(_SEAL % 0)
@@ -97,18 +97,8 @@ class LineFile:
 
 def whole_lines(path: Path) -> list[bytes]:
     """All lines that were finished, without their newlines. Raises `OSError`, also where it is not a regular file."""
-    with open_regular(path) as file:
-        *lines, _interrupted = file.read().split(b"\n")
+    *lines, _interrupted = read_input(path).split(b"\n")
     return lines
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading. Raises `OSError` for anything else: reading a FIFO could wait for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def sealed(line: bytes) -> bytes:
