@@ -81,8 +81,6 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         _require_tokens("prompt_tokens", self.prompt_tokens)
-        if abs(self.policy_version) > MOST:
-            raise ValueError(f"policy_version must be at most {MOST}")
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError("reward must be finite, or null where there is none")
         if self.started_at is not None and not math.isfinite(self.started_at):
