@@ -137,6 +137,14 @@ def test_a_missing_ray_is_told_of_before_anything_starts(here: Path, monkeypatch
     assert_refused(result, f"Ray is not installed, and launcher is ray; {install_command('ray')}, or use local")
 
 
+def test_a_home_that_is_read_only_is_told_with_a_remedy(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+    assert_refused(
+        libra("run", write(here / "run.yaml", BASE)),
+        "/proc/cache/libra cannot be written; set XDG_CACHE_HOME to a directory that you may write to",
+    )
+
+
 def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
     config = write(here / "run.yaml", changed(cluster={"port": taken_port}))
     before = everything_below(here)

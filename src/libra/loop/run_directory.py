@@ -93,12 +93,7 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
     directory = config.run_directory
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
-    nearest = next(
-        parent
-        for parent in (directory, *directory.absolute().parents)
-        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
-    )
-    if not nearest.is_dir() or not _writable(nearest):
+    if not can_be_written(directory):
         raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
     used = directory.is_dir() and bool(_files(directory))
     if resume and not used:
@@ -154,6 +149,16 @@ def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], An
 def _files(directory: Path) -> list[Path]:
     """What a run has left in its directory; the lock says nothing of that."""
     return [path for path in directory.iterdir() if path.name != LOCK]
+
+
+def can_be_written(directory: Path) -> bool:
+    """Whether files can be made in a directory, or in the nearest one above it that is there."""
+    nearest = next(
+        parent
+        for parent in (directory, *directory.absolute().parents)
+        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
+    )
+    return nearest.is_dir() and _writable(nearest)
 
 
 def _writable(directory: Path) -> bool:
