@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from libra.config.run import ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_directory import locked
 from libra.records.files import DiskError
+from libra.records.manifest import seal
 from libra.records.schema import Evaluation
 from libra.route.catalogue import policy_named
 
@@ -132,6 +135,14 @@ def test_a_missing_ray_is_told_of_before_anything_starts(here: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     result = libra("run", write(here / "run.yaml", BASE), "--launcher", "ray")
     assert_refused(result, f"Ray is not installed, and launcher is ray; {install_command('ray')}, or use local")
+
+
+def test_a_home_that_is_read_only_is_told_with_a_remedy(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+    assert_refused(
+        libra("run", write(here / "run.yaml", BASE)),
+        "/proc/cache/libra cannot be written; set XDG_CACHE_HOME to a directory that you may write to",
+    )
 
 
 def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
@@ -269,6 +280,7 @@ def make_checkpoint(run: Path, policy: dict[str, Any]) -> Path:
         "started": json.loads(Evaluation("start", 0, 16, 0.25, 0.5, 2.0).to_json()),
     }
     (checkpoint / "state.json").write_text(json.dumps(state))
+    seal(checkpoint)
     return checkpoint
 
 
@@ -324,7 +336,7 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
     async def full(*_: object) -> None:
         if saved:
             (run / "checkpoint-3").mkdir()
-            (run / "checkpoint-3" / "state.json").touch()
+            seal(run / "checkpoint-3")
         raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
 
     monkeypatch.setattr("libra.loop.run.run", full)
@@ -335,6 +347,26 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
         f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
         f" {remedy}\n",
     )
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    async def wait(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)  # workers are ended here
+
+    monkeypatch.setattr("libra.loop.run.run", wait)
+    result = libra("run", write(here / "run.yaml", BASE))
+    assert (result.exit_code, ended) == (130, [True])
+    assert result.stderr == (
+        "libra run: interrupted (files are in runs/calculator); it had no checkpoint yet, start again with"
+        " --overwrite\n"
+    )
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("options", [("--resume",), ("--overwrite",)])

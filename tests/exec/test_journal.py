@@ -32,6 +32,7 @@ from libra.exec.journal import (
 )
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
+from libra.records.files import sealed
 
 ENTRIES: list[AnyEntry] = [
     SessionStarted(3),
@@ -71,11 +72,12 @@ def test_a_commit_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes()))
     journal.note(WeightsPublished(1))
     journal.commit(CheckpointWritten(1))
-    assert synced == [b'{"kind":"step","version":1}\n{"kind":"checkpoint","step":1}\n']
+    lines = (b'{"kind":"step","version":1}', b'{"kind":"checkpoint","step":1}')
+    assert synced == [b"".join(sealed(line) + b"\n" for line in lines)]
     journal.close()
 
 
-WHOLE = b"".join(msgspec.json.encode(entry) + b"\n" for entry in ENTRIES)
+WHOLE = b"".join(sealed(msgspec.json.encode(entry)) + b"\n" for entry in ENTRIES)
 
 
 @settings(max_examples=50, deadline=None)
@@ -109,17 +111,31 @@ def test_cut_anywhere_the_whole_lines_are_kept_and_more_can_be_written(
 )
 def test_a_damaged_line_in_the_middle_is_an_error(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    first, second = (msgspec.json.encode(entry) for entry in ENTRIES[:2])
-    path.write_bytes(b"\n".join([first, damage, second]) + b"\n")
+    first, second = (sealed(msgspec.json.encode(entry)) for entry in ENTRIES[:2])
+    line = sealed(damage) if damage.endswith(b"}") else damage
+    path.write_bytes(b"\n".join([first, line, second]) + b"\n")
     with pytest.raises(JournalError, match=r"journal\.jsonl:2: .* the journal is damaged"):
         list(read_journal(path))
 
 
 def test_a_damaged_last_line_that_is_complete_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_text('{"kind":"applied"}\n{"kind":\n')
+    path.write_bytes(sealed(b'{"kind":"applied"}') + b'\n{"kind":\n')
     with pytest.raises(JournalError, match=r"journal\.jsonl:2"):
         list(read_journal(path))
+
+
+def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path, [WeightsPublished(4)])
+    path.write_bytes(path.read_bytes().replace(b":4}", b":5}"))
+    with pytest.raises(JournalError, match=r"journal\.jsonl:1: the line does not match its checksum"):
+        list(read_journal(path))
+
+
+def test_a_move_that_never_began_is_refused() -> None:
+    with pytest.raises(JournalError, match="a move of hybrid-0 ends that never began"):
+        replay([MoveDone("hybrid-0", 1.0)])
 
 
 def test_an_empty_journal(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from libra.backends.transport.trainer_messages import (
 R = TypeVar("R")
 
 HOST = "127.0.0.1"
+TOKEN = "0" * 64  # of the rendezvous
 PATIENCE = 20.0  # seconds in the exchange
 
 
@@ -105,9 +106,9 @@ def at_once(*verbs: Callable[[], R]) -> list[R]:
 def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Sequence[str] = ()) -> int:
     """A membership with ranks in this order, each at its address; returns the port at which they meet."""
     addresses = hosts or [HOST] * len(exchanges)
-    port = exchanges[0].host_rendezvous(HostRendezvous(addresses[0], 0))
+    port = exchanges[0].host_rendezvous(HostRendezvous(addresses[0], 0, TOKEN))
     for rank, (exchange, address) in enumerate(zip(exchanges, addresses, strict=True)):
-        exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port))
+        exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port, TOKEN))
     return port
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fakes.far_end import FarEnd, connect
+from msgspec.structs import replace
 
 from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
@@ -43,6 +44,7 @@ from libra.backends.transport.trainer_messages import (
     TrainingMeasured,
 )
 
+TOKEN = "drawn"
 PORT = 29500  # where the replicas meet
 RELAYS = 40000  # the port of the first replica's relay
 
@@ -104,6 +106,7 @@ class Voter:
         self.name, self.handle = handle.name, handle
         self.orders: list[Message] = []
         self.fates: dict[type[Message], deque[Fate]] = {}
+        self.diverged = ""  # as its steps say
         self.steps: list[int] = []  # versions
         self.generation = 0
         self.unformed: set[int] = set()  # generations that do not come about
@@ -120,7 +123,12 @@ class Voter:
         self.life = asyncio.create_task(self._live())
 
     def told(self, kind: type[Message]) -> list[Message]:
-        return [order for order in self.orders if isinstance(order, kind)]
+        """The orders of a kind; tokens, which are drawn, are left out."""
+        return [
+            replace(order, token=TOKEN) if isinstance(order, (Prepare, HostRendezvous)) else order
+            for order in self.orders
+            if isinstance(order, kind)
+        ]
 
     def will(self, kind: type[Message], fates: Iterable[Fate]) -> None:
         """Fates of the next orders of a kind; after them all is well."""
@@ -234,7 +242,7 @@ class Voter:
         self._pending = None
         self.steps.append(order.version)
         hash = self._hash() + (fate == "fail")
-        return Trained(order.version, 99 if order.publish_to >= 0 else 0, hash, 0.125, 3.0)
+        return Trained(order.version, 99 if order.publish_to >= 0 else 0, hash, 0.125, 3.0, self.diverged)
 
     def _source(self, place: StatePlace | RelayPlace) -> Voter:
         index = place.port - RELAYS if isinstance(place, RelayPlace) else place.pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from libra.exec.journal import JournalReplay
 from libra.exec.pool import make_pool
 from libra.exec.protocols import WorkerLostError
 from libra.loop.checkpoint import (
+    FORMAT,
     Recorded,
     RunState,
     allocation_in_force,
+    can_be_resumed,
     cut_back,
     latest_checkpoint,
     missing_trajectories,
@@ -30,6 +33,7 @@ from libra.loop.recorder import Recorder
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import TRAIN, Duty, Role
 from libra.records.files import DiskError
+from libra.records.manifest import seal
 from libra.records.schema import Evaluation, PeriodRecord, StepRecord
 
 STATE = RunState(3, 12.5, {"seen": 7}, {"policy": "some"}, Evaluation("start", 0, 8, 0.25, 0.5, 2.0))
@@ -60,15 +64,69 @@ def names(directory: Path) -> list[str]:
 def test_round_trip(tmp_path: Path) -> None:
     path = save(tmp_path)
     assert latest_checkpoint(tmp_path) == (path, STATE)
-    assert names(path) == ["model.safetensors", "state.json"]
+    assert names(path) == ["manifest.json", "model.safetensors", "state.json"]
 
 
-def test_only_the_newest_is_kept(tmp_path: Path) -> None:
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "checkpoint-4.part").mkdir()  # a controller was killed while it wrote this one
+    (tmp_path / "checkpoint-5.damaged").mkdir()
+    save(tmp_path, replace(STATE, step=9))
     save(tmp_path, replace(STATE, step=12))
-    assert names(tmp_path) == ["checkpoint-12"]
+    assert names(tmp_path) == ["checkpoint-12", "checkpoint-9"]
     assert latest_checkpoint(tmp_path)[1].step == 12
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = [cut_short, flip, Path.unlink, replace_by_link, replace_by_fifo]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
+    tmp_path: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    before, newest = save(tmp_path), save(tmp_path, replace(STATE, step=9))
+    if (damage, name) == (replace_by_link, "manifest.json"):
+        pytest.skip("the manifest itself may be elsewhere: it has a checksum")
+    damage(newest / name)
+    assert latest_checkpoint(tmp_path) == (before, STATE)
+    damage(before / name)
+    with pytest.raises(ConfigError, match=r"holds no whole checkpoint \(.*checkpoint-9/.*\); start again with --overw"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-999", "checkpoint-foo", "checkpoint-", "checkpoint-9999999999999999"])
+def test_a_directory_of_that_name_hides_no_good_one(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path)
+    (tmp_path / name).mkdir()
+    assert latest_checkpoint(tmp_path) == (path, STATE)
+    assert can_be_resumed(tmp_path)
+
+
+def test_a_checkpoint_that_is_not_of_its_step_is_refused(tmp_path: Path) -> None:
+    save(tmp_path).rename(tmp_path / "checkpoint-7")
+    with pytest.raises(ConfigError, match="it is the state of step 3"):
+        latest_checkpoint(tmp_path)
 
 
 def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
@@ -110,8 +168,9 @@ def test_one_that_cannot_be_written_leaves_the_one_before(
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     state = save(tmp_path) / "state.json"
-    state.write_text(state.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(ConfigError, match="is of another format; start again with --overwrite"):
+    state.write_text(state.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
+    seal(state.parent)
+    with pytest.raises(ConfigError, match="format 1 is not the 3 of this version of libra"):
         latest_checkpoint(tmp_path)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from libra.loop.episode_file import EpisodeFile, EpisodeFileError, EpisodeGroup, History, TakenBatch, read_history
 from libra.loop.rollout import Episode
-from libra.records.files import DiskError, LineFile
+from libra.records.files import DiskError, LineFile, sealed
 
 
 class Run:
@@ -125,7 +125,7 @@ def test_a_segment_that_cannot_be_begun_changes_nothing(run: Run, monkeypatch: p
     run.go_on()
 
 
-def test_segments_go_when_nothing_under_way_needs_them(run: Run) -> None:
+def test_segments_go_when_neither_checkpoint_needs_them(run: Run) -> None:
     run.start(0)
     run.finish(0, 0)
     run.save()
@@ -133,10 +133,27 @@ def test_segments_go_when_nothing_under_way_needs_them(run: Run) -> None:
     run.take(0)
     run.start(1)
     run.save()
-    assert run.segments() == ["episodes-00001.jsonl", "episodes-00002.jsonl"]
+    assert run.segments() == [f"episodes-0000{number}.jsonl" for number in range(3)]
     run.take(1)
     run.save()
-    assert run.segments() == ["episodes-00003.jsonl"]
+    assert run.segments() == [f"episodes-0000{number}.jsonl" for number in (1, 2, 3)]
+    run.save()
+    assert run.segments() == [f"episodes-0000{number}.jsonl" for number in (3, 4)]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before(run: Run) -> None:
+    run.start(0)
+    run.finish(0, 0)
+    run.start(1)
+    run.take(0)
+    run.save()
+    run.finish(1, 0)
+    run.take(1)
+    before, newest = run.checkpoint, run.checkpoint + 1
+    run.save()
+    history = read_history(run.directory, before)
+    assert (history.step, history.version) == (before, newest)
+    assert [[group.number for group in batch.groups] for batch in history.batches] == [[1]]
 
 
 def test_a_checkpoint_that_was_never_complete_changes_nothing(run: Run) -> None:
@@ -222,12 +239,14 @@ def test_a_segment_that_was_cut_off_in_its_first_line_is_made_anew(run: Run) -> 
     run.go_on()
 
 
-HEAD = b'{"kind":"segment","step":0,"groups":[]}\n'
-STARTED = b'{"kind":"started","group":0,"version":0}\n'
+HEAD = sealed(b'{"kind":"segment","step":0,"groups":[]}') + b"\n"
+STARTED = sealed(b'{"kind":"started","group":0,"version":0}') + b"\n"
+TAKEN = b'{"kind":"taken","version":%d,"groups":%b}'
 DAMAGES = [
     (b"nonsense\n", "2: .*the file is damaged"),
-    (b'{"kind":"taken","version":2,"groups":[]}\n', "2: version 2 does not follow 0; the file is damaged"),
-    (b'{"kind":"taken","version":1,"groups":[3]}\n', "2: a batch of group 3, which was not started, or trained on"),
+    (STARTED.replace(b'"version":0', b'"version":1'), "2: the line does not match its checksum; the file is damaged"),
+    (sealed(TAKEN % (2, b"[]")) + b"\n", "2: version 2 does not follow 0; the file is damaged"),
+    (sealed(TAKEN % (1, b"[3]")) + b"\n", "2: a batch of group 3, which was not started, or trained on"),
     (STARTED + STARTED, "3: group 0 was started before"),
 ]
 

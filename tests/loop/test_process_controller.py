@@ -15,6 +15,7 @@ from fakes.small_run import CONFIG, FIRST
 from fakes.workers import MadeLauncher, MadeWorker
 
 from libra.backends.grpo.membership import STANDARD
+from libra.backends.grpo.trainers import DivergedError
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
@@ -170,6 +171,17 @@ async def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path, che
         assert made.executor.allocation() == FIRST
         assert made.journalled(SessionStarted) == [SessionStarted(4)]
         assert sorted(entry.worker for entry in made.journalled(ProcessStarted)) == sorted(BEGUN)
+
+
+async def test_a_model_that_is_no_numbers_is_told(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    made.launcher.prepared = {"core-0": {Publish: Published(0, 7, "its largest weight is nan")}}
+    try:
+        with pytest.raises(DivergedError, match="is damaged: its largest weight is nan; give another model"):
+            await made.executor.start(FIRST)
+    finally:
+        await made.executor.stop()
+        made.journal.close()
 
 
 async def test_no_step_is_allowed_for_until_a_core_trains(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from fakes.workers import MadeLauncher
 
+from libra.backends.grpo.trainers import DivergedError
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
 from libra.backends.transport.messages import Stop
-from libra.backends.transport.trainer_messages import SaveCheckpoint, StartTrainer, WarmUp
+from libra.backends.transport.trainer_messages import SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 from libra.config.run import ModelConfig, RunConfig
 from libra.environments.calculator import Calculator
 from libra.exec.protocols import WorkerLostError
@@ -91,6 +93,14 @@ async def test_a_model_that_is_given_stays_as_it_is(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in given.iterdir()} == before
     as_it_is = configured({"directory": str(given)}, warm_up={"steps": 0})
     assert await warmed(as_it_is, MadeLauncher()) == given
+
+
+async def test_a_start_that_diverges_is_told_with_its_step_and_leaves_no_model(cache: Path) -> None:
+    launcher = MadeLauncher()
+    launcher.prepared = {"warm-up": {WarmUp: WarmedUp(math.nan)}}
+    with pytest.raises(DivergedError, match=r"warm-up step 1 diverged: its loss is nan; lower warm_up\.learning_rate"):
+        await warmed(configured(), launcher)
+    assert not [*cache.rglob("*.safetensors")]
 
 
 async def test_a_trainer_that_is_lost_leaves_nothing_behind(cache: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -56,7 +57,12 @@ class TokenizerCodec:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"model.directory: {path} does not exist; give a directory that holds tokenizer.json")
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises no narrower one
+            raise ConfigError(
+                f"model.directory: {path} is no tokenizer ({error}); save the model there again"
+            ) from None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -67,7 +73,16 @@ class TokenizerCodec:
 
 def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:
     """Bytes of the keys and values of `dtype` that one token occupies in all layers, from `config.json`."""
-    config = json.loads((directory / "config.json").read_text())
+    config = _config(directory)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return DTYPE_BYTES[dtype] * 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim)
+
+
+def vocabulary(directory: Path) -> int:
+    """Token ids of the model, from `config.json`."""
+    return int(_config(directory)["vocab_size"])
+
+
+def _config(directory: Path) -> Any:
+    return json.loads((directory / "config.json").read_text())

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from libra.cli.errors import bad_input, infeasible, require
 from libra.cli.output import check_writable, write_text
+from libra.config.input_file import read_input
 
 if TYPE_CHECKING:
     from libra.plan.plan import Plan
@@ -57,7 +58,7 @@ def explain(
         require("report")
     try:
         check_writable(html, reads=(plan,))
-        found = parse_plan(plan.read_bytes(), where=str(plan))
+        found = parse_plan(read_input(plan), where=str(plan))
         if what_if:
             planned, found = found, _assumed(found, what_if)
             before, fixed = planned.predicted.step, held_fixed(planned.of_cluster.recipe, found.of_cluster.recipe)

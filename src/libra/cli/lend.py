@@ -108,6 +108,7 @@ def serve(
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot go on, 2 bad input.
     """
     import asyncio
+    import shutil
     import tempfile
 
     from libra.config.yaml_file import ConfigError
@@ -125,13 +126,18 @@ def serve(
 
         lender = load_lender_file(file)
         directory = Path(tempfile.mkdtemp(prefix="libra-lend-")) if logs is None else logs
+        kept = logs is not None
         try:
             asyncio.run(_serve(lender, directory, period, as_json))
         except (LoanEndedError, LaunchError) as error:
+            kept = True
             typer.echo(f"libra: {error} (logs: {directory})", err=True)
             raise typer.Exit(1) from None
         except LendingError as error:
             bad_input(error)
+        finally:
+            if not kept:
+                shutil.rmtree(directory, ignore_errors=True)
     except (ConfigError, ValueError, OSError) as error:
         bad_input(error)
 

@@ -17,6 +17,7 @@ import typer
 
 from libra.cli.errors import bad_input, require
 from libra.cli.output import check_writable, tell_notes, write_text, writing
+from libra.config.input_file import read_input
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,7 +135,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
     from libra.plan.plan import parse_plan, require_answer
     from libra.trajectory import read_workload
 
-    plan = parse_plan(file.read_bytes(), where=str(file))
+    plan = parse_plan(read_input(file), where=str(file))
     request = plan.of_cluster
     require_answer(plan, request.menu().problem)
     log = list(read_workload(trajectories, request.longest_context, truncate))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from libra.cli.errors import bad_input, require
 from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
+
+Result = TypeVar("Result")
 
 
 def run(
@@ -95,6 +99,17 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
         return 1
 
 
+async def _until_terminated(work: Awaitable[Result]) -> Result:
+    """The result of `work`, which SIGTERM cancels as Ctrl-C does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await work
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
@@ -107,6 +122,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.loop.run_directory import prepare_run_directory
     from libra.plan.problem import InfeasiblePlanError
     from libra.records.files import DiskError, writing
+    from libra.records.schema import RecordFormatError
     from libra.report.live import make_display
     from libra.report.run_page import render_report
 
@@ -115,12 +131,12 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     display = make_display(sys.stderr)
     status, problem = 0, ""
     try:
-        summary = asyncio.run(run_session(settings, environment, display, resume))
-    except KeyboardInterrupt:
+        summary = asyncio.run(_until_terminated(run_session(settings, environment, display, resume)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
-    except (EpisodeFileError, JournalError) as error:
+    except (EpisodeFileError, JournalError, RecordFormatError) as error:
         bad_input(error)
     except DiskError as error:
         status, problem = 1, str(error)
@@ -143,6 +159,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
                 report.write_text(render_report(run_directory), encoding="utf-8")
         except DiskError as error:
             status, problem = status or 1, problem or str(error)
+        except ValueError as error:  # a record that an earlier session left is damaged
+            status, problem = status or 2, problem or f"there is no report: {error}"
     if problem:
         resumable = can_be_resumed(run_directory)
         remedy = "continue with --resume" if resumable else "it had no checkpoint yet, start again with --overwrite"

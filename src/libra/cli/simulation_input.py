@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from libra.config.input_file import read_input
 from libra.plan.plan import parse_plan, require_answer
 from libra.report.words import plural
 from libra.route.catalogue import is_path
@@ -64,7 +65,7 @@ def asked(what: Path, trajectories: Path | None, requests: Path | None, given: O
 
 
 def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
-    plan = parse_plan(what.read_bytes(), where=str(what))
+    plan = parse_plan(read_input(what), where=str(what))
     request = plan.request
     require_answer(plan, request.menu().problem)
     log = list(read_workload(trajectories, request.longest_context, given.get(_TRUNCATE, False)))

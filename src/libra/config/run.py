@@ -44,7 +44,7 @@ class WarmUpConfig(Section):
 
     steps: int = Field(default=500, ge=0)
     batch: PositiveInt = 64
-    learning_rate: PositiveFloat = 2e-3
+    learning_rate: float = Field(default=2e-3, gt=0, le=1)
 
 
 class ClusterConfig(Section):
@@ -180,7 +180,7 @@ class TrainingConfig(Section):
     prompts_per_step: int = Field(default=16, ge=1, le=100_000)
     samples_per_prompt: int = Field(default=8, ge=2, le=10_000)
     max_staleness: int = Field(default=1, ge=0)
-    learning_rate: float = Field(default=5e-5, ge=0)
+    learning_rate: float = Field(default=5e-5, ge=0, le=1)  # about what one step of Adam moves a weight by
     clip: tuple[PositiveFloat, PositiveFloat] = (0.8, 1.28)
     denominator: Literal["tokens", "sequences", "constant"] = "constant"
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens

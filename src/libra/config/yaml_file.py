@@ -18,6 +18,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from yaml.nodes import MappingNode, ScalarNode
 
+from libra.config.input_file import MOST, beyond_floats, read_input
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run. The message is one line: file, key, what is wrong, what would be right."""
@@ -34,6 +36,8 @@ class Section(BaseModel):
         made = validated(given)
         if _flag_for_number(given, made):
             raise ValueError(f"expected a number, not true or false (got {shown(given)})")
+        if beyond_floats(made):
+            raise ValueError(f"expected whole numbers of at most {MOST} (got {shown(given)})")
         return made
 
 
@@ -142,7 +146,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 def _read_mapping(path: Path, example: str, quoted: bool) -> dict[str, Any]:
     """`quoted`: messages may show what the file says."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path).decode()
     except OSError as error:
         raise refusal(path, f"{error.strerror}: give an existing YAML file") from None
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
 """An append-only record of what the controller intended and what came of it, and its replay.
 
 Invariant: a committed entry is on disk before the controller acts on it; an interrupted last line is ignored on
-reading, every other damaged line is an error. The replay is a pure function of the entries: for a journal without an
-interrupted move it is what the controller held in memory; a move that was under way is named, and nothing is guessed of
-how far it came.
+reading, every other damaged line is an error, which the checksum of each line finds. The replay is a pure function of
+the entries: for a journal without an interrupted move it is what the controller held in memory; a move that was under
+way is named, and nothing is guessed of how far it came.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from libra.plan.allocation import Allocation
 from libra.plan.transition import IDLE, Duty, Move, Role
-from libra.records.files import LineFile, whole_lines
+from libra.records.files import LineFile, sealed, unsealed, whole_lines
 
 
 class JournalError(ValueError):
@@ -133,7 +133,7 @@ class Journal:
 
     def note(self, entry: Entry) -> None:
         """Record something that may be lost with the machine, though not with the controller."""
-        self._file.append(msgspec.json.encode(entry))
+        self._file.append(sealed(msgspec.json.encode(entry)))
 
     def commit(self, entry: Entry) -> None:
         """Record something that a restarted controller must know; on disk when this returns."""
@@ -145,12 +145,16 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[AnyEntry]:
-    """All whole entries. Raises `JournalError` at the first damaged one."""
+    """All whole entries. Raises `JournalError` at the first damaged one, and where there is no such file."""
     decoder: msgspec.json.Decoder[AnyEntry] = msgspec.json.Decoder(AnyEntry)
-    for number, line in enumerate(whole_lines(path), start=1):
+    try:
+        lines = whole_lines(path)
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror}; start a new run") from None
+    for number, line in enumerate(lines, start=1):
         try:
-            yield decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield decoder.decode(unsealed(line))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise JournalError(f"{path}:{number}: {error}; the journal is damaged, start a new run") from None
 
 
@@ -167,6 +171,16 @@ class JournalReplay:
 
 
 def replay(entries: Iterable[AnyEntry]) -> JournalReplay:
+    """What the entries add up to. Raises `JournalError` where a move ends that never began."""
+    try:
+        return _replay(entries)
+    except KeyError as error:
+        raise JournalError(
+            f"journal: a move of {error.args[0]} ends that never began; the journal is damaged, start a new run"
+        ) from None
+
+
+def _replay(entries: Iterable[AnyEntry]) -> JournalReplay:
     version = 0
     duties: dict[str, Duty] = {}
     under_way: dict[str, Move] = {}

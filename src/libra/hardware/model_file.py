@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from libra.config.input_file import read_input
 from libra.config.yaml_file import ConfigError, nearest, refusal, shown, unknown
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
@@ -30,7 +31,7 @@ def load_model(path_or_name: str | Path) -> ModelSpec:
         return _from_library(str(path_or_name))
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path).decode()
     except OSError as error:
         raise refusal(path, f"{error.strerror}: give an existing config.json, or a directory that holds one") from None
     except UnicodeDecodeError as error:

@@ -6,13 +6,14 @@ Invariant: a certificate holds for one model on one kind of device under one SLO
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from libra.config.input_file import MOST, beyond_floats, read_input
 from libra.config.yaml_file import ConfigError
 from libra.lend.gate import Slo
 from libra.traffic.envelope import Envelope
@@ -126,7 +127,10 @@ def certificate_json(certificate: Certificate) -> str:
 def load_certificate(path: Path) -> Certificate:
     """Raises `ConfigError` naming the file and the field."""
     try:
-        return _certificates().validate_json(path.read_bytes(), strict=True)
+        certificate = _certificates().validate_json(read_input(path), strict=True)
+        if beyond_floats(asdict(certificate)):
+            raise ConfigError(f"{path}: a whole number exceeds {MOST}; have the certificate made again")
+        return certificate
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a certificate that `libra lend check` has written") from None
     except ValidationError as error:

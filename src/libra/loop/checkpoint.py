@@ -1,15 +1,16 @@
 """Where a run can be continued from: weights, optimiser and the controller's own state, as of one step.
 
-Invariant: a checkpoint directory that has its final name is complete, and on disk. Only the newest is kept; the one
-before goes when the new one is complete.
+Invariant: a checkpoint directory that has its final name is complete, on disk, and was read back. The newest two are
+kept, so a damaged one is refused and the run goes on from the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import re
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,18 +28,22 @@ from libra.loop.recorder import RECORDS
 from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.records.files import drop_partial_line, whole_lines, write_whole, writing
+from libra.records.manifest import MANIFEST, ManifestError, check_manifest, force_directory, seal
 from libra.records.schema import (
     DecisionRecord,
     Evaluation,
     PeriodRecord,
     Record,
+    RecordFormatError,
     StepRecord,
     parse_record,
     read_records,
 )
 
 _STATE = "state.json"
-FORMAT = 2  # state of a core replica, which the others take over from it; groups under way are in files of episodes
+FORMAT = 3  # the files are listed in a manifest, and the lines of journal and episodes have checksums
+_NUMBERED = re.compile(r"checkpoint-(\d{1,12})")
+_KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,20 @@ class RunState:
     started: Evaluation
 
 
+class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`RunState` as a file has it."""
+
+    format: int
+    step: int
+    seconds: float
+    tracker: dict[str, Any]
+    policy: dict[str, Any]
+    started: dict[str, Any]
+
+
 async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -> Path:
-    """Write `checkpoint-<step>` and drop older ones. Raises `DiskError`; the checkpoint before is then still there."""
+    """Write `checkpoint-<step>`, read it back, and drop all older ones but the last. Raises `DiskError`; the
+    checkpoints before are then still there."""
     target = directory / f"checkpoint-{state.step}"
     part = directory / f"{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -62,50 +79,66 @@ async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -
         await trainers.save(part, optimiser=True)
         with writing(part / _STATE):
             (part / _STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
-        await asyncio.to_thread(_sync, part)
+        await asyncio.to_thread(seal, part)
         with writing(target):
             part.rename(target)
-        await asyncio.to_thread(_sync, directory)
+        await asyncio.to_thread(force_directory, directory)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)  # it takes space that somebody may need now
         raise
-    for older in directory.glob("checkpoint-*"):
-        if older != target:
-            shutil.rmtree(older)
+    for older in _numbered(directory)[_KEPT:]:
+        shutil.rmtree(older)
+    for left in (path for end in ("part", "damaged") for path in directory.glob(f"checkpoint-*.{end}")):
+        shutil.rmtree(left, ignore_errors=True)
     return target
 
 
 def can_be_resumed(directory: Path) -> bool:
-    """Whether a run directory holds a complete checkpoint."""
-    return bool(_complete(directory))
+    """Whether a run directory holds a checkpoint that was finished."""
+    return any((path / MANIFEST).is_file() for path in _numbered(directory))
 
 
-def latest_checkpoint(directory: Path) -> tuple[Path, RunState]:
-    """The newest complete checkpoint of a run directory. Raises `ConfigError` when there is none."""
-    found = _complete(directory)
-    if not found:
-        raise ConfigError(f"name: {directory} holds no checkpoint to resume from; start again with --overwrite")
-    path = max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    state = json.loads((path / _STATE).read_text())
-    if state.get("format") != FORMAT:
-        raise ConfigError(f"name: {path} is of another format; start again with --overwrite")
-    started = parse_record(Evaluation, json.dumps(state["started"]), str(path / _STATE))
-    return path, RunState(state["step"], state["seconds"], state["tracker"], state["policy"], started)
+def latest_checkpoint(directory: Path, *, contents: bool = True) -> tuple[Path, RunState]:
+    """The newest checkpoint of a run directory that is not damaged; without `contents`, only its state is read whole.
+    Raises `ConfigError` where there is none."""
+    path, state, _ = _newest(directory, contents)
+    return path, state
 
 
-def _complete(directory: Path) -> list[Path]:
-    return [path for path in directory.glob("checkpoint-*") if path.suffix != ".part" and (path / _STATE).is_file()]
+def _newest(directory: Path, contents: bool) -> tuple[Path, RunState, dict[Path, str]]:
+    """The newest good checkpoint, and what is wrong with each newer one."""
+    damaged = dict[Path, str]()
+    for path in _numbered(directory):
+        try:
+            return path, _read_checkpoint(path, contents), damaged
+        except (ManifestError, RecordFormatError) as error:
+            damaged[path] = str(error)
+    if damaged:
+        why = next(iter(damaged.values()))
+        raise ConfigError(f"name: {directory} holds no whole checkpoint ({why}); start again with --overwrite")
+    raise ConfigError(f"name: {directory} holds no checkpoint to resume from; start again with --overwrite")
 
 
-def _sync(directory: Path) -> None:
-    """The files of a directory, and the directory itself, are on disk when this returns."""
-    with writing(directory):
-        for path in (*(file for file in directory.iterdir() if file.is_file()), directory):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+def _read_checkpoint(path: Path, contents: bool) -> RunState:
+    """Raises `ManifestError` or `RecordFormatError` where it is damaged."""
+    check_manifest(path, _STATE, contents=contents)
+    where = str(path / _STATE)
+    try:
+        saved = msgspec.convert(json.loads((path / _STATE).read_bytes()), _Saved)
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:
+        raise RecordFormatError(f"{where}: {error}") from None
+    if saved.format != FORMAT:
+        raise RecordFormatError(f"{where}: format {saved.format} is not the {FORMAT} of this version of libra")
+    if path.name != f"checkpoint-{saved.step}":
+        raise RecordFormatError(f"{where}: it is the state of step {saved.step}")
+    started = parse_record(Evaluation, json.dumps(saved.started), where)
+    return RunState(saved.step, saved.seconds, saved.tracker, saved.policy, started)
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """Directories named like finished checkpoints, the newest first."""
+    found = {path: it for path in directory.iterdir() if (it := _NUMBERED.fullmatch(path.name)) and path.is_dir()}
+    return sorted(found, key=lambda path: int(found[path][1]), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +169,30 @@ class Interrupted:
 
 
 def read_interrupted(directory: Path) -> Interrupted:
-    """Raises `ConfigError`, `EpisodeFileError` or `JournalError` where the run cannot be resumed from."""
-    checkpoint, state = latest_checkpoint(directory)
+    """What an interrupted run left; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`.
+    Raises `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` where the run cannot be resumed
+    from, and `DiskError`."""
+    check_kinds(directory)
+    checkpoint, state, damaged = _newest(directory, contents=True)
     history = read_history(directory, state.step)
     found = replay(read_journal(directory / "journal.jsonl"))
-    return Interrupted(checkpoint, state, history, found, cut_back(directory, history.version))
+    recorded = cut_back(directory, history.version)
+    for path in damaged:  # it must not be in the way of the one that this run writes at that step
+        with writing(path):
+            shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
+            path.rename(path.with_name(f"{path.name}.damaged"))
+    words = tuple(f"{why}: the run goes on from {checkpoint.name}" for why in damaged.values())
+    return Interrupted(checkpoint, state, history, found, replace(recorded, damaged=words + recorded.damaged))
+
+
+def check_kinds(directory: Path) -> None:
+    """Whether each name in a run directory is of what a run makes under it: opening something else could wait for ever,
+    or write elsewhere. Raises `ConfigError`."""
+    for path in directory.iterdir():
+        if path.suffix in (".jsonl", ".json", ".html") and not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(f"name: {path} is not a regular file; remove it, or start again with --overwrite")
+        if path.name in ("logs", "model") and not stat.S_ISDIR(path.lstat().st_mode):
+            raise ConfigError(f"name: {path} is not a directory; remove it, or start again with --overwrite")
 
 
 def allocation_in_force(
@@ -186,8 +238,13 @@ def cut_back(directory: Path, step: int) -> Recorded:
 
 
 def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[Episode]:
-    """Episodes that the run did not come to write into `trajectories.jsonl` any more."""
-    written = {_id.decode(line).id for line in whole_lines(directory / "trajectories.jsonl")}
+    """Episodes that are not in `trajectories.jsonl` yet. Raises `RecordFormatError`."""
+    path, written = directory / "trajectories.jsonl", set[str]()
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            written.add(_id.decode(line).id)
+        except msgspec.DecodeError as error:
+            raise RecordFormatError(f"{path}:{number}: {error}") from None
     return [episode for episode in episodes if episode.trajectory.id not in written]
 
 
@@ -218,5 +275,5 @@ def _drop_torn(path: Path) -> int:
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False

@@ -7,13 +7,14 @@ after it are taken again, of the same episodes in the same order, and the groups
 were. No episode is of a version that no batch before it makes.
 
 Every line is with the operating system when it is written, so it outlives the controller; `sync`, once a step and off
-the event loop, makes it outlive the machine. With every checkpoint a new segment begins; those that nothing under way
-needs are deleted when the checkpoint is complete.
+the event loop, makes it outlive the machine. Each carries a checksum. With every checkpoint a new segment begins; when
+the checkpoint is complete, the segments that neither it nor the checkpoint before needs are deleted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,11 @@ from pathlib import Path
 import msgspec
 
 from libra.loop.rollout import Episode
-from libra.records.files import LineFile, drop_partial_line, whole_lines
+from libra.records.files import LineFile, drop_partial_line, sealed, unsealed, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"
 _PATTERN = "episodes-*.jsonl"
+_NUMBERED = re.compile(r"episodes-(\d{5,9})\.jsonl")
 
 
 class EpisodeFileError(ValueError):
@@ -102,6 +104,7 @@ class EpisodeFile:
         first, self._number = (segments[0], segments[-1]) if segments else (0, 0)
         self._started_in = {group.number: (group.started_at, first) for group in groups}
         self._needed = first  # the oldest segment that the newest checkpoint needs
+        self._needed_before = first  # that the checkpoint before needs
         self._unsynced: list[LineFile] = []
         self._file = LineFile(self._path(self._number))
         if not segments:
@@ -127,7 +130,7 @@ class EpisodeFile:
         number = self._number + 1
         file = LineFile(self._path(number))
         try:  # nothing may follow in a file that has no head
-            file.append(msgspec.json.encode(_Segment(step, self._under_way())))
+            file.append(sealed(msgspec.json.encode(_Segment(step, self._under_way()))))
         except BaseException:
             file.close()
             raise
@@ -136,10 +139,11 @@ class EpisodeFile:
         self._needed = min([number, *(segment for _, segment in self._started_in.values())])
 
     def forget_older(self) -> None:
-        """The checkpoint that the segment began with is complete: what only the one before needed is deleted."""
+        """The checkpoint that the segment began with is complete: delete what neither it nor the one before needs."""
         for number in _segments(self._directory):
-            if number < self._needed:
+            if number < self._needed_before:
                 self._path(number).unlink()
+        self._needed_before = self._needed
 
     async def sync(self) -> None:
         """Everything written so far is on disk when this returns."""
@@ -156,7 +160,7 @@ class EpisodeFile:
         return tuple((group, version) for group, (version, _) in self._started_in.items())
 
     def _append(self, line: _Line) -> None:
-        self._file.append(msgspec.json.encode(line))
+        self._file.append(sealed(msgspec.json.encode(line)))
 
     def _path(self, number: int) -> Path:
         return self._directory / _NAME.format(number)
@@ -255,7 +259,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _segments(directory: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("episodes-")) for path in directory.glob(_PATTERN))
+    return sorted(int(found[1]) for path in directory.iterdir() if (found := _NUMBERED.fullmatch(path.name)))
 
 
 def _head(path: Path) -> _Segment | None:
@@ -271,10 +275,14 @@ _decoder = msgspec.json.Decoder(_Segment | _Started | _Finished | _Taken)
 
 
 def _read(path: Path) -> Iterator[tuple[int, _Line]]:
-    for number, text in enumerate(whole_lines(path), start=1):
+    try:
+        lines = whole_lines(path)
+    except OSError as error:
+        raise EpisodeFileError(f"{path}: {error.strerror}; start again with --overwrite") from None
+    for number, text in enumerate(lines, start=1):
         try:
-            yield number, _decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield number, _decoder.decode(unsealed(text))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise EpisodeFileError(
                 f"{path}:{number}: {error}; the file is damaged, start again with --overwrite"
             ) from None

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from libra.config.cache import cache_directory
 from libra.config.extras import install_command
 from libra.config.run import (
     ClusterConfig,
@@ -28,7 +29,7 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
-from libra.loop.run_directory import check_not_running, check_run_directory
+from libra.loop.run_directory import can_be_written, check_not_running, check_run_directory
 from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 from libra.sim.workload.request_file import RequestFormatError, read_requests
@@ -59,7 +60,14 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
         _check_lending(config.lending, config.cluster)
     _check_policy(config.routing.policy)
     _check_metrics(config.metrics, config.cluster.port)
+    _check_cache()
     check_run_directory(config, resume, overwrite)
+
+
+def _check_cache() -> None:
+    """Warm models and measured costs are kept there; a home may be read-only."""
+    if not can_be_written(cache := cache_directory()):
+        raise ConfigError(f"{cache} cannot be written; set XDG_CACHE_HOME to a directory that you may write to")
 
 
 def _check_launcher(cluster: ClusterConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from libra.backends.grpo.trainers import Trainers, start_order
+from libra.backends.grpo.trainers import DivergedError, Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
@@ -223,6 +223,9 @@ class SlotProcesses:
             await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
+        if first.diverged:
+            begins = checkpoint or self.settings.model
+            raise DivergedError(f"the model in {begins} is damaged: {first.diverged}; give another model")
         trainers = Trainers(core, lambda replica: self.launcher.kill(replica.link), port=self.settings.port)
         current = LoadWeights(version, buffer, first.checksum)
         self._published = PublishedWeights(self.launcher, trainers, self._layout.buffer_bytes, current, self.observer)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from libra.config.run import ConfigError, RunConfig
-from libra.loop.checkpoint import latest_checkpoint
+from libra.loop.checkpoint import check_kinds, latest_checkpoint
 from libra.records.files import write_whole, writing
 from libra.records.run_lock import LOCK, running_process
 from libra.route.catalogue import policy_restored
@@ -76,7 +77,7 @@ def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> R
             for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     if resume and config.training.precision == "auto":
-        chosen = json.loads((directory / "config.json").read_text())["training"]["precision"]
+        chosen = _started_with(directory)["training", "precision"]
         config = config if chosen == "auto" else config.computing_in(chosen)
     record_config(config)
     return config
@@ -92,19 +93,15 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
     directory = config.run_directory
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
-    nearest = next(
-        parent
-        for parent in (directory, *directory.absolute().parents)
-        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
-    )
-    if not nearest.is_dir() or not _writable(nearest):
+    if not can_be_written(directory):
         raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
     used = directory.is_dir() and bool(_files(directory))
     if resume and not used:
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
-        path, state = latest_checkpoint(directory)
-        _check_resumed(config, directory / "config.json")
+        check_kinds(directory)
+        path, state = latest_checkpoint(directory, contents=False)  # contents are read when the run is
+        _check_resumed(config, _started_with(directory))
         try:
             policy_restored(config.routing.policy, state.policy)
         except ValueError as error:
@@ -117,24 +114,51 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
         raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
 
 
-def _check_resumed(config: RunConfig, started_with: Path) -> None:
+def _started_with(directory: Path) -> dict[tuple[str | None, str], Any]:
+    """What `config.json` says of the settings that a resumed run keeps, by section and key. Raises `ConfigError`."""
+    path = directory / "config.json"
+    try:
+        before = json.loads(path.read_bytes())
+        return {
+            (section, key): (before if section is None else before[section])[key]
+            for section, key in _RESUMED_AS_STARTED
+        }
+    except OSError as error:
+        why = error.strerror or "unreadable"
+    except (ValueError, RecursionError, TypeError) as error:
+        why = str(error) or "it is nested too deeply"
+    except KeyError as error:
+        why = f"it lacks {error.args[0]}"
+    raise ConfigError(f"name: {path} is damaged ({why}); start again with --overwrite")
+
+
+def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], Any]) -> None:
     """Groups that are under way must mean the same prompts and be of the same size, and replayed steps must be the ones
     that were made."""
-    before = json.loads(started_with.read_text())
     now = config.model_dump(mode="json")
-    for section, key in _RESUMED_AS_STARTED:
-        old, new = (before, now) if section is None else (before[section], now[section])
-        if old[key] != new[key] and new[key] != "auto":  # which keeps what it chose then
+    for (section, key), old in before.items():
+        new = (now if section is None else now[section])[key]
+        if old != new and new != "auto":  # which keeps what it chose then
             name = key if section is None else f"{section}.{key}"
             raise ConfigError(
-                f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"
-                " again with --overwrite"
+                f"{name}: the run was started with {old} and cannot go on with {new}; give the same, or start again"
+                " with --overwrite"
             )
 
 
 def _files(directory: Path) -> list[Path]:
     """What a run has left in its directory; the lock says nothing of that."""
     return [path for path in directory.iterdir() if path.name != LOCK]
+
+
+def can_be_written(directory: Path) -> bool:
+    """Whether files can be made in a directory, or in the nearest one above it that is there."""
+    nearest = next(
+        parent
+        for parent in (directory, *directory.absolute().parents)
+        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
+    )
+    return nearest.is_dir() and _writable(nearest)
 
 
 def _writable(directory: Path) -> bool:

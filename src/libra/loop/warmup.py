@@ -7,6 +7,7 @@ reused: three runs that differ in their learning rate start from the same weight
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from libra.backends.grpo.trainers import start_order
+from libra.backends.grpo.trainers import require_sound, start_order
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
@@ -88,6 +89,8 @@ async def _train(
         ramp = min(1.0, (step + 1) / _RAMP_STEPS) * max(_FINAL_RATE, 1 - step / settings.steps)
         batch = [_encode(environment, codec, rng) for _ in range(settings.batch)]
         done = await trainer.ask(WarmUp(batch, settings.learning_rate * ramp), WarmedUp)
+        if not math.isfinite(done.loss):
+            require_sound(f"warm-up step {step + 1}", "warm_up.learning_rate", f"its loss is {done.loss}")
         progress(step + 1, settings.steps, done.loss)
     await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
     await trainer.stop()

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from libra.config.extras import install_command
+from libra.config.input_file import MOST, beyond_floats
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation
 from libra.plan.loan import Loan, loans_of, solve_loans
@@ -208,6 +209,8 @@ def _document(text: str | bytes, where: str) -> dict[str, Any]:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not JSON ({error}); give a plan.json of `libra plan -o`") from None
+    if beyond_floats(document):
+        raise DocumentError(f"{where}: a whole number exceeds {MOST}; plan again")
     if not isinstance(document, dict) or "format" not in document:
         raise DocumentError(f"{where}: format is missing; a document says which format version it is written in")
     if document["format"] != FORMAT:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from libra.config.input_file import read_input
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,
@@ -63,7 +64,7 @@ def read_run(directory: Path) -> RunLog:
     decisions = _read_lines(DecisionRecord, directory / "decisions.jsonl", cut_off)
     events = _read_lines(EventRecord, directory / "events.jsonl", cut_off)
     summary_path, config_path = directory / "summary.json", directory / "config.json"
-    summary = parse_record(RunSummary, summary_path.read_bytes(), f"{summary_path}") if summary_path.exists() else None
+    summary = parse_record(RunSummary, read_input(summary_path), f"{summary_path}") if summary_path.exists() else None
     config = _read_json(config_path) if config_path.exists() else None
     if not (steps or events or summary or config):
         raise FileNotFoundError(f"{directory}: holds no run: none of config.json, metrics.jsonl, events.jsonl is there")
@@ -114,7 +115,7 @@ def outcomes(log: RunLog) -> tuple[DecisionOutcome, ...]:
 def _read_lines(kind: type[R], path: Path, cut_off: list[str]) -> tuple[R, ...]:
     if not path.exists():
         return ()
-    lines = path.read_bytes().split(b"\n")
+    lines = read_input(path).split(b"\n")
     last = lines.pop()  # empty, unless the writer was stopped between a record and its newline
     records = [parse_record(kind, line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     if last:
@@ -139,7 +140,7 @@ def _outcome(decision: DecisionRecord, steps: int, error: float | None) -> Decis
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_input(path))
     except json.JSONDecodeError as error:
         raise RecordFormatError(f"{path}:{error.lineno}: {error.msg}") from None
     except (UnicodeDecodeError, RecursionError) as error:

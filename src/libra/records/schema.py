@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from libra.config.input_file import open_input
 from libra.plan.problem import Bottleneck
 from libra.plan.transition import Role
 from libra.records.causes import Cause
@@ -334,6 +335,6 @@ def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
 
 def read_records(kind: type[R], path: Path) -> Iterator[R]:
     """All records of a JSON-lines file. Raises `RecordFormatError`, also on a blank line."""
-    with open(path, "rb") as lines:
+    with open_input(path) as lines:
         for number, line in enumerate(lines, start=1):
             yield parse_record(kind, line, f"{path}:{number}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from libra.config.input_file import read_input
 from libra.config.yaml_file import ConfigError
 from libra.cost.engine_memory import CONTEXT, ffn_rank_bytes
 from libra.cost.expert_grid import ExpertGrid
@@ -129,7 +130,7 @@ def _load(section: ExpertLoadSection, model: ModelSpec, beside: Path) -> ExpertL
     if section.frequencies is not None:
         path = beside / section.frequencies
         try:
-            counts = _FREQUENCIES.validate_json(path.read_bytes())
+            counts = _FREQUENCIES.validate_json(read_input(path))
             shares = measured(counts, experts.count, experts.active, layers)
         except OSError as error:
             raise ValueError(f"expert_load.frequencies: {path}: {error.strerror}") from None

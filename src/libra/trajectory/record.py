@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from libra.config.input_file import MOST, open_input
 from libra.config.json_line import line_problem
 
 ToolStatus = Literal["ok", "error", "timeout", "unknown"]
@@ -29,6 +30,13 @@ LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of w
 
 class TrajectoryFormatError(ValueError):
     """A trajectory file cannot be used. The message is one line: file, line, field, what is wrong."""
+
+
+def _require_tokens(name: str, count: int) -> None:
+    if count < 0:
+        raise ValueError(f"{name} must be >= 0")
+    if count > MOST:
+        raise ValueError(f"{name} must be at most {MOST}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +53,10 @@ class Turn:
     context_tokens: int | None = None  # context at the start of the turn, where it is not the running sum (compaction)
 
     def __post_init__(self) -> None:
-        if self.generated_tokens < 0:
-            raise ValueError("generated_tokens must be >= 0")
-        if self.returned_tokens < 0:
-            raise ValueError("returned_tokens must be >= 0")
-        if self.context_tokens is not None and self.context_tokens < 0:
-            raise ValueError("context_tokens must be >= 0")
+        _require_tokens("generated_tokens", self.generated_tokens)
+        _require_tokens("returned_tokens", self.returned_tokens)
+        if self.context_tokens is not None:
+            _require_tokens("context_tokens", self.context_tokens)
         if self.tool_seconds is not None and not 0 <= self.tool_seconds <= LONGEST:
             raise ValueError(f"tool_seconds must be from 0 to {LONGEST:g}, or null where it was not recorded")
         if (self.tool is None) != (self.status is None):
@@ -74,8 +80,7 @@ class Trajectory:
     started_at: float | None = None
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 0:
-            raise ValueError("prompt_tokens must be >= 0")
+        _require_tokens("prompt_tokens", self.prompt_tokens)
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError("reward must be finite, or null where there is none")
         if self.started_at is not None and not math.isfinite(self.started_at):
@@ -202,7 +207,7 @@ def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
 def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
     """Read a JSONL file, one trajectory a line and in memory at a time. Raises `TrajectoryFormatError`, also on a blank
     line."""
-    with open(path, "rb") as lines:
+    with open_input(path) as lines:
         for number, line in enumerate(lines, start=1):
             yield parse_trajectory(line, f"{path}:{number}")
 

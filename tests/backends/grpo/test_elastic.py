@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from fakes.replicas import BATCH, HOST, PATIENCE, at_once, make_trainer, order, prepare, regroup, train
+from fakes.replicas import BATCH, HOST, PATIENCE, TOKEN, at_once, make_trainer, order, prepare, regroup, train
 from msgspec.structs import replace
 
 import libra.backends.grpo.elastic
@@ -33,7 +33,7 @@ from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.transport.trainer_messages import HostRendezvous, Prepare
 exchange = GradientExchange()
 print("here", flush=True)
-exchange.prepare(Prepare(1, 1, 2, "127.0.0.1", "127.0.0.1", int(sys.argv[1])))
+exchange.prepare(Prepare(1, 1, 2, "127.0.0.1", "127.0.0.1", int(sys.argv[1]), "0" * 64))
 exchange.enter(1)
 print("entered", flush=True)
 sys.stdin.read()
@@ -73,7 +73,7 @@ def test_alone_an_exchange_is_free() -> None:
     tensor = torch.tensor([1.0, 2.0])
     exchange = GradientExchange()
     assert exchange.all_reduce(tensor, 0.0) == 0.0
-    exchange.prepare(Prepare(1, 0, 1, HOST, HOST, 0))
+    exchange.prepare(Prepare(1, 0, 1, HOST, HOST, 0, TOKEN))
     assert exchange.formed(1, 0.0)
     exchange.enter(1)
     assert exchange.all_reduce(tensor, 0.0) == 0.0
@@ -109,8 +109,8 @@ def test_only_what_was_prepared_is_entered() -> None:
     exchange = GradientExchange()
     with pytest.raises(ValueError, match="membership 1 was not prepared"):
         exchange.enter(1)
-    exchange.prepare(Prepare(1, 0, 1, HOST, HOST, 0))
-    exchange.prepare(Prepare(2, 0, 1, HOST, HOST, 0))
+    exchange.prepare(Prepare(1, 0, 1, HOST, HOST, 0, TOKEN))
+    exchange.prepare(Prepare(2, 0, 1, HOST, HOST, 0, TOKEN))
     with pytest.raises(ValueError, match="membership 1 was not prepared"):
         exchange.formed(1, 0.0)
     exchange.enter(2)
@@ -134,8 +134,8 @@ def test_replicas_meet_and_listen_at_their_own_addresses_only(hosts: tuple[str, 
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libra.backends.grpo.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = trainer.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0)) if rank == 0 else free_port()
-    trainer.elastic.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
+    port = trainer.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0, TOKEN)) if rank == 0 else free_port()
+    trainer.elastic.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port, TOKEN))
     with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
         trainer.elastic.exchange.enter(1)
     # It must not make a step with its own share alone.
@@ -147,8 +147,8 @@ def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monk
 
 def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
     core, hybrid = GradientExchange(), GradientExchange()
-    port = core.host_rendezvous(HostRendezvous(HOST, 0))
-    core.prepare(Prepare(1, 0, 2, HOST, HOST, port))
+    port = core.host_rendezvous(HostRendezvous(HOST, 0, TOKEN))
+    core.prepare(Prepare(1, 0, 2, HOST, HOST, port, TOKEN))
     assert not core.formed(1, 0.05)
     assert prepare([core, hybrid], 2) == port  # who hosts again does so at the same place
     began = time.monotonic()
@@ -159,9 +159,11 @@ def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
 
 def test_a_port_that_is_taken_is_told() -> None:
     first, second, third = GradientExchange(), GradientExchange(), GradientExchange()
-    assert second.host_rendezvous(HostRendezvous(HOST, first.host_rendezvous(HostRendezvous(HOST, 0)))) == 0
-    second.prepare(Prepare(1, 0, 2, HOST, HOST, 0))
-    third.prepare(Prepare(1, 1, 2, HOST, HOST, 0))
+    assert (
+        second.host_rendezvous(HostRendezvous(HOST, first.host_rendezvous(HostRendezvous(HOST, 0, TOKEN)), TOKEN)) == 0
+    )
+    second.prepare(Prepare(1, 0, 2, HOST, HOST, 0, TOKEN))
+    third.prepare(Prepare(1, 1, 2, HOST, HOST, 0, TOKEN))
     assert not second.formed(1, 0.0) and not third.formed(1, PATIENCE)
     with pytest.raises(PeerLostError, match="Address already in use"):
         second.enter(1)
@@ -176,9 +178,9 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
     first, second = GradientExchange(), GradientExchange()
     for generation in (1, 2):
         port = free_port()
-        assert first.host_rendezvous(HostRendezvous(HOST, port)) == port
-        first.prepare(Prepare(generation, 0, 2, HOST, HOST, port))
-        second.prepare(Prepare(generation, 1, 2, HOST, HOST, port))
+        assert first.host_rendezvous(HostRendezvous(HOST, port, TOKEN)) == port
+        first.prepare(Prepare(generation, 0, 2, HOST, HOST, port, TOKEN))
+        second.prepare(Prepare(generation, 1, 2, HOST, HOST, port, TOKEN))
         enter([first, second], generation)
         assert sums([first, second], [1.0, 2.0]) == [[3.0, 2.0]] * 2
 
@@ -187,9 +189,9 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
 def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Signals, tiny_model: Path) -> None:
     patience = 1.0 if end == signal.SIGSTOP else 600.0  # one that is dead is not waited for
     core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = core.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0))
+    port = core.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0, TOKEN))
     with peer_process(port) as peer:
-        core.elastic.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
+        core.elastic.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port, TOKEN))
         core.elastic.exchange.enter(1)
         assert peer.stdout is not None and peer.stdout.readline() == b"entered\n"
         before = core.state.checksum

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -25,6 +27,7 @@ from fakes.replicas import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from safetensors.torch import save_file
 
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.grpo import micro_batches
@@ -292,3 +295,45 @@ def test_the_tokenizer_of_a_tiny_model(tiny_model: Path) -> None:
     text = "12+34-5*6/7"
     assert len(codec.encode(text)) == len(text)
     assert codec.decode(codec.encode(text)) == text
+
+
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "nan"), (math.inf, "inf"), (1e30, "1e\\+30")])
+def test_weights_that_are_no_numbers_are_told_and_never_saved(
+    tiny_model: Path, tmp_path: Path, value: float, words: str
+) -> None:
+    trainer = make_trainer(tiny_model)
+    assert trainer.diverged() == ""
+    with trainer.state.change(), torch.no_grad():
+        next(iter(trainer.part.parameters.values())).view(-1)[0] = value
+    assert re.search(f"its largest weight is {words}", trainer.diverged())
+    with pytest.raises(ValueError, match="the model has diverged: its largest weight is"):
+        trainer.save(tmp_path / "saved", optimiser=True)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_step_on_a_gradient_that_is_no_number_is_told(tiny_model: Path) -> None:
+    trainer = make_trainer(tiny_model)
+    damaged = replace(BATCH[0], advantage=math.nan)
+    assert train(trainer, order([damaged])).diverged == "the norm of its gradient is nan"
+    assert train(make_trainer(tiny_model), order(BATCH)).diverged == ""
+
+
+def test_the_optimiser_of_a_checkpoint_is_required(tiny_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model)
+    trainer.save(tmp_path, optimiser=True)
+    trainer.load(tmp_path)
+    (tmp_path / "optimizer.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.safetensors"):
+        trainer.load(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_back_as_it_was_written_is_none(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_disk(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, path, metadata)
+
+    monkeypatch.setattr("libra.backends.grpo.model_part.save_file", bad_disk)
+    with pytest.raises(OSError, match=r"cannot be read back as it was written; check the disk"):
+        make_trainer(tiny_model).save(tmp_path, optimiser=True)
+    assert not (tmp_path / "model.safetensors").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes.far_end import PATIENCE
-from fakes.voters import PORT, RELAYS, Fate, Floor, Voter
+from fakes.voters import PORT, RELAYS, TOKEN, Fate, Floor, Voter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,13 +185,13 @@ async def test_joining_and_leaving(scene: Scene) -> None:
     core, trainers = scene.floor.replicas["core-0"], scene.trainers
     await scene.step(1)
     hybrid = await scene.join("hybrid-0")
-    assert core.told(Prepare) == [Prepare(1, 0, 2, HOST, HOST, PORT)]
+    assert core.told(Prepare) == [Prepare(1, 0, 2, HOST, HOST, PORT, TOKEN)]
     assert [type(order) for order in hybrid.orders] == [Prepare, Follow, CatchUp, Enter]
-    assert hybrid.told(Prepare) == [Prepare(1, 1, 2, HOST, HOST, PORT)]
+    assert hybrid.told(Prepare) == [Prepare(1, 1, 2, HOST, HOST, PORT, TOKEN)]
     assert (trainers.names(), trainers.size, trainers.hybrids()) == (("core-0", "hybrid-0"), 2, ("hybrid-0",))
     assert await scene.step(2) == 2
     assert await trainers.leave("hybrid-0") is hybrid.handle
-    assert core.told(Prepare)[1:] == [Prepare(2, 0, 1, HOST, HOST, 0)]
+    assert core.told(Prepare)[1:] == [Prepare(2, 0, 1, HOST, HOST, 0, TOKEN)]
     assert len(hybrid.told(Prepare)) == 1
     with pytest.raises(ValueError, match="core-0 is a core trainer, which never leaves"):
         await trainers.leave("core-0")
@@ -212,9 +212,9 @@ async def test_a_joiner_of_another_node_reads_the_core_through_a_relay(scene: Sc
     [serve], [follow] = core.told(Serve), far.told(Follow)
     assert serve.host == "10.0.0.1" and len(serve.token) == TOKEN_BYTES
     assert follow.places == [RelayPlace("10.0.0.1", RELAYS, serve.token)]
-    assert core.told(Prepare)[-1] == Prepare(2, 0, 3, "10.0.0.1", "10.0.0.1", PORT)
-    assert neighbour.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, "10.0.0.1", PORT)
-    assert far.told(Prepare) == [Prepare(2, 2, 3, "10.0.0.2", "10.0.0.1", PORT)]
+    assert core.told(Prepare)[-1] == Prepare(2, 0, 3, "10.0.0.1", "10.0.0.1", PORT, TOKEN)
+    assert neighbour.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, "10.0.0.1", PORT, TOKEN)
+    assert far.told(Prepare) == [Prepare(2, 2, 3, "10.0.0.2", "10.0.0.1", PORT, TOKEN)]
     assert await scene.step(2) == 3
     assert_each_sample_is_trained_once(scene, 2)
 
@@ -251,8 +251,8 @@ async def test_core_replicas_come_before_hybrid_ones(scene: Scene) -> None:
     second = await scene.join("core-1")
     assert scene.trainers.names() == ("core-0", "core-1", "hybrid-0")
     hybrid = scene.floor.replicas["hybrid-0"]
-    assert second.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, HOST, PORT)
-    assert hybrid.told(Prepare)[-1] == Prepare(2, 2, 3, HOST, HOST, PORT)
+    assert second.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, HOST, PORT, TOKEN)
+    assert hybrid.told(Prepare)[-1] == Prepare(2, 2, 3, HOST, HOST, PORT, TOKEN)
     assert await scene.step(1) == 3
     with pytest.raises(ValueError, match="never leaves"):
         await scene.trainers.leave("core-1")
@@ -508,7 +508,7 @@ async def test_a_joiner_whose_membership_does_not_form_is_introduced_again(scene
     joiner = await scene.floor.hire("hybrid-0")
     joiner.unformed = {1}
     await scene.trainers.join(joiner.handle)
-    assert joiner.told(Prepare) == [Prepare(number, 1, 2, HOST, HOST, PORT) for number in (1, 2)]
+    assert joiner.told(Prepare) == [Prepare(number, 1, 2, HOST, HOST, PORT, TOKEN) for number in (1, 2)]
     assert len(joiner.told(Follow)) == 1
     assert await scene.step(1) == 2
 
@@ -519,7 +519,7 @@ async def test_a_replica_that_could_not_listen_for_the_others_is_asked_again(sce
     joiner.unformed = {1}
     await scene.trainers.join(joiner.handle)
     assert [order.port for order in joiner.told(Prepare)] == [0, PORT]
-    assert core.told(HostRendezvous) == [HostRendezvous(HOST, 0)] * 2
+    assert core.told(HostRendezvous) == [HostRendezvous(HOST, 0, TOKEN)] * 2
     assert await scene.step(1) == 2
 
 
@@ -583,6 +583,13 @@ async def test_without_a_core_there_is_no_step(scene: Scene, order: type, fate: 
 async def test_replicas_that_differ_are_an_end(scene: Scene) -> None:
     scene.floor.replicas["hybrid-0"].will(Commit, ["fail"])
     with pytest.raises(DivergedError, match="after step 2 the replicas core-0, hybrid-0 hold different parameters"):
+        await scene.step(2)
+
+
+@joined("hybrid-0")
+async def test_a_step_that_diverges_is_an_end_and_told_with_its_number(scene: Scene) -> None:
+    scene.floor.replicas["hybrid-0"].diverged = "the norm of its gradient is nan"
+    with pytest.raises(DivergedError, match=r"step 2 diverged: the norm of its gradient is nan; lower training\.learn"):
         await scene.step(2)
 
 

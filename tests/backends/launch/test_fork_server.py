@@ -105,6 +105,15 @@ async def test_workers_die_with_their_fork_server(forked: Forked) -> None:
         await launcher.spawn("rollout-1", 0)
 
 
+async def test_a_fork_server_that_was_killed_is_told_of_by_the_next_start(forked: Forked) -> None:
+    launcher, process = forked
+    await launcher.ready()
+    process.kill()
+    process.wait()
+    with pytest.raises(LaunchError, match="worker core-0 cannot start: the fork server process ended"):
+        await launcher.spawn("core-0", 0)
+
+
 async def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(forked: Forked) -> None:
     launcher, process = forked
     await launcher.ready()

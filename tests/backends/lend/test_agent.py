@@ -6,6 +6,9 @@ import asyncio
 import math
 import os
 import socket
+import struct
+import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -35,6 +38,7 @@ from libra.backends.transport.engine_messages import (
     Generate,
     Generated,
     Interrupt,
+    KVTransfer,
     Lent,
     Loaded,
     LoadWeights,
@@ -295,6 +299,86 @@ def test_what_an_agent_does_not_lend(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert await stranger.receive() == Failure("an agent was told Generate; a controller begins with Borrow")
 
     lend(tmp_path, script, monkeypatch)
+
+
+WRONG = [
+    ({"tokens": []}, "tokens is empty"),
+    ({"tokens": [1, -1]}, "tokens has an id that is not of the vocabulary"),
+    ({"tokens": [10**9]}, "tokens has an id that is not of the vocabulary"),
+    ({"tokens": [1] * 512}, "tokens has 512; the engine holds 512, the next one included"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": -(2**40)}, "max_tokens is -1099511627776"),
+    ({"temperature": math.nan}, "temperature is nan"),
+    ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"stop_token": 10**9}, "stop_token is 1000000000"),
+    ({"priority": 2**60}, "priority is"),
+    ({"id": ""}, "id has 0 characters"),
+    ({"salt": "x" * 1000}, "salt exceeds"),
+    ({"transfer": KVTransfer(0, [0])}, "transfer is given"),
+]
+
+
+def test_a_malformed_turn_is_answered_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(loan: Loan, agent: LendingAgent) -> None:
+        engine = await loan.engine()
+        for change, why in WRONG:
+            controller = await loan.controller()
+            assert await controller.receive() == LENT
+            controller.send(replace(turn("a"), **change))
+            answer = await controller.receive()
+            assert isinstance(answer, Failure) and why in answer.error
+        twice = await loan.controller()
+        assert await twice.receive() == LENT
+        twice.send(turn("b"))
+        twice.send(turn("b"))
+        answer = await twice.receive()
+        assert isinstance(answer, Failure) and "a turn of this id is under way" in answer.error
+        order = await engine.receive()  # the first that it got of all these
+        assert isinstance(order, Generate) and order.id.endswith(".b")
+        assert loan.launcher.started == 1
+
+    lend(tmp_path, script, monkeypatch)
+
+
+def test_what_is_no_message_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(loan: Loan, agent: LendingAgent) -> None:
+        await loan.engine()
+        reader, writer = await asyncio.open_unix_connection(loan.order.listen)
+        writer.write(struct.pack("!I", 4) + b"junk")
+        answer = await ControllerChannel(reader, writer).receive()
+        assert isinstance(answer, Failure) and "not a message to an agent of this version" in answer.error
+
+    lend(tmp_path, script, monkeypatch)
+
+
+CONNECTING = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as connection:
+    try:
+        connection.connect(sys.argv[1])
+        print(len(connection.recv(10)))
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_another_user_reaches_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        Path(shared).chmod(0o755)
+
+        async def script(loan: Loan, agent: LendingAgent) -> None:
+            await loan.engine()
+            assert loan.order.listen.stat().st_mode & 0o777 == 0o600
+            loan.order.listen.chmod(mode)
+            command = [sys.executable, "-S", "-c", CONNECTING, str(loan.order.listen)]
+            stranger = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            said, _ = await stranger.communicate()
+            assert said.decode().strip() == ("refused" if mode == 0o600 else "0")
+
+        lend(Path(shared), script, monkeypatch)
 
 
 def content_of(version: int) -> Vector:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -231,16 +231,92 @@ def test_what_is_refused(tmp_path: Path) -> None:
     first.close()
     BorrowerToken(tmp_path / "device", 0.1).close()
     serving.close()
-    (tmp_path / "other").write_bytes(b"not a page")
+    write_own(tmp_path / "other", b"not a page")
     with pytest.raises(LendingError, match="10 bytes, not the 4096"):
         BorrowerToken(tmp_path / "other", 0.1)
     with pytest.raises(LendingError, match="10 bytes, not the 4096"):
         ServingToken(tmp_path / "other")
     with pytest.raises(ValueError, match="a pace of 0 s"):
         BorrowerToken(tmp_path / "device", 0.0)
-    (tmp_path / "zeros").write_bytes(b"x" * 4096)
+    write_own(tmp_path / "zeros", b"x" * 4096)
     with pytest.raises(LendingError, match="not a device's page"):
         ServingToken(tmp_path / "zeros")
+
+
+def write_own(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+def strangers(path: Path) -> None:
+    os.chown(path, 65_534, -1)
+
+
+def by_a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def by_two_names(path: Path) -> None:
+    path.with_name("another").hardlink_to(path)
+
+
+def as_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "why"),
+    [
+        (strangers, "it belongs to user 65534; use a file in a directory of your own"),
+        (by_a_link, "is a symbolic link; name the file itself"),
+        (by_two_names, "it has 2 names; use a file in a directory of your own"),
+        (as_a_fifo, "it is not a regular file; use a file in"),
+        (lambda path: path.chmod(0o666), r"other users may open it \(mode 0666\); use a file in"),
+    ],
+)
+def test_a_page_that_another_user_prepared_is_not_taken(
+    tmp_path: Path, prepared: Callable[[Path], None], why: str
+) -> None:
+    if prepared is strangers and os.geteuid():
+        pytest.skip("only root can give files away")
+    device = tmp_path / "device"
+    ServingToken(device).close()
+    prepared(device)
+    for kind in (ServingToken, LenderToken, lambda path: BorrowerToken(path, 0.1)):
+        with pytest.raises(LendingError, match=why):
+            kind(device)
+
+
+def test_a_device_is_lent_once_and_nothing_is_made_beside_its_page(tmp_path: Path) -> None:
+    device, victim = tmp_path / "device", tmp_path / "victim"
+    serving = ServingToken(device)
+    (tmp_path / "device.lender").symlink_to(victim)  # a stranger's
+    lender = LenderToken(device)
+    assert not victim.exists()
+    (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(LendingError, match="another agent lends this device; one at a time can"):
+        LenderToken(tmp_path / "again" / "device")
+    lender.close()
+    LenderToken(device).close()
+    serving.close()
+
+
+@pytest.mark.parametrize("expires", [math.inf, math.nan, 1e18])
+def test_serving_waits_seconds_at_most_whatever_the_page_says(tmp_path: Path, expires: float) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.1
+        return now
+
+    serving = ServingToken(tmp_path / "device", clock=clock)
+    borrower = BorrowerToken(tmp_path / "device", 0.1)
+    assert borrower.try_take(expires)
+    assert serving.acquire() and serving.fenced == 1
+    assert now < 7
 
 
 FULL = """

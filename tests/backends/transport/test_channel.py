@@ -71,7 +71,7 @@ def test_every_message_is_an_order_or_an_answer() -> None:
 def test_every_message_arrives_as_it_was_sent(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(values(inspect.type_info(kind)))
     direction = ToWorker if kind in ORDERS else FromWorker
-    assert msgspec.json.decode(msgspec.json.encode(message), type=direction) == message
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=direction) == message
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -149,7 +149,7 @@ async def test_a_message_larger_than_the_sockets_buffer() -> None:
 
 def test_a_frame_may_come_in_pieces(worker: tuple[WorkerChannel, socket.socket]) -> None:
     channel, peer = worker
-    for byte in frame(msgspec.json.encode(Interrupt("a"))):
+    for byte in frame(msgspec.msgpack.encode(Interrupt("a"))):
         peer.send(bytes([byte]))
     assert channel.receive() == Interrupt("a")
 
@@ -157,7 +157,7 @@ def test_a_frame_may_come_in_pieces(worker: tuple[WorkerChannel, socket.socket])
 def test_poll_says_whether_something_waits(worker: tuple[WorkerChannel, socket.socket]) -> None:
     channel, peer = worker
     assert not channel.poll()
-    peer.sendall(frame(msgspec.json.encode(Stop())))
+    peer.sendall(frame(msgspec.msgpack.encode(Stop())))
     assert channel.poll()
     assert channel.receive() == Stop()
     assert not channel.poll()
@@ -191,7 +191,7 @@ async def test_what_is_no_message_is_refused(kind: str, body: bytes, error: type
 @pytest.mark.parametrize(("kind", "message"), [("worker", Acknowledged()), ("controller", Stop())])
 async def test_an_answer_is_no_order_and_an_order_no_answer(kind: str, message: Message) -> None:
     async with end(kind) as (receive, peer):
-        peer.sendall(frame(msgspec.json.encode(message)))
+        peer.sendall(frame(msgspec.msgpack.encode(message)))
         with pytest.raises(msgspec.ValidationError):
             await receive()
 
@@ -204,7 +204,7 @@ def test_a_message_that_is_too_long_is_not_sent(
     with pytest.raises(ValueError, match=r"Failure of \d+ bytes exceeds the frame limit of 100"):
         channel.send(Failure("x" * 100))
     channel.send(Acknowledged())
-    assert peer.recv(1000) == frame(b'{"type":"Acknowledged"}')
+    assert peer.recv(1000) == frame(msgspec.msgpack.encode(Acknowledged()))
 
 
 @both_ends
@@ -218,7 +218,7 @@ async def test_a_frame_that_is_too_long_is_refused(kind: str) -> None:
 @both_ends
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"\0\0", frame(b'{"type":"Acknowledged"}')[:-1]],
+    [b"", b"\0\0", frame(msgspec.msgpack.encode(Acknowledged()))[:-1]],
     ids=["before a frame", "in its length", "in its body"],
 )
 async def test_a_peer_that_went_away_is_a_connection_error(kind: str, sent: bytes) -> None:

@@ -9,7 +9,6 @@ before, and entered between two steps. A replica that goes away fails the collec
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,10 +17,11 @@ from threading import Thread
 from typing import TypeVar
 
 import torch
-from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import AllreduceOptions, ProcessGroupGloo
 
 from libra.backends.grpo.publication import UnreachableError
 from libra.backends.grpo.relay import Relay
+from libra.backends.grpo.rendezvous import RendezvousServer, RendezvousStore
 from libra.backends.grpo.train_state import BehindError, Follower, SilentError, TrainState
 from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import FromWorker
@@ -72,7 +72,7 @@ class GradientExchange:
 
     def __init__(self, process: int = 0) -> None:
         self._process = process
-        self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
+        self._store: RendezvousServer | None = None  # of the replica that is rank 0: where the others find it
         self._listen_error: OSError | None = None  # why this replica cannot listen
         self._prepared: Prepare | None = None
         self._forming = Future[ProcessGroupGloo | None]()  # the group of that membership; None where it is alone
@@ -85,14 +85,19 @@ class GradientExchange:
         if self._process:
             return 0
         store = self._store
-        if store is None or store.host != order.host or order.port not in (0, store.port):
+        if (
+            store is None
+            or (store.host, store.secret) != (order.host, order.token)
+            or order.port not in (0, store.port)
+        ):
+            if store is not None:
+                store.close()
             try:
-                store = self._store = _serve_store(order.host, order.port)
+                store = self._store = RendezvousServer(order.host, order.port, order.token)
             except OSError as error:
-                self._listen_error = error
+                self._store, self._listen_error = None, error
                 return 0
-        port: int = store.port
-        return port
+        return store.port
 
     def prepare(self, order: Prepare) -> None:
         """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
@@ -153,21 +158,12 @@ class GradientExchange:
 
 def _form(order: Prepare, process: int) -> ProcessGroupGloo:
     # A connection of its own: one that waits for a replica that never comes must not block the next forming.
-    found = TCPStore(order.host, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
+    prefix = f"generation-{order.generation}-process-{process}/"
+    store = RendezvousStore(order.host, order.port, order.token, prefix, FORMING)
     options = ProcessGroupGloo._Options()
     options._timeout = FORMING
     options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
-    store = PrefixStore(f"generation-{order.generation}-process-{process}", found)
     return ProcessGroupGloo(store, order.rank, order.size, options)
-
-
-def _serve_store(host: str, port: int) -> TCPStore:
-    """The rendezvous store, for replicas that reach this address; port 0: at any free one."""
-    listener = socket.create_server((host, port))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 ElasticOrder = HostRendezvous | Prepare | Enter | Identify | Serve | Follow | CatchUp

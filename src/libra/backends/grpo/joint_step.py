@@ -18,6 +18,7 @@ from libra.backends.transport.trainer_messages import (
     Entered,
     Follow,
     MeasureTraining,
+    Published,
     Reduced,
     Sample,
     Serving,
@@ -116,7 +117,12 @@ def join(answers: Sequence[FromWorker]) -> FromWorker:
         case Reduced():
             return join_votes(cast(Sequence[Reduced], answers))
         case Trained() as led:
-            return replace(led, parameter_hash=_hash(each.parameter_hash for each in cast(Sequence[Trained], answers)))
+            trained = cast(Sequence[Trained], answers)
+            return replace(
+                led, parameter_hash=_hash(each.parameter_hash for each in trained), diverged=_first_diverged(trained)
+            )
+        case Published() as led:
+            return replace(led, diverged=_first_diverged(cast(Sequence[Published], answers)))
         case TrainingMeasured():
             return _join_measured(cast(Sequence[TrainingMeasured], answers))
         case Entered() as led:
@@ -146,6 +152,11 @@ def join_votes(votes: Sequence[Reduced]) -> Reduced:
 def first_failure(answers: Iterable[Reduced | TrainingMeasured | Entered | Serving | None]) -> str:
     """Empty where none of those who answered failed."""
     return next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+
+
+def _first_diverged(answers: Iterable[Trained | Published]) -> str:
+    """Empty where the parts of all processes are sound."""
+    return next((answer.diverged for answer in answers if answer.diverged), "")
 
 
 def _join_measured(measured: Sequence[TrainingMeasured]) -> TrainingMeasured:

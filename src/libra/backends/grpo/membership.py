@@ -7,6 +7,7 @@ entered. Replicas enter one only between two steps, all of them, or move on to t
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -98,7 +99,7 @@ class Membership:
 
     def __init__(self, core: Handle, kill: Callable[[Handle], None], patience: Patience, port: int) -> None:
         self._kill = kill
-        self._wanted_port = port
+        self._wanted_port, self._token = port, secrets.token_hex(32)
         self._rendezvous: tuple[Handle, int] | None = None  # the replica where they meet, and the port
         self.patience = patience
         self.cores, self.hybrids = [core], list[Handle]()
@@ -182,7 +183,7 @@ class Membership:
         first, size = replicas[0], len(replicas)
         port = await self._meet_at(first) if size > 1 else 0
         orders = [
-            (replica, Prepare(self.prepared, rank, size, replica.host, first.host, port))
+            (replica, Prepare(self.prepared, rank, size, replica.host, first.host, port, self._token))
             for rank, replica in enumerate(replicas)
         ]
         await self.ask(orders, Acknowledged, deadline=self.patience.floor)
@@ -191,7 +192,7 @@ class Membership:
     async def _meet_at(self, replica: Handle) -> int:
         """The port at which this replica listens for the others; 0 when it cannot, or is lost."""
         if self._rendezvous is None or self._rendezvous[0] is not replica:
-            order = HostRendezvous(replica.host, self._wanted_port)
+            order = HostRendezvous(replica.host, self._wanted_port, self._token)
             [meeting] = await self.ask([(replica, order)], Rendezvous, deadline=self.patience.floor)
             if meeting is None or not meeting.port:
                 return 0

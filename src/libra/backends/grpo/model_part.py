@@ -26,8 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from libra.backends.transport.messages import Sharding
 
-HOST = "127.0.0.1"
-
 
 @dataclass(frozen=True, slots=True)
 class Inside:
@@ -238,13 +236,24 @@ def save_files(
         whole = Gathered(part, own)
         if config is not None:
             unfinished = directory / f"{name}.part"
-            save_file(
-                {key: tensor.contiguous() for key, tensor in whole.items()}, unfinished, metadata={"format": "pt"}
-            )
+            tensors = {key: tensor.contiguous() for key, tensor in whole.items()}
+            save_file(tensors, unfinished, metadata={"format": "pt"})
+            _read_back(unfinished, tensors)
             unfinished.rename(directory / name)
         else:
             for key in whole:
                 whole[key]
+
+
+def _read_back(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `OSError` where the file does not hold these tensors, as the disk has it."""
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with safe_open(file, framework="pt") as saved:
+        for name, tensor in tensors.items():
+            if not torch.equal(saved.get_tensor(name), tensor):
+                raise OSError(f"{file.name}: {name} cannot be read back as it was written; check the disk")
 
 
 def load_file(file: Path, part: ModelPart, own: Mapping[str, torch.Tensor]) -> None:

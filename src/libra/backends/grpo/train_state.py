@@ -113,6 +113,12 @@ class TrainState:
         return self._board.checksum
 
     @property
+    def largest(self) -> float:
+        """The largest magnitude of a parameter; NaN where one is not a number."""
+        lowest, highest = torch.aminmax(self._board.vectors[PARAMETERS])
+        return max(-float(lowest), float(highest))
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         rate: float = self._group["lr"]

@@ -6,6 +6,7 @@ once; every replica then holds the same parameters, and says so by their hash. U
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ from libra.backends.transport.trainer_messages import (
 )
 
 _GRADIENT_NORM = 1.0  # clip
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)  # a weight whose square engines can still compute
 _MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
 _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
 
@@ -109,7 +111,8 @@ class TrainerProcess:
         checksum = self.publish(order.publish_to) if order.publish_to >= 0 else 0
         publish_seconds = time.monotonic() - published
         self._pacer.pace()
-        return Trained(order.version, checksum, self.state.checksum, publish_seconds, norm)
+        diverged = self.diverged() if math.isfinite(norm) else f"the norm of its gradient is {norm}"
+        return Trained(order.version, checksum, self.state.checksum, publish_seconds, norm, diverged)
 
     def discard(self) -> None:
         """The verdict is no: the gradient is forgotten."""
@@ -155,19 +158,28 @@ class TrainerProcess:
             self._pacer.pace()
         return scores
 
+    def diverged(self) -> str:
+        """What is wrong with the weights of this part; empty: nothing."""
+        largest = self.state.largest
+        if largest <= _LARGEST:
+            return ""
+        return f"its largest weight is {largest:.3g}, and products of such weights are not finite"
+
     def save(self, directory: Path, optimiser: bool) -> None:
-        """The model, with its optimiser if wanted; see `save_files`."""
+        """Write the model, with its optimiser if wanted; see `save_files`. Raises `ValueError` if it has diverged."""
+        why = self.diverged()
+        if self._inside.largest(bool(why)):  # all processes of the replica write, or none does
+            raise ValueError(f"the model has diverged: {why or 'so another process of the replica says'}")
         tensors = {MODEL: self.part.parameters}
         if optimiser:
             tensors[OPTIMISER] = self.state.optimiser_tensors()
         save_files(directory, self.part, tensors, self._config if self._inside.leads else None)
 
     def load(self, directory: Path) -> None:
-        """The model, with its optimiser where the directory has one."""
+        """Read the model and its optimiser."""
         with self.state.change():
             load_file(directory / MODEL, self.part, self.part.parameters)
-            if (directory / OPTIMISER).exists():
-                load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
+            load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
         """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""

@@ -75,7 +75,13 @@ def start_order(
 
 
 class DivergedError(RuntimeError):
-    """Replicas that must be equal are not."""
+    """Replicas that must be equal are not, or what they learn is not finite."""
+
+
+def require_sound(what: str, rate: str, diverged: str) -> None:
+    """Raises `DivergedError` where `diverged` says what is wrong; `rate` is the key of the learning rate."""
+    if diverged:
+        raise DivergedError(f"{what} diverged: {diverged}; lower {rate}")
 
 
 class Trainers:
@@ -264,6 +270,8 @@ class Trainers:
         answers = await self._members.ask(orders, Trained)
         await self._members.tidy()
         done = [answer for answer in answers if answer is not None]
+        diverged = next((answer.diverged for answer in done if answer.diverged), "")
+        require_sound(f"step {version}", "training.learning_rate", diverged)
         if len({answer.parameter_hash for answer in done}) != 1:
             raise DivergedError(
                 f"after step {version} the replicas {', '.join(self.names())} hold different parameters"

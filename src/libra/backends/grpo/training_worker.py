@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from libra.backends.grpo.elastic import ElasticOrder, on_thread
 from libra.backends.grpo.joint_step import divide, join
-from libra.backends.grpo.model_part import ALONE, HOST, Inside, meet
+from libra.backends.grpo.model_part import ALONE, Inside, meet
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.worker import Pacer, die_with, serve_and_leave
 from libra.backends.transport.channel import FromWorker, PeerChannel, ToWorker, WorkerChannel
@@ -88,7 +88,7 @@ def _answer(trainer: TrainerProcess, order: ToWorker) -> FromWorker:
         case WarmUp():
             return trainer.warm_up(order)
         case Publish():
-            return Published(order.version, trainer.publish(order.buffer))
+            return Published(order.version, trainer.publish(order.buffer), trainer.diverged())
         case Score():
             return Scored(trainer.score(order.sequences))
         case MeasureTraining():
@@ -186,8 +186,8 @@ Channel = WorkerChannel | ReplicaChannel
 def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[Channel, Inside], None]) -> None:
     """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them goes away or
     fails, from the fork on."""
-    listener = socket.create_server((HOST, 0))
-    port, leader = listener.getsockname()[1], os.getpid()
+    leader, memory = os.getpid(), os.memfd_create("replica")  # which processes of other users cannot open
+    meeting = f"/proc/{leader}/fd/{memory}"
     peers: list[Peer] = []
     for rank in range(1, processes):
         ours, theirs = socket.socketpair()
@@ -195,24 +195,22 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
         if pid == 0:
             die_with(leader)
             controller.close()  # so that each end is closed when its one owner is gone
-            listener.close()
             ours.close()
             for peer in peers:
                 peer.close()
             own = WorkerChannel(theirs)
-            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own.send)
+            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, meeting), own.send)
         theirs.close()
         peers.append(Peer(ours, pid, rank))
-    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     channel = ReplicaChannel(controller, peers)
     try:
-        serve(channel, _meet_peers(channel, processes, store))
+        serve(channel, _meet_peers(channel, processes, FileStore(meeting)))
     except RuntimeError:  # so torch says of a collective that a peer left, and does not say that it did
         channel.look_for_broken(_CLOSING_SECONDS)
         raise
 
 
-def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Inside:
+def _meet_peers(channel: ReplicaChannel, processes: int, store: FileStore) -> Inside:
     """`meet` on a thread, since it would wait for a peer that never comes, while this one watches that they live."""
     formed = on_thread("meet", lambda: meet(0, processes, store))
     while not formed.done():
@@ -221,6 +219,6 @@ def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Ins
 
 
 def _serve_peer(
-    serve: Callable[[Channel, Inside], None], channel: WorkerChannel, rank: int, processes: int, port: int
+    serve: Callable[[Channel, Inside], None], channel: WorkerChannel, rank: int, processes: int, meeting: str
 ) -> None:
-    serve(channel, meet(rank, processes, TCPStore(HOST, port, is_master=False)))
+    serve(channel, meet(rank, processes, FileStore(meeting)))

@@ -119,8 +119,11 @@ class ForkServer:
         async with self._lock:
             log = str((self._logs / f"{name}.log").resolve())
             order = json.dumps({"name": name, "log": log, "environment": dict(environment)}).encode()
-            with connection:
-                socket.send_fds(self._control, [order], [connection.fileno()])
+            try:
+                with connection:
+                    socket.send_fds(self._control, [order], [connection.fileno()])
+            except OSError:  # it ended just now, before anybody noticed
+                raise LaunchError(f"worker {name} cannot start: the fork server process ended") from None
             try:
                 reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
             except TimeoutError:
@@ -168,7 +171,10 @@ class ForkServer:
 
     async def _reply(self) -> dict[str, Any] | None:
         """The fork server's next line; None when it has ended."""
-        line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
+        try:
+            line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
+        except ConnectionError:
+            return None
         return json.loads(line) if line else None
 
     def close(self) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow, WeightsPlace
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor
+from libra.backends.transport.own_socket import trusted_peer
 from libra.backends.weights.grid import Grid
 from libra.backends.weights.processes import WeightsProcessError, WeightsPublisher
 from libra.exec.background import background
@@ -30,7 +29,6 @@ from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 _LOOK_SECONDS = 1.0  # between two looks at an agent that is away
 _ANSWER_SECONDS = 10.0  # that one has to say whether its engine is to be had
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the other end of a Unix socket
 
 
 class LenderRefusedError(WorkerFailedError):
@@ -213,11 +211,13 @@ class LenderLauncher:
             self._say(f"{self._agents[slot]} lends nothing yet, and is asked again: {why}")
 
     async def _connect(self, slot: int) -> tuple[ControllerChannel, int]:
-        """The channel, and the process at its other end."""
+        """The channel, and the process at its other end. Raises `OSError`, also where that is another user's."""
         reader, writer = await asyncio.open_unix_connection(self._agents[slot])
-        connection = writer.get_extra_info("socket")
-        said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return ControllerChannel(reader, writer), _CREDENTIALS.unpack(said)[0]
+        try:
+            return ControllerChannel(reader, writer), trusted_peer(writer.get_extra_info("socket"))
+        except BaseException:
+            writer.close()
+            raise
 
     # Weights
 

@@ -199,11 +199,13 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
             # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1. It
             # reads this as it is imported.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            # Ray gives its directory the mode 0777: other users must not come as far.
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-ray-")))
             options = {
                 "address": "local",
                 "num_cpus": len(os.sched_getaffinity(0)),
                 "include_dashboard": False,
-                "_temp_dir": stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-ray-")),
+                "_temp_dir": str(own / "r"),
             }
         import ray
 

@@ -24,6 +24,7 @@ from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.record import open_record
 from libra.backends.lend.server_watch import ServerWatch
+from libra.backends.transport.own_socket import bind_own
 from libra.exec.background import background
 
 _WORDS = 4  # in one lease
@@ -197,8 +198,11 @@ async def _nobody_borrows(device: Path, token: LenderToken) -> None:
 def _make_way(listen: Path) -> None:
     """Remove the socket of an agent that was killed. Raises LendingError where anything else is there."""
     try:
-        if not stat.S_ISSOCK(listen.lstat().st_mode):
+        found = listen.lstat()
+        if not stat.S_ISSOCK(found.st_mode):
             raise LendingError(f"listen: {listen} is there and no socket; name another file, or remove this one")
+        if found.st_uid != os.geteuid():
+            raise LendingError(f"listen: {listen} belongs to user {found.st_uid}; name one in a directory of your own")
         with socket.socket(socket.AF_UNIX) as one:
             one.setblocking(False)
             one.connect(str(listen))
@@ -216,8 +220,7 @@ def _make_way(listen: Path) -> None:
 async def _listening(engine: AgentEngine, listen: Path) -> AsyncIterator[None]:
     """Controllers reach the engine at this socket, which is gone afterwards. Raises LendingError."""
     try:
-        controllers = await asyncio.start_unix_server(engine.serve, listen)
-        listen.chmod(0o600)
+        controllers = await asyncio.start_unix_server(engine.serve, sock=bind_own(listen))
     except OSError as error:
         raise LendingError(f"listen: {listen}: {error.strerror}; name a socket that can be made") from None
     ours = listen.lstat()

@@ -18,7 +18,8 @@ from libra.backends.launch.launcher import LocalLauncher, WorkerLink
 from libra.backends.lend.engine_weights import EngineWeights
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.rollout_model import RolloutModel
-from libra.backends.tiny_model import kv_bytes_per_token
+from libra.backends.lend.turn_limits import TurnLimits
+from libra.backends.tiny_model import kv_bytes_per_token, vocabulary
 from libra.backends.transport.channel import AgentChannel, ToWorker
 from libra.backends.transport.engine_messages import (
     Borrow,
@@ -33,6 +34,7 @@ from libra.backends.transport.engine_messages import (
     NotNow,
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
+from libra.backends.transport.own_socket import trusted_peer
 from libra.backends.weights.grid import Grid
 from libra.exec.background import background
 
@@ -40,6 +42,7 @@ from libra.exec.background import background
 # stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
 _SILENT = 10
 _LOADING = 300  # likewise at one that takes weights
+_SHOWN = 40  # characters of an id in a message
 _INTRODUCTION = 10.0  # seconds in which whoever connects has to say what it wants
 
 
@@ -55,6 +58,8 @@ class AgentEngine:
         changed: Callable[[], None],
     ) -> None:
         self._order, self._launcher, self._told, self._changed = order, launcher, told, changed
+        start = order.start
+        self._limits = TurnLimits(start.max_model_len, vocabulary(Path(start.model_directory)))
         self.ready = False
         self.turns: set[str] = set()  # of the run, that the engine has, by its names
         self._link: WorkerLink | None = None
@@ -117,6 +122,7 @@ class AgentEngine:
         """Whoever connects, until it goes or the engine does."""
         channel = AgentChannel(reader, writer)
         try:
+            trusted_peer(writer.get_extra_info("socket"))
             async with asyncio.timeout(_INTRODUCTION):
                 first = await channel.receive()
             refusal = self._refusal(first)
@@ -127,8 +133,10 @@ class AgentEngine:
                 channel.send(refusal)
             while self._controller is channel and self._obey(channel, await channel.receive()):
                 pass
-        except (TimeoutError, ConnectionError, msgspec.MsgspecError):
-            pass  # it went away, or is none
+        except msgspec.MsgspecError as error:
+            channel.send(Failure(f"not a message to an agent of this version of libra: {error}"))
+        except (TimeoutError, ConnectionError, PermissionError):
+            pass  # it went away, or is another user's
         finally:
             if self._controller is channel:
                 self._hang_up()
@@ -272,6 +280,9 @@ class AgentEngine:
             case Generate() if engine is not None and self.ready:
                 if not (self._held if self._follows else self._own):
                     channel.send(Failure("a turn came before weights of this run were here"))
+                    return False
+                if why := self._limits.objection(message, self.turns):
+                    channel.send(Failure(f"turn {message.id[:_SHOWN]!r}: {why}"))
                     return False
                 self.turns.add(message.id)
                 name = f"{self._visits}.{message.id}"

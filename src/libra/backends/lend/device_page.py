@@ -8,6 +8,7 @@ they begin anew with the machine, and so does a page that it kept on a disk.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import math
@@ -23,6 +24,7 @@ from zlib import crc32
 
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
+from libra.records.own_file import StrangerError, open_own
 
 _MAGIC = b"libralnd"
 _LAYOUT = 5
@@ -32,6 +34,8 @@ _PATIENCE = 2.0  # seconds in which a page that is being written must be whole: 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _LOCK = fcntl.LOCK_EX | fcntl.LOCK_NB
+_ROLES = ("lender", "borrower")  # the byte of the file that each of them locks
+_RANGE = struct.Struct("hhqqi4x")  # `struct flock`: type, whence, start, length, process; native alignment
 _HEADER = struct.Struct("<8sQQ")
 _NOTICE = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _NOTICE_AT = 64
@@ -125,10 +129,13 @@ class DevicePage:
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
-            self.descriptor = os.open(path, flags, 0o600)
+            self.descriptor = open_own(path, create=create)
+        except StrangerError as error:
+            raise LendingError(f"{path}: {error.strerror}") from None
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise LendingError(f"{path} is a symbolic link; name the file itself") from None
             raise LendingError(
                 f"{path}: {error.strerror}; start the serving engine with LendingScheduler and this file first"
             ) from None
@@ -176,10 +183,11 @@ class DevicePage:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def only(self, who: str, refusal: str) -> int:
-        """The descriptor of a lock that one process can have. Raises LendingError."""
-        only = os.open(self.path.with_name(f"{self.path.name}.{who}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """The descriptor of a lock that one process can have, of the file itself and not of its name. Raises
+        LendingError."""
+        only = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(only, _LOCK)
+            fcntl.fcntl(only, fcntl.F_OFD_SETLK, _RANGE.pack(fcntl.F_WRLCK, os.SEEK_SET, _ROLES.index(who), 1, 0))
         except BlockingIOError:
             os.close(only)
             raise LendingError(f"{self.path}: {refusal}") from None

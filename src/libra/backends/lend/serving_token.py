@@ -18,6 +18,7 @@ from libra.lend.gate import IDLE, ServingView
 from libra.lend.quota import KVView
 
 _PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
+_LONGEST_WAIT = 5.0  # seconds for a grant at most, whatever the page says: grants are tenths of a second
 
 
 class ServingToken:
@@ -100,8 +101,10 @@ class ServingToken:
             time.sleep(POLL)
         self.lent = self._wants = True
         self._write()
+        latest = self._clock() + _LONGEST_WAIT
         while not page.lock():
-            if self._clock() >= self.expires:
+            now = self._clock()
+            if now >= latest or not now < self.expires:  # also where it is not a number
                 if page.lock():
                     break
                 self.fenced += 1

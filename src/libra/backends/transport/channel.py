@@ -1,4 +1,4 @@
-"""Frames on a socket: four bytes of length, then one JSON message.
+"""Frames on a socket: four bytes of length, then one message in MessagePack, which has NaN and infinity too.
 
 Invariant: a frame is delivered whole or not at all; a peer that went away is `ConnectionError`, a frame that is not a
 known message is `msgspec.ValidationError`.
@@ -24,7 +24,7 @@ FromWorker = EngineAnswer | TrainerAnswer | Ready | Acknowledged | Failure
 _LENGTH = struct.Struct("!I")
 LARGEST_FRAME = 256 << 20  # bytes; a longer one is a broken peer, not a message
 
-_encoder = msgspec.json.Encoder()
+_encoder = msgspec.msgpack.Encoder()
 
 
 def _frame(message: Message) -> bytes:
@@ -48,7 +48,7 @@ class _BlockingChannel(Generic[Received]):
     """An end that waits for what it wants to read."""
 
     _gone: str  # what it means that the other end was closed
-    _decoder: msgspec.json.Decoder[Received]
+    _decoder: msgspec.msgpack.Decoder[Received]
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -86,20 +86,20 @@ class _BlockingChannel(Generic[Received]):
 class WorkerChannel(_BlockingChannel[ToWorker]):
     """The worker's end: blocking, or polled between engine iterations."""
 
-    _gone, _decoder = "the controller closed the connection", msgspec.json.Decoder(ToWorker)
+    _gone, _decoder = "the controller closed the connection", msgspec.msgpack.Decoder(ToWorker)
 
 
 class PeerChannel(_BlockingChannel[FromWorker]):
     """A worker's end of the channel to another process of its own: orders go there, answers come back."""
 
-    _gone, _decoder = "the process closed the connection", msgspec.json.Decoder(FromWorker)
+    _gone, _decoder = "the process closed the connection", msgspec.msgpack.Decoder(FromWorker)
 
 
 class _AsyncChannel(Generic[Received]):
     """An end on asyncio."""
 
     _gone: str  # what it means that the other end was closed
-    _decoder: msgspec.json.Decoder[Received]
+    _decoder: msgspec.msgpack.Decoder[Received]
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -128,7 +128,7 @@ class _AsyncChannel(Generic[Received]):
 class ControllerChannel(_AsyncChannel[FromWorker]):
     """The controller's end."""
 
-    _gone, _decoder = "the worker closed the connection", msgspec.json.Decoder(FromWorker)
+    _gone, _decoder = "the worker closed the connection", msgspec.msgpack.Decoder(FromWorker)
 
     @classmethod
     async def open(cls, connection: socket.socket) -> ControllerChannel:
@@ -139,4 +139,4 @@ class ControllerChannel(_AsyncChannel[FromWorker]):
 class AgentChannel(_AsyncChannel[ToWorker]):
     """The end of an agent, which passes a controller's orders on to an engine."""
 
-    _gone, _decoder = "the controller closed the connection", msgspec.json.Decoder(ToWorker)
+    _gone, _decoder = "the controller closed the connection", msgspec.msgpack.Decoder(ToWorker)

@@ -85,6 +85,7 @@ class HostRendezvous(Message, frozen=True):
 
     host: str  # address of this replica's node to listen at
     port: int  # 0: any free one
+    token: str  # that the others show
 
 
 class Prepare(Message, frozen=True):
@@ -96,6 +97,7 @@ class Prepare(Message, frozen=True):
     address: str  # of this replica's node: the others reach it there
     host: str  # where the replicas meet: at number 0, which listens there
     port: int  # 0: it cannot
+    token: str  # to be shown there
 
 
 class Enter(Message, frozen=True):
@@ -221,6 +223,7 @@ class Trained(Message, frozen=True):
     parameter_hash: int
     publish_seconds: float
     gradient_norm: float  # of the exchanged gradient, before clipping
+    diverged: str = ""  # what is no number any more, or soon will be; empty: nothing
 
 
 class WarmedUp(Message, frozen=True):
@@ -228,8 +231,11 @@ class WarmedUp(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
+    """Weights are where engines take them from."""
+
     version: int
     checksum: int
+    diverged: str = ""  # as in `Trained`
 
 
 class Rendezvous(Message, frozen=True):

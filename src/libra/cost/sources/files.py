@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from libra.config.input_file import read_input
 from libra.config.yaml_file import ConfigError
 from libra.cost.device import DeviceProfile
 from libra.cost.grid import EngineProfile
@@ -86,7 +87,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _read(path: Path, remedy: str) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_input(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; {remedy}, or give another file") from None
     except (ValueError, RecursionError) as error:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import IO, TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from libra.config.input_file import open_input
 from libra.config.json_line import line_problem
 from libra.config.yaml_file import unknown
 from libra.sim.clock import TICKS, ticks
@@ -119,9 +120,9 @@ def read_azure_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
         return _in_order(path, _azure_requests(path, lines))
 
 
-def _opened(path: Path | str) -> BinaryIO:
+def _opened(path: Path | str) -> IO[bytes]:
     try:
-        return open(path, "rb")
+        return open_input(path)
     except OSError as error:
         raise RequestFormatError(f"{path}: {error.strerror}; give a file of requests, .jsonl or .csv") from None
 

@@ -1,0 +1,51 @@
+"""What a turn must be, for the engine on a lent device to make it.
+
+Invariant: a turn that passes cannot fail the engine by what it asks for, so no run can end the borrower or its agent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+
+from libra.backends.transport.engine_messages import Generate
+
+_LONGEST_NAME = 256  # characters of a turn's id, and of its namespace
+_INT32, _INT64 = 1 << 31, 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """`max_model_len`: tokens of a context. `vocabulary`: token ids are below it."""
+
+    max_model_len: int
+    vocabulary: int
+
+    def objection(self, turn: Generate, taken: Container[str]) -> str:
+        """What is wrong with the turn, or empty; `taken` are the ids under way."""
+        room = self.max_model_len - len(turn.tokens)
+        wrong = (
+            (not 0 < len(turn.id) <= _LONGEST_NAME, f"id has {len(turn.id)} characters; give 1 to {_LONGEST_NAME}"),
+            (turn.id in taken, "a turn of this id is under way; give another"),
+            (not turn.tokens, "tokens is empty; give a context"),
+            (room < 1, f"tokens has {len(turn.tokens)}; the engine holds {self.max_model_len}, the next one included"),
+            (
+                not all(0 <= token < self.vocabulary for token in turn.tokens),
+                f"tokens has an id that is not of the vocabulary; give ids from 0 to {self.vocabulary - 1}",
+            ),
+            (not 1 <= turn.max_tokens < _INT32, f"max_tokens is {turn.max_tokens}; give at least 1, and 31 bits"),
+            (
+                not (0 <= turn.temperature < math.inf),
+                f"temperature is {turn.temperature}; give a finite number, at least 0",
+            ),
+            (
+                not -1 <= turn.stop_token < self.vocabulary,
+                f"stop_token is {turn.stop_token}; give an id of the vocabulary, or -1 for none",
+            ),
+            (not -_INT32 <= turn.priority < _INT32, f"priority is {turn.priority}; give 32 bits"),
+            (turn.seed is not None and not -_INT64 <= turn.seed < _INT64, f"seed is {turn.seed}; give 64 bits"),
+            (turn.salt is not None and len(turn.salt) > _LONGEST_NAME, f"salt exceeds {_LONGEST_NAME} characters"),
+            (turn.transfer is not None, "transfer is given; an engine on a lent device takes no KV of others"),
+        )
+        return next((why for is_wrong, why in wrong if is_wrong), "")
