@@ -173,7 +173,10 @@ def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
 
 
 def test_a_name_that_no_host_can_have_is_refused(here: Path) -> None:
-    config = write(here / "run.yaml", changed(metrics={"host": "no..host", "port": 29_501}))
+    token = write(here / "token", "secret\n")
+    token.chmod(0o600)
+    asked = {"host": "no..host", "port": 29_501, "token_file": str(token)}
+    config = write(here / "run.yaml", changed(metrics=asked))
     assert_refused(libra("run", config), "metrics.port: 29501 cannot be used on no..host (encoding with 'idna' codec")
 
 
