@@ -67,6 +67,7 @@ def episode(group: int, index: int, version: int = 0) -> Episode:
 
 
 def rows(directory: Path, name: str) -> list[dict[str, Any]]:
-    """What a run has written to one of its files so far."""
+    """What a run has written to one of its files so far, without the checksums of lines."""
     path = directory / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in row.items() if key != "crc"} for row in found]
