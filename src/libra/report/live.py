@@ -253,9 +253,9 @@ class SimulationProgress:
         self.tell(f"simulated step {done} of {steps}{self.left(done, steps)}")
 
     def left(self, done: int, total: int) -> str:
-        """Words for the time that the rest of `total` takes, such as `, about 20 s left`; empty before it is known."""
+        """Words for the time of the rest, such as `, about 20 s left`; empty before it is known, and at the end."""
         left = left_words(self._remaining.observe(done, total, self._clock()))
-        return f", {left}" if left else ""
+        return f", {left}" if left and done < total else ""
 
     def tell(self, words: str) -> None:
         """Show this, if it is time to."""
