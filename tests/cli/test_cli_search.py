@@ -148,7 +148,7 @@ def test_requests_that_are_too_few_to_tell_a_rate_are_status_3(menu: str, tmp_pa
     asked = (*QUESTION[:4], "--requests", few, *QUESTION[6:], "--slo", "ttft_p99=600s", "--menu", menu)
     result = libra(*asked, "-o", written, "--report", page, "--engines-out", tmp_path / "engines")
     assert result.exit_code == 3, result.output
-    assert result.stderr.startswith(
+    assert result.stderr.splitlines()[-1].startswith(  # a slow machine shows progress before
         "libra: no rate can be told: at 1.31e+05 requests/s the 20,001 requests come within"
     )
     assert result.stdout.startswith("No rate can be told: ") and "No rate can be told: " in page.read_text()

@@ -77,7 +77,7 @@ def search(
 
     The menu has colocated engines, and prefill and decode apart, on every GPU type and in every parallelism of the
     cluster. What cannot keep the limits even without any queue is out: a bound proves it, for these prices. The rest is
-    simulated, best bound first, on one draw of arrivals. The answer is the Pareto set of goodput per GPU (or cost)
+    simulated, on the requests and on draws of them. The answer is the Pareto set of goodput per GPU (or cost)
     against TTFT and TPOT, each point's bottleneck, and why every other candidate is none; it says what is proven, and
     what is only simulated. The same inputs give the same bytes.
 
@@ -91,10 +91,11 @@ def search(
     from libra.report.live import SimulationProgress
     from libra.report.search_table import counts, files_line, headline, search_tables
     from libra.report.words import plural
+    from libra.sizing.found import Progress
     from libra.sizing.menu import DEFAULT, ServingMenu, load_menu
     from libra.sizing.point_file import check_engines_directory, write_engines
-    from libra.sizing.search import Progress, question_of
     from libra.sizing.search import answer as find
+    from libra.sizing.search import question_of
 
     notes: list[str] = []
     if report is not None:
@@ -133,7 +134,7 @@ def search(
             def tell(moment: Progress) -> None:
                 best = "" if moment.best is None else f"; best: {moment.best.candidate}"
                 done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
-                shown.tell(done + best)
+                shown.tell(done + shown.left(moment.out + moment.simulated, moment.candidates) + best)
 
             found = find(question, ServingMenu(file), jobs=processes, progress=tell)
         if found.told and (caution := found.caution()) is not None:

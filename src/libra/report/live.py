@@ -244,16 +244,18 @@ class SimulationProgress:
             return  # the pace is that between moments that are shown
         ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
         if self._requests is not None:
-            left = left_words(self._remaining.observe(moment.ended, self._requests, now))
-            ended = f"{count(moment.ended)} of {count(self._requests)} requests have ended" + (
-                f", {left}" if left else ""
-            )
+            left = self.left(moment.ended, self._requests)
+            ended = f"{count(moment.ended)} of {count(self._requests)} requests have ended{left}"
         self.tell(f"simulated {duration(moment.seconds)}: {ended}")
 
     def step(self, done: int, steps: int) -> None:
         """A simulation that knows its steps has made `done` of them."""
-        left = left_words(self._remaining.observe(done, steps, self._clock()))
-        self.tell(f"simulated step {done} of {steps}" + (f", {left}" if left else ""))
+        self.tell(f"simulated step {done} of {steps}{self.left(done, steps)}")
+
+    def left(self, done: int, total: int) -> str:
+        """Words for the time of the rest, such as `, about 20 s left`; empty before it is known, and at the end."""
+        left = left_words(self._remaining.observe(done, total, self._clock()))
+        return f", {left}" if left and done < total else ""
 
     def tell(self, words: str) -> None:
         """Show this, if it is time to."""

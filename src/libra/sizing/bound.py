@@ -15,10 +15,12 @@ import numpy as np
 
 from libra.cost.grid import Array
 from libra.cost.quantization import UNQUANTIZED
+from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.speculative import Speculative
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.sizing.engines import NoRoomError, configuration, drafter_of, experts_of, grid_of, group_cost, network
-from libra.sizing.floor import group_prices, prices, prices_of_rank
+from libra.sizing.floor import Prices, group_prices, prices, prices_of_rank
+from libra.sizing.idle import IdleEngines
 from libra.sizing.ladder import HIGHEST, LOWEST, rate_of
 from libra.sizing.objective import Metric, Objective
 from libra.sizing.priced_work import PricedWork
@@ -39,16 +41,20 @@ class RateBound:
 
 @dataclass(slots=True)
 class Bounds:
-    """Of all candidates of one question; pools that candidates have in common are looked at once."""
+    """Of all candidates of one question; pools that candidates have in common are looked at once. Prices may be those
+    of the bounds of `others`, whose requests include all of these."""
 
     question: SizingQuestion
+    others: Bounds | None = None
     _work: RequestWork = field(init=False)
     _works: dict[tuple[Speculative | None, bool], RequestWork] = field(init=False, default_factory=dict)
     _priced: dict[EngineSetup, PricedWork] = field(init=False, default_factory=dict)
     _pools: dict[EnginePool, tuple[int, str]] = field(init=False, default_factory=dict)
     _deadlines: tuple[WorkDeadline, ...] = field(init=False)
+    _idle: IdleEngines = field(init=False)
 
     def __post_init__(self) -> None:
+        self._idle = IdleEngines(self.question)
         self._work = self._work_of(None, loaded=False)
         self._deadlines = tuple(deadlines(self.question, self._work))
 
@@ -73,6 +79,16 @@ class Bounds:
         rate = inf if rung == HIGHEST else 0.0 if rung < LOWEST else rate_of(rung)
         return RateBound(rate, ttft, tpot, reason)
 
+    def idle(self, candidate: ServingCandidate) -> tuple[float, float]:
+        """TTFT and TPOT of `RateBound`, or more: of idle engines in simulation."""
+        works = [self._on(pool.shape) for pool in candidate.pools]
+        prompt, answer = (self._idle.of(candidate.pools[at].shape, works[at].work) for at in (0, -1))
+        least = self._latency(candidate, works, prompt.ttft, answer.tpot)
+        ttft, tpot = (
+            statistic(self.question, metric).value(least[metric]) if len(least[metric]) else 0.0 for metric in SHOWN
+        )
+        return ttft, tpot
+
     def least(self, candidate: ServingCandidate, objective: Objective) -> float:
         """Seconds, without any queue; infinite where there is no room for its engines."""
         try:
@@ -84,19 +100,23 @@ class Bounds:
     def _on(self, shape: EngineSetup) -> PricedWork:
         """The work on an engine of this shape."""
         if shape not in self._priced:
-            config = configuration(self.question, shape)
+            config, its = self._prices(shape)
             work = self._work_of(config.speculative, loaded=bool(config.kv_tiers))
-            contexts = work.contexts
-            if shape.parallel is not None:
-                experts = experts_of(self.question, shape)
-                its = prices_of_rank(experts, config, contexts, drafter_of(self.question, shape, experts.own))
-            elif shape.apart is not None:
-                its = group_prices(group_cost(self.question, shape), config, contexts)
-            else:
-                grid = grid_of(self.question, shape)
-                its = prices(grid, config, contexts, drafter_of(self.question, shape, grid))
             self._priced[shape] = PricedWork(config, its, work)
         return self._priced[shape]
+
+    def _prices(self, shape: EngineSetup) -> tuple[EngineConfig, Prices]:
+        if self.others is not None:
+            on = self.others._on(shape)
+            return on.config, on.prices
+        config, contexts = configuration(self.question, shape), self._work.contexts
+        if shape.parallel is not None:
+            experts = experts_of(self.question, shape)
+            return config, prices_of_rank(experts, config, contexts, drafter_of(self.question, shape, experts.own))
+        if shape.apart is not None:
+            return config, group_prices(group_cost(self.question, shape), config, contexts)
+        grid = grid_of(self.question, shape)
+        return config, prices(grid, config, contexts, drafter_of(self.question, shape, grid))
 
     def _work_of(self, drafts: Speculative | None, *, loaded: bool) -> RequestWork:
         if (drafts, loaded) not in self._works:
@@ -107,10 +127,16 @@ class Bounds:
             self._works[drafts, loaded] = work
         return self._works[drafts, loaded]
 
-    def _latency(self, candidate: ServingCandidate, works: list[PricedWork]) -> dict[Metric, Array]:
-        """The least seconds that each request can take."""
+    def _latency(
+        self,
+        candidate: ServingCandidate,
+        works: list[PricedWork],
+        prompt: Array | float = 0.0,
+        token: Array | float = 0.0,
+    ) -> dict[Metric, Array]:
+        """The least seconds that each request can take, if its prompt and each token take no less than is given."""
         work = self._work
-        ttft, tpot = works[0].prompt_seconds, works[-1].token_seconds
+        ttft, tpot = np.maximum(works[0].prompt_seconds, prompt), np.maximum(works[-1].token_seconds, token)
         if len(works) > 1:
             ttft = ttft + self._transfer(candidate) + works[-1].first_seconds
         return {"ttft": ttft, "tpot": tpot[work.decoded > 0], "latency": ttft + work.decoded * tpot}

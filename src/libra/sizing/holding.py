@@ -6,12 +6,13 @@ on the question and the candidate alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 
 from libra.sim.workload.requests import RecordedRequest
+from libra.sizing.bound import Bounds, RateBound
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.draws import draws
 from libra.sizing.ladder import (
@@ -54,29 +55,62 @@ class Held:
     too_little: bool = False  # it serves less than it has to in order to matter
 
 
+def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[ServingCandidate, RateBound]:
+    """The least of the bounds on the record and on its draws; latencies are those of the record."""
+    question = bounds.question
+    drawn = {it.name: Bounds(replace(question, requests=it.requests), bounds) for it in draws(question.requests)}
+    found = {}
+    for candidate in candidates:
+        least = bounds.of(candidate)
+        for name, its in drawn.items():
+            bound = its.of(candidate)
+            if bound.rate < least.rate:
+                least = replace(least, rate=bound.rate, reason=f"{bound.reason}, on {name}")
+        found[candidate] = least
+    return found
+
+
 def held_rate(question: SizingQuestion, asking: Asking) -> Held:
     """At the highest rung, or the rate that the question gives, at which the record and all draws of it are served;
     one that serves less than `asking.least` need not be found."""
-    runs, missed, tried, rate = _Runs(question, asking.candidate), "", dict[str, Trial](), question.rate
-    rung = 0
-    if rate is None:
-        if asking.least and not (first := runs.lasting(runs.names[0], rate_of(rung_above(asking.least)))).passed:
-            return Held(None, (), f"{first.missed} at {first.rate:.3g} requests/s", runs.made, too_little=True)
+    runs = _Runs(question, asking.candidate)
+    return _at_rate(question, runs, question.rate) if question.rate is not None else _highest(question, runs, asking)
+
+
+def _at_rate(question: SizingQuestion, runs: _Runs, rate: float) -> Held:
+    tried: dict[str, Trial] = {}
+    for name in runs.names:
+        tried[name] = runs.lasting(name, rate)
+        if not tried[name].passed:
+            return Held(None, (), _on(name, tried[name].missed), runs.made)
+    return _held(question, runs, tried)
+
+
+def _highest(question: SizingQuestion, runs: _Runs, asking: Asking) -> Held:
+    """From the rung that matters upwards on the first draw, then downwards on the others and on the record."""
+    lowest = rung_above(asking.least) if asking.least else LOWEST
+    if asking.near:
+        rung = rung_of(asking.bound)
+    else:
         guess = runs.guess(asking.bound)
         rung = LOWEST if guess is None else rung_of(guess.rate)
-    while late := next((it for it in runs.names if it not in tried or tried[it].rate != rate), None):
-        if question.rate is not None:
-            once = runs.lasting(late, question.rate)
-            passed, missed = once if once.passed else None, once.missed
-        elif rate is None:
-            passed, missed = around(partial(runs.lasting, late), rung, asking.bound)
-        else:
-            passed, missed = around(partial(runs.lasting, late), rung_of(rate), rate)
+    tried, bound = dict[str, Trial](), asking.bound
+    while late := next((it for it in runs.names if it not in tried or tried[it].rate != bound), None):
+        passed, missed = around(partial(runs.lasting, late), rung, bound, lowest=lowest)
         if passed is None:
-            return Held(None, (), missed if late == RECORD else f"{missed} on {late}", runs.made)
-        tried[late], rate = passed, passed.rate
+            missed = f"{missed} at {rate_of(lowest):.3g} requests/s" if asking.least else missed
+            return Held(None, (), _on(late, missed), runs.made, too_little=asking.least > 0)
+        tried[late], bound, rung = passed, passed.rate, rung_of(passed.rate)
+    return _held(question, runs, tried)
+
+
+def _held(question: SizingQuestion, runs: _Runs, tried: Mapping[str, Trial]) -> Held:
     checks = (Check(name, _shares(question, tried[name])) for name in runs.names)
     return Held(tried[RECORD], tuple(checks), "", runs.made)
+
+
+def _on(name: str, missed: str) -> str:
+    return missed if name == RECORD else f"{missed} on {name}"
 
 
 def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
@@ -104,7 +138,8 @@ class _Runs:
             record = self._record(first, sustained_arrivals(asked, rate))
             return self._trial(asked, record[: max(_FEWEST, ceil(_BRIEFLY * rate * asked.shortest_wait))], rate)
 
-        return around(brief, _FIRST, bound, _COARSE)[0]
+        rung = _FIRST if bound == inf else rung_of(bound) - STEPS  # misses end early
+        return around(brief, rung, bound, _COARSE)[0]
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False) -> Trial:
         """For as long as the search of a rate takes it to last; at a rate that is given, once."""

@@ -86,12 +86,13 @@ def _lasting_arrivals(question: SizingQuestion, rate: float) -> int:
 
 
 def around(
-    asked: Callable[[float], Trial], rung: int, bound: float = inf, resolution: int = 1
+    asked: Callable[[float], Trial], rung: int, bound: float = inf, resolution: int = 1, lowest: int = LOWEST
 ) -> tuple[Trial | None, str]:
     """At the highest rung that passes, to `resolution` rungs: from `rung` in steps that double, downwards until one
-    passes or upwards until one is missed, then by bisection. Rungs above `bound` are missed."""
-    low, high, step = LOWEST - 1, HIGHEST + 1, resolution
-    passed, missed = None, ""
+    passes or upwards until one is missed, then by bisection. Rungs above `bound` are missed, those below `lowest` are
+    not tried."""
+    low, high, step = lowest - 1, HIGHEST + 1, resolution
+    rung, passed, missed = max(rung, lowest), None, ""
     while high - low > resolution:
         if rate_of(rung) > bound:
             high = rung
@@ -101,8 +102,8 @@ def around(
                 low, passed = rung, one
             else:
                 high, missed = rung, one.missed
-        if low < LOWEST:
-            rung, step = max(high - step, LOWEST), 2 * step
+        if low < lowest:
+            rung, step = max(high - step, lowest), 2 * step
         elif high > HIGHEST:
             rung, step = min(low + step, HIGHEST), 2 * step
         else:
@@ -151,6 +152,7 @@ class Asking:
     candidate: ServingCandidate
     bound: float = inf  # requests/s, at most
     least: float = 0.0
+    near: bool = False  # whether it may serve about as much as the bound
 
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
 from libra.sim.engine.request import Request
 from libra.sim.engine.tier_fetches import TierTooSmallError
-from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
+from libra.sim.workload.requests import RecordedRequest, Requests, Workload, recorded_requests
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.engines import engines, network
 from libra.sizing.objective import Metric, Objective
@@ -76,22 +76,13 @@ def trial(
     """Raises `NoRoomError` where an engine cannot run, ValueError where the rate is too low to be simulated. `requests`
     take the place of the question's, and come at the same rate; `routes`, of requests and of prompts that were
     computed, that of the least load; `to_the_end`: also where an objective is missed before that."""
-    specs, net = engines(question, candidate), network(question, candidate)
     records = question.requests if requests is None else requests
     scale = rate / question.natural_rate
     if seconds(records[-1].arrival) >= scale * LONGEST:
         raise ValueError(f"rate is {rate:g}: the last of {len(records):,} requests would come after 106 days; raise it")
     workload = recorded_requests(records, rate_scale=scale)
     watched = _Watched(workload, question.objectives, records, to_the_end)
-    first, then = (policy_named(ROUTE, seed=0), policy_named(ROUTE, seed=0)) if routes is None else routes
-    prompts = sum(spec.role.takes == "prompt" for spec in specs)
-    cluster = SimCluster(
-        specs,
-        watched,
-        first if prompts > 1 else None,
-        kv_transfer=net,
-        decode_route=None if net is None else then,
-    )
+    cluster = _cluster(question, candidate, watched, routes)
     try:
         cluster.run()
     except _MissedError as missed:
@@ -104,6 +95,33 @@ def trial(
     ttft, tpot = (statistic(question, metric).value(taken[metric]) if len(taken[metric]) else 0.0 for metric in SHOWN)
     uses = tuple(_uses(cluster, candidate))
     return Trial(rate, beyond, latency, ttft, tpot, uses, _network_share(cluster, candidate), len(records))
+
+
+def latencies(
+    question: SizingQuestion, candidate: ServingCandidate, requests: tuple[RecordedRequest, ...]
+) -> dict[Metric, Array]:
+    """Seconds that requests take at their own times, by metric: TPOT of those with two tokens or more."""
+    cluster = _cluster(question, candidate, recorded_requests(requests))
+    cluster.run()
+    return _durations(cluster.requests)
+
+
+def _cluster(
+    question: SizingQuestion,
+    candidate: ServingCandidate,
+    workload: Workload,
+    routes: tuple[Policy, Policy] | None = None,
+) -> SimCluster:
+    specs, net = engines(question, candidate), network(question, candidate)
+    first, then = (policy_named(ROUTE, seed=0), policy_named(ROUTE, seed=0)) if routes is None else routes
+    prompts = sum(spec.role.takes == "prompt" for spec in specs)
+    return SimCluster(
+        specs,
+        workload,
+        first if prompts > 1 else None,
+        kv_transfer=net,
+        decode_route=None if net is None else then,
+    )
 
 
 def statistic(question: SizingQuestion, metric: Metric) -> Objective:

@@ -1,0 +1,202 @@
+"""What a search knows so far: points, rejections with their reasons, and what is left to simulate.
+
+Invariant: a candidate is left out only where a bound, or a pool of it in simulation, shows that it misses the rate that
+is given, or that a point serves more and is no slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival, tenths
+from libra.sizing.bound import Bounds
+from libra.sizing.candidate import ServingCandidate
+from libra.sizing.holding import Held, checked, held_bounds
+from libra.sizing.ladder import LOWEST, STEPS, Asking, rate_of, rung_above
+from libra.sizing.pools import Pools
+from libra.sizing.question import SizingQuestion
+
+_WAVE = 4  # candidates that are simulated between two looks at what is left
+_NEXT = 4  # candidates that may be the next best
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    candidates: int
+    out: int  # by bound, or dominated
+    simulated: int
+    best: Point | None
+
+
+class Found:
+    """What is known so far."""
+
+    def __init__(
+        self,
+        question: SizingQuestion,
+        bounds: Bounds,
+        candidates: Sequence[ServingCandidate],
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.question, self.progress, self.bounds = question, progress, bounds
+        self.bounded = held_bounds(bounds, candidates)
+        self.pools = Pools(question, bounds, candidates)
+        self.points: list[Point] = []
+        self.reasons: dict[ServingCandidate, Rejection] = {}
+        self.runs = 0
+        self.front: list[Point] = []
+        self.rivals: dict[ServingCandidate, Point | None] = {}  # no slower, and of the highest value
+
+    def waves(self) -> Iterator[list[Asking]]:
+        """Candidates to simulate, and their bounds: those that the bound promises most of come first."""
+        question = self.question
+        left = []
+        for candidate, bound in self.bounded.items():
+            wanted = question.rate
+            if bound.rate < (wanted or rate_of(LOWEST)):
+                why = bound.reason
+                if bound.rate and wanted is not None:
+                    why = f"at most {bound.rate:.3g} requests/s ({bound.reason})"
+                self._reject(candidate, "bound", why)
+            else:
+                left.append(candidate)
+        # Rivals come before those that they may beat.
+        left.sort(key=lambda it: (sum(self._idle(it)), -self._promised(it)))
+        while left:
+            wave: list[Asking] = []
+            while left and len(wave) < _WAVE:
+                candidate = left.pop(0)
+                if not self._is_out(candidate):
+                    better = self.rivals[candidate]
+                    most = self._most(candidate)
+                    least = 0.0 if better is None else better.value * question.cost(candidate)
+                    wave.append(Asking(candidate, most, least, most < self.bounded[candidate].rate))
+            if wave:
+                yield wave
+
+    def _is_out(self, candidate: ServingCandidate) -> bool:
+        """Whether a bound, or one of its pools, proves it to be no better than what is found; then it is rejected."""
+        question, bound = self.question, self.bounded[candidate]
+        proven = rival(tenths(question, bound.ttft, bound.tpot), self.front)
+        if proven is not None and proven.value > self._promised(candidate):
+            self._reject(candidate, "bound", f"cannot be better in any respect than {proven.candidate}")
+            return True
+        better = rival(self._idle(candidate), self.front)
+        while not self._is_short(candidate, better):
+            if better is None or question.rate is not None:
+                break
+            # At the rate that it has to serve, it is slower than where it idles, and others are no slower than that.
+            served = rate_of(rung_above(better.value * question.cost(candidate)))
+            ttft, tpot = self.bounds.idle(candidate)
+            ttft = max(ttft, self.pools.ttft(candidate, served))
+            more = rival(tenths(question, ttft, tpot), self.front)
+            if more is None or more.value <= better.value:
+                break
+            better = more
+        self.rivals[candidate] = better
+        return candidate in self.reasons
+
+    def _is_short(self, candidate: ServingCandidate, better: Point | None) -> bool:
+        """Whether a bound or a pool says that it does not serve the rate that is given, or as much as `better`; then it
+        is rejected."""
+        question, rate = self.question, self.question.rate
+        if better is not None and better.value > self._promised(candidate):
+            self._reject(candidate, "dominated", f"is slower than {better.candidate}, and cannot serve more")
+            return True
+        if rate is None and better is not None:
+            rate = rate_of(rung_above(better.value * question.cost(candidate)))
+        elif rate is None and self._most(candidate) < rate_of(LOWEST):
+            rate = rate_of(LOWEST)
+        miss = None if rate is None else self.pools.miss(candidate, rate)
+        if miss is None:
+            return False
+        if better is None or question.rate is not None:
+            self._reject(candidate, "simulation", str(miss))
+        else:
+            self._reject(candidate, "dominated", f"serves less than {better.candidate}, which is no slower: {miss}")
+        return True
+
+    def _idle(self, candidate: ServingCandidate) -> tuple[int, int]:
+        return tenths(self.question, *self.bounds.idle(candidate))
+
+    def _most(self, candidate: ServingCandidate) -> float:
+        """Requests/s that it serves at most, if its prefill engines alone serve no less."""
+        bound = self.bounded[candidate].rate
+        return bound if self.question.rate is not None else min(bound, self.pools.highest(candidate, bound))
+
+    def take(self, simulated: Iterable[tuple[Asking, Held]]) -> None:
+        for asking, held in simulated:
+            candidate = asking.candidate
+            self.runs += held.runs
+            point = point_of(self.question, candidate, self.bounded[candidate].rate, held)
+            better = self.rivals[candidate]
+            if point is not None:
+                self.points.append(point)
+            elif held.too_little and better is not None:
+                reason = f"serves less than {better.candidate}, which is no slower: misses {held.missed}"
+                self._reject(candidate, "dominated", reason)
+            else:
+                self._reject(candidate, "simulation", f"misses {held.missed}")
+        self.front, _ = pareto(self.points)
+        if self.progress is not None:
+            simulated_now = len(self.points) + sum(it.by != "bound" for it in self.reasons.values())
+            out = len(self.reasons) + len(self.points) - simulated_now
+            self.progress(Progress(len(self.bounded), out, simulated_now, self.front[0] if self.front else None))
+
+    def answer(self, candidates: Sequence[ServingCandidate]) -> SizingAnswer:
+        front, beaten = pareto(self.points)
+        rates = {it.candidate: it.trial.rate for it in self.points}
+        for candidate, better in beaten.items():
+            self._reject(candidate, "dominated", f"{better.candidate} is no worse in any respect", rates[candidate])
+        rejected = tuple(self.reasons[it] for it in candidates if it in self.reasons)
+        possible = []
+        if front:
+            best = front[0]
+            possible = [it for it in candidates if it != best.candidate and self._promised(it) > best.value]
+            possible = [it for it in possible if self.bounded[it].rate >= (self.question.rate or 0)]
+        near = self._near_miss(front[0], possible, rates) if possible else None
+        runs = self.runs + self.pools.runs
+        return SizingAnswer(self.question, tuple(front), rejected, runs, len(possible), near)
+
+    def _promised(self, candidate: ServingCandidate) -> float:
+        """Requests/s per cost that a bound allows."""
+        return min(self.bounded[candidate].rate, self.question.rate or inf) / self.question.cost(candidate)
+
+    def _reject(self, candidate: ServingCandidate, by: By, reason: str, rate: float | None = None) -> None:
+        cost, bound = self.question.cost(candidate), self.bounded[candidate].rate
+        self.reasons[candidate] = Rejection(candidate, cost, by, reason, bound, rate)
+
+    def _near_miss(
+        self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
+    ) -> NearMiss | None:
+        """By how much the next best misses an objective where it would be better than the best; None where none of the
+        next ends.
+
+        Of deployments that were asked for their goodput it is the one with the most; of those that failed at one rate,
+        the one that is nearest to its objectives, of the few that the bound promises most of.
+        """
+        question = self.question
+
+        def promise(candidate: ServingCandidate) -> tuple[float, float]:
+            return rates.get(candidate, 0.0) / question.cost(candidate), self.bounded[candidate].rate
+
+        most = 1 if question.rate is None else _NEXT
+        next_best = sorted(possible, key=promise, reverse=True)[:most]
+        misses = [it for candidate in next_best if (it := self._worst_miss(best, candidate)) is not None]
+        return min(misses, key=lambda it: it.seconds / it.limit, default=None)
+
+    def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
+        """Of the objective that it is farthest from; None where a simulation of it does not end."""
+        rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
+        trials = checked(self.question, candidate, rate)
+        self.runs += len(trials)
+        if not all(it.latency for it in trials.values()):
+            return None
+        misses = (
+            NearMiss(candidate, objective.name, objective.limit, one.latency[objective.name], name)
+            for name, one in trials.items()
+            for objective in self.question.objectives
+        )
+        return max(misses, key=lambda it: it.seconds / it.limit)

@@ -1,0 +1,130 @@
+"""What pools of a pair serve at most: each is simulated with ample engines of the other role, once for all its pairs.
+
+Assumption: more or faster engines of the other role, and more engines of one shape, never make a candidate miss an
+objective at a rate that it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, log2
+
+from libra.sim.engine.config import RoleName
+from libra.sizing.bound import Bounds
+from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.sizing.draws import draws
+from libra.sizing.idle import SLACK
+from libra.sizing.ladder import LOWEST, STEPS, around, rate_of, repeated, rung_of, sustained_arrivals
+from libra.sizing.objective import Objective
+from libra.sizing.question import SizingQuestion
+from libra.sizing.trial import Trial, trial
+
+AMPLE = 16  # engines of the other role
+_FIRST = 2 * STEPS  # rung that is tried first
+
+_Asked = tuple[RoleName, EngineSetup, EngineSetup | None, int]  # role, shape, ample shape before it, engines
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMiss:
+    pool: EnginePool
+    rate: float  # requests/s at which it was simulated
+    objective: str
+
+    def __str__(self) -> str:
+        return f"its {self.pool.role} engines alone miss {self.objective} at {self.rate:.3g} requests/s"
+
+
+class Pools:
+    """Of the pairs of one question: prefill engines serve prompts alone, without anything that follows; decode engines
+    have the fastest prefill engines of a pair's class and drafts before them. The draw of the requests is the one that
+    is hardest for the role, in general."""
+
+    def __init__(self, question: SizingQuestion, bounds: Bounds, candidates: Iterable[ServingCandidate]) -> None:
+        self.question, self.runs = question, 0
+        self._missed: dict[_Asked, PoolMiss] = {}  # at the lowest rate that was missed
+        self._passed: dict[_Asked, float] = {}
+        self._ttft: dict[tuple[EnginePool, float], float] = {}
+        self._highest: dict[EnginePool, int] = {}
+        self._fastest: dict[EngineSetup, EngineSetup] = {}
+        shapes = dict.fromkeys(it.pools[0].shape for it in candidates if it.architecture != "colocated")
+        paces = {it: _seconds_of_prompts(bounds, it) for it in shapes}
+        for shape in shapes:
+            alike = [it for it in shapes if (it.nodes, it.drafts) == (shape.nodes, shape.drafts)]
+            self._fastest[shape] = min(alike, key=lambda it: paces[it])
+
+    def highest(self, candidate: ServingCandidate, bound: float) -> float:
+        """Requests/s that the prefill engines of a pair serve at most, on the ladder; infinite without any. The search
+        begins below `bound`."""
+        if candidate.architecture == "colocated":
+            return inf
+        pool = candidate.pools[0]
+        if pool not in self._highest:
+            alike = [it for it in self._highest if it.shape == pool.shape]
+            near = min(alike, key=lambda it: abs(it.count - pool.count), default=None)
+            if near is None:
+                rung = _FIRST if bound == inf else rung_of(bound) - STEPS // 2
+            else:
+                rung = self._highest[near] + round(STEPS * log2(pool.count / near.count))
+            passed, _ = around(partial(self._trial, pool, None), rung)
+            self._highest[pool] = LOWEST - 1 if passed is None else rung_of(passed.rate)
+        return rate_of(self._highest[pool])
+
+    def miss(self, candidate: ServingCandidate, rate: float) -> PoolMiss | None:
+        """Of a pool that misses an objective at this rate or below; None where no pool is known to."""
+        if candidate.architecture == "colocated":
+            return None
+        prefill, decode = candidate.pools
+        sides = ((prefill, None), (decode, self._fastest[prefill.shape]))
+        found = (self._miss(pool, ample, rate) for pool, ample in sides)
+        return next((it for it in found if it is not None), None)
+
+    def ttft(self, candidate: ServingCandidate, rate: float) -> float:
+        """Seconds that the TTFT of a pair takes at least at this rate, by the statistic of `trial.statistic`: that of
+        its prefill engines alone, on the record, but for `SLACK`."""
+        if candidate.architecture == "colocated":
+            return 0.0
+        pool = candidate.pools[0]
+        if (pool, rate) not in self._ttft:
+            requests = tuple(replace(it, output_tokens=1) for it in self.question.requests)
+            requests = repeated(requests, sustained_arrivals(self.question, rate))
+            alone = ServingCandidate((replace(pool, role="colocated"),))
+            self.runs += 1
+            one = trial(self.question, alone, rate, requests=requests, to_the_end=True)
+            self._ttft[pool, rate] = (1 - SLACK) * one.ttft
+        return self._ttft[pool, rate]
+
+    def _miss(self, pool: EnginePool, ample: EngineSetup | None, rate: float) -> PoolMiss | None:
+        asked = pool.role, pool.shape, ample
+        known = (it for (*its, count), it in self._missed.items() if tuple(its) == asked and count >= pool.count)
+        if (lower := next((it for it in known if it.rate <= rate), None)) is not None:
+            return lower
+        passed = (it for (*its, count), it in self._passed.items() if tuple(its) == asked and count <= pool.count)
+        if any(it >= rate for it in passed):
+            return None
+        return self._missed.get((*asked, pool.count)) if not self._trial(pool, ample, rate).passed else None
+
+    def _trial(self, pool: EnginePool, ample: EngineSetup | None, rate: float) -> Trial:
+        its = {it.name: it.requests for it in draws(self.question.requests)}
+        requests = its.get("longer prompts" if ample is None else "longer answers", self.question.requests)
+        if ample is None:
+            alone = ServingCandidate((replace(pool, role="colocated"),))
+            requests = tuple(replace(it, output_tokens=1) for it in requests)
+        else:
+            alone = ServingCandidate((EnginePool("prefill", ample, AMPLE), pool))
+        asked = replace(self.question, requests=requests)
+        least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
+        self.runs += 1
+        one = trial(asked, alone, rate, requests=repeated(requests, least))
+        key = pool.role, pool.shape, ample, pool.count
+        if one.passed:
+            self._passed[key] = max(rate, self._passed.get(key, 0.0))
+        elif key not in self._missed or rate < self._missed[key].rate:
+            self._missed[key] = PoolMiss(pool, rate, one.missed)
+        return one
+
+
+def _seconds_of_prompts(bounds: Bounds, shape: EngineSetup) -> float:
+    return bounds.least(ServingCandidate((EnginePool("colocated", shape, 1),)), Objective("ttft", "mean", 1.0))
