@@ -22,14 +22,15 @@ class Tail:
         self._read = 0  # bytes
 
     def rows(self) -> list[Row]:
-        """New since the last call."""
+        """New since the last call, without the checksums of lines."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
             file.seek(self._read)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._read += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+        found = [json.loads(line) for line in whole.splitlines()]
+        return [{key: value for key, value in row.items() if key != "crc"} for row in found]
 
 
 class Segments:

@@ -130,7 +130,9 @@ def test_ranks_that_divide_experts_compute_prompts_for_groups() -> None:
         (DataParallel(4), None),
     ]
     assert all(it.architecture == "attention-ffn" for it in found)
-    assert {it.candidate.devices for it in answer(asked, ServingMenu(file)).points} == {2 + 12, 8 + 12}
+    best = answer(asked, ServingMenu(file))
+    assert [it.candidate.devices for it in best.points] == [2 + 12]
+    assert [(it.candidate.devices, it.by) for it in best.rejected] == [(8 + 12, "dominated")]
 
 
 def test_a_search_weighs_the_three_architectures() -> None:

@@ -192,7 +192,7 @@ class SizingAnswer:
 
 def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
     """Those that no other dominates, best value first; and of the others one that does."""
-    ordered = sorted(points, key=lambda it: it.criteria)
+    ordered = sorted(points, key=lambda it: (-it.value, it.tenths, it.criteria))  # none dominates one before it
     kept: list[Point] = []
     beaten: dict[ServingCandidate, Point] = {}
     for point in ordered:
