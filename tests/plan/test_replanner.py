@@ -143,15 +143,15 @@ def test_a_run_goes_on_from_its_plan_and_tracker() -> None:
 
 
 def test_other_ranges_of_the_same_engines_cost_nothing_where_no_start_is_ever_worth_it() -> None:
-    few_and_many = [*trajectories(0, 2, 48), *(replace(it, policy_version=0) for it in trajectories(1, 20, 16))]
+    log = [*trajectories(0, 2, 480), *(replace(it, policy_version=0) for it in trajectories(1, 20, 160))]
     replanner = Replanner(PLANNER, switch=NEVER_WORTH_IT)
-    replanner.step(few_and_many, [])
+    replanner.step(log, [])
     assert replanner.plan is not None
     best = replanner.plan.allocation
     first, last = best.buckets
-    uneven = replace(best, buckets=(replace(first, up_to=4000), replace(last, above=4000)))
+    uneven = replace(best, buckets=(replace(first, up_to=6000), replace(last, above=6000)))
     resumed = Replanner(PLANNER, replace(replanner.plan, allocation=uneven), switch=NEVER_WORTH_IT)
-    decision = resumed.step(few_and_many, [])
+    decision = resumed.step(log, [])
     assert (decision.taken, decision.cost) == (True, 0.0)
     assert (decision.transition.moves, decision.transition.rebuckets) == ((), True)
     assert resumed.plan is not None
