@@ -115,6 +115,7 @@ BOMB = gzip.compress(bytes(2**27))
         (gzip.compress(BODY)[:-9], GZIP, 400, "ends early"),
         (gzip.compress(BODY) * 2, GZIP, 400, "after its compressed end"),
     ],
+    ids=["plain", "gzip", "empty", "zeros", "large", "bomb", "gzip twice", "brotli", "no gzip", "cut", "two members"],
 )
 async def test_a_body_is_measured_before_and_after_decompression(
     body: bytes, headers: dict[str, str], status: int, says: str
