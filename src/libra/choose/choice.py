@@ -32,8 +32,8 @@ from libra.trajectory import Trajectory
 
 _LEAST_STEPS = 2  # of a run, in the first round
 _PROMISED = (2, 4)  # samples of the chosen plan that its promise is made of: in any case, and if there is time
-# Standard errors of predicted differences between plans, relative to a step: of those with one engine size each, and of
-# one size and several. `benchmarks.plan_check` prints what they were.
+# Assumed standard errors of predicted steps, relative to a step: of plans with as many engine sizes as the first, and
+# of others.
 _PRICE_ERROR, _SIZES_ERROR = 0.04, 0.12
 _RACE = 0.7  # share of the time that is for the race; the rest is for the promise
 
@@ -120,8 +120,8 @@ def _measured(
 
 
 def _expected(kinds: Sequence[Proposed]) -> list[Expected]:
-    """Predicted steps, and how far their differences to that of the first plan may be wrong: more where the number of
-    engine sizes is another, since it is the router that makes the difference."""
+    """Predicted steps and their errors, larger where the number of engine sizes is not that of the first plan: then the
+    router makes the difference."""
     buckets = len(kinds[0].solution.allocation.buckets)
     errors = [_PRICE_ERROR if len(it.solution.allocation.buckets) == buckets else _SIZES_ERROR for it in kinds]
     return [Expected(it.solution.predicted.step, error) for it, error in zip(kinds, errors, strict=True)]

@@ -24,7 +24,7 @@ from libra.choose.intervals import mean_and_error, student
 MOST_SAMPLES = 12  # of a contender
 _ALIKE = 0.01  # of the control's seconds: contenders that differ by less are equals
 # Assumed before there are samples: standard deviation of a paired difference over the control's seconds, which counts
-# as much as that of so many degrees of freedom. By chance the first few differences are often nearly equal (Smyth 2004,
+# as much as one of `_NOISE_FREEDOM` degrees. By chance the first few differences are often nearly equal (Smyth 2004,
 # "Linear models and empirical Bayes methods": variances that are moderated).
 _NOISE, _NOISE_FREEDOM = 0.06, 2
 
@@ -38,8 +38,8 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds that a contender is expected to take, and the standard error of its difference to the control, relative
-    to the control's seconds: above 0 for all but the control."""
+    """Seconds that a contender is expected to take, and their standard error relative to the control's seconds: above 0
+    for all but the control. Errors of different contenders are independent."""
 
     seconds: float
     error: float
@@ -145,7 +145,7 @@ def race(
 
 
 def _faster_half(ranked: Sequence[int]) -> Sequence[int]:
-    """The control, and as many of the others as make half of all; two at least."""
+    """The control and the fastest others, together half of all and at least two."""
     half = max(min(2, len(ranked)), (len(ranked) + 1) // 2)
     return ranked[:half] if 0 in ranked[:half] else (*ranked[: half - 1], 0)
 

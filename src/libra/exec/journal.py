@@ -171,7 +171,7 @@ class JournalReplay:
 
 
 def replay(entries: Iterable[AnyEntry]) -> JournalReplay:
-    """What the entries add up to. Raises `JournalError` where a move ends that never began."""
+    """State that the entries lead to. Raises `JournalError` where a move ends that never began."""
     try:
         return _replay(entries)
     except KeyError as error:

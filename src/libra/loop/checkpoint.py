@@ -169,7 +169,7 @@ class Interrupted:
 
 
 def read_interrupted(directory: Path) -> Interrupted:
-    """What an interrupted run left; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`.
+    """State that an interrupted run left; a damaged checkpoint newer than the one found is renamed to `<name>.damaged`.
     Raises `ConfigError`, `EpisodeFileError`, `JournalError` or `RecordFormatError` where the run cannot be resumed
     from, and `DiskError`."""
     check_kinds(directory)

@@ -115,7 +115,7 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
 
 
 def _started_with(directory: Path) -> dict[tuple[str | None, str], Any]:
-    """What `config.json` says of the settings that a resumed run keeps, by section and key. Raises `ConfigError`."""
+    """Settings of `config.json` that a resumed run keeps, by section and key. Raises `ConfigError`."""
     path = directory / "config.json"
     try:
         before = json.loads(path.read_bytes())

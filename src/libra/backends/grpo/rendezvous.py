@@ -1,9 +1,9 @@
-"""Where replicas exchange the addresses at which they connect: a small store, for those who know its secret.
+"""A small store with a secret, in which replicas exchange the addresses at which they connect.
 
 Invariant: nothing that arrives before a connection has shown the secret is kept or grows, and nothing that arrives
-afterwards exceeds the limits below. A stranger can neither read nor set a key, and what anybody sends ends no process.
+afterwards exceeds the limits below. A stranger can neither read nor set a key, and no message ends a process.
 
-torch's own store asks nobody who they are, lets anyone list and set its keys, and ends its process on a malformed
+torch's own store has no authentication, lets every client list and set its keys, and ends its process on a malformed
 frame. This one has the same interface, so that gloo takes either.
 """
 
@@ -51,7 +51,7 @@ class RendezvousServer:
         Thread(target=self._listen, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Refuse further connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

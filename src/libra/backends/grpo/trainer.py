@@ -159,7 +159,7 @@ class TrainerProcess:
         return scores
 
     def diverged(self) -> str:
-        """What is wrong with the weights of this part; empty: nothing."""
+        """Reason why the weights of this part are of no use; empty where they are sound."""
         largest = self.state.largest
         if largest <= _LARGEST:
             return ""

@@ -1,4 +1,4 @@
-"""What a turn must be, for the engine on a lent device to make it.
+"""Limits of the turns that an engine on a lent device makes.
 
 Invariant: a turn that passes cannot fail the engine by what it asks for, so no run can end the borrower or its agent.
 """
@@ -23,7 +23,7 @@ class TurnLimits:
     vocabulary: int
 
     def objection(self, turn: Generate, taken: Container[str]) -> str:
-        """What is wrong with the turn, or empty; `taken` are the ids under way."""
+        """Reason to refuse the turn; empty where it is sound. `taken` are the ids under way."""
         room = self.max_model_len - len(turn.tokens)
         wrong = (
             (not 0 < len(turn.id) <= _LONGEST_NAME, f"id has {len(turn.id)} characters; give 1 to {_LONGEST_NAME}"),

@@ -17,7 +17,7 @@ def bind_own(path: Path) -> socket.socket:
     """A socket bound to `path`, which must be free. Raises `OSError`."""
     bound = socket.socket(socket.AF_UNIX)
     try:
-        os.fchmod(bound.fileno(), 0o600)  # before there is a file, so nobody can connect in between
+        os.fchmod(bound.fileno(), 0o600)  # before there is a file: no other user can connect in between
         bound.bind(str(path))
     except BaseException:
         bound.close()
