@@ -38,7 +38,8 @@ def priced(problem: Problem) -> list[Priced]:
     for training in problem.training:
         for buckets in _all_buckets(problem, training):
             allocation = Allocation(training.replicas, buckets, training.layout)
-            step = max(training.seconds, *(steps(bucket, training, _runs(problem, buckets)) for bucket in buckets))
+            runs, begin = _runs(problem, buckets), buckets[0].shape
+            step = max(training.seconds, *(steps(bucket, training, runs, begin) for bucket in buckets))
             options = [(b.engines, _options(problem, b.shape)[0]) for b in buckets]
             devices = training.devices + sum(
                 n * (it.devices + (it.prefill[1] if it.prefill else 0)) for n, it in options
@@ -66,7 +67,8 @@ def step_of(problem: Problem, allocation: Allocation) -> float:
     steps = _bucket_steps(problem)
     training = next(t for t in problem.training if (t.layout, t.replicas) == (allocation.layout, allocation.replicas))
     runs = _runs(problem, allocation.buckets)
-    return max(training.seconds, *(steps(bucket, training, runs) for bucket in allocation.buckets))
+    begin = allocation.buckets[0].shape
+    return max(training.seconds, *(steps(bucket, training, runs, begin) for bucket in allocation.buckets))
 
 
 def moves(problem: Problem, allocation: Allocation) -> int:
@@ -119,9 +121,13 @@ def _devices(problem: Problem, allocation: Allocation) -> dict[str, int]:
     return {name: together(trains[name], generates[name]) for name in trains}
 
 
-def bucket_step(problem: Problem, bucket: Bucket, training: TrainingOption, runs: bool) -> float:
-    """The shortest step that the bucket allows while training so; `runs` is whether its routers are known."""
-    return min(_option_step(problem, option, bucket, training, runs) for option in _options(problem, bucket.shape))
+def bucket_step(problem: Problem, bucket: Bucket, training: TrainingOption, runs: bool, begin: str) -> float:
+    """The shortest step that the bucket allows while training so; `runs` is whether its routers are known, `begin` the
+    shape of the first bucket."""
+    there = min(_options(problem, begin), key=lambda option: option.residence[-1])
+    return min(
+        _option_step(problem, option, bucket, training, runs, there) for option in _options(problem, bucket.shape)
+    )
 
 
 def members(problem: Problem, bucket: Bucket) -> list[int]:
@@ -140,20 +146,63 @@ def _options(problem: Problem, shape: str) -> list[EngineOption]:
     return [option for option in problem.engines if option.shape == shape]
 
 
-def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool], float]:
+def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool, str], float]:
     """The same as `bucket_step`, each worked out once."""
 
     @cache
-    def step(bucket: Bucket, training: TrainingOption, runs: bool) -> float:
-        return bucket_step(problem, bucket, training, runs)
+    def step(bucket: Bucket, training: TrainingOption, runs: bool, begin: str) -> float:
+        return bucket_step(problem, bucket, training, runs, begin)
 
     return step
 
 
-def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, training: TrainingOption, runs: bool) -> float:
-    """The smallest step in which the bucket's engines do their work and its longest trajectory is not too late."""
+def _option_step(
+    problem: Problem, option: EngineOption, bucket: Bucket, training: TrainingOption, runs: bool, there: EngineOption
+) -> float:
+    """The smallest step in which the bucket's engines do their work and its longest trajectory is not too late, which
+    begins on the option `there`."""
     own = members(problem, bucket)
-    residence = max([option.residence[j] for j in own if problem.expected[j]], default=0.0)
+    routers = problem.recall_known if runs else problem.recall_possible
+
+    # [class] of the fastest engine, with nothing beside.
+    fastest = [
+        min(
+            max([it.residence[j], *(g[j] + w[j] for g, w in zip(it.generates, it.waits, strict=True))])
+            for it in problem.engines
+        )
+        for j in range(len(problem.peaks))
+    ]
+    nothing = (0.0,) * len(problem.peaks)
+    count = max(len(it.generates) for it in problem.engines)
+
+    def rows(option: EngineOption) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+        return list(zip(option.generates, option.waits, strict=True)) + [(nothing, nothing)] * count
+
+    stays = [option.residence[j] for j in own if problem.expected[j]]
+    lines = [(row[own[-1]], waits[own[-1]]) for row, waits in zip(option.generates, option.waits, strict=True) if own]
+    if bucket.above > 0:
+        stays, lines = [], []
+        for reach in routers:
+            stays += [
+                reach[j] * option.residence[j] + (1 - reach[j]) * there.residence[j] for j in own if problem.expected[j]
+            ]
+            for (row, waits), (begun, waited) in list(zip(rows(option), rows(there), strict=False))[
+                : count if own else 0
+            ]:
+                part = reach[own[-1]]
+                lines.append(
+                    (
+                        part * row[own[-1]] + (1 - part) * begun[own[-1]],
+                        part * waits[own[-1]] + (1 - part) * waited[own[-1]],
+                    )
+                )
+    else:
+        for reach in routers:
+            for j in (j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to):
+                stays += [reach[j] * fastest[j] + (1 - reach[j]) * option.residence[j]] if problem.expected[j] else []
+                for row, waits in rows(option)[:count]:
+                    lines.append(((1 - reach[j]) * row[j], (1 - reach[j]) * waits[j] + reach[j] * fastest[j]))
+    residence = max(stays, default=0.0)
     after = (
         (training.seconds if training.tail is None else training.tail)
         + training.publish
@@ -164,11 +213,10 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
         return _asked(costs, reach, own, bucket) if costs else 0.0
 
     loads = []  # of each router: seconds of a step, and seconds squared to be divided by it
-    for reach in problem.recall_known if runs else problem.recall_possible:
+    for reach in routers:
         gone = min(1.0, max(0.0, asked(option.kv_occupancy, reach) / bucket.engines - 1))
         busy = max(asked(row, reach) for row in option.work) + gone * asked(option.refill, reach)
         loads.append((busy / bucket.engines, asked(option.refresh, reach) / bucket.engines))
-    lines = [(row[own[-1]], waits[own[-1]]) for row, waits in zip(option.generates, option.waits, strict=True) if own]
 
     def work(step: float) -> float:
         """Seconds of a step, as long as the router that asks for most."""

@@ -8,8 +8,8 @@ from typing import Any
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
-SHORT_FEW = EngineOption("short", "a", 1, 4, 2000, 0.5, ((8.0, 16.0), (6.0, 20.0)), (0.0, 0.0), (4.0, 9.0))
-SHORT_MANY = EngineOption("short", "a", 1, 8, 2000, 0.5, ((4.0, 8.0), (6.0, 12.0)), (0.0, 0.0), (6.0, 15.0))
+SHORT_FEW = EngineOption("short", "a", 1, 4, 2000, 0.5, ((8.0, 16.0), (6.0, 20.0)), (0.0, 0.0), (4.0, 10.0))
+SHORT_MANY = EngineOption("short", "a", 1, 8, 2000, 0.5, ((4.0, 8.0), (6.0, 12.0)), (0.0, 0.0), (6.0, 10.0))
 LONG = EngineOption("long", "a", 2, 4, 5000, 1.0, ((5.0, 10.0),), (0.0, 0.0), (5.0, 10.0))
 ONE = TrainingOption("copies", "a", 1, 1, 8.0, 1.0)
 TWO = TrainingOption("copies", "a", 2, 2, 4.0, 1.0)

@@ -34,16 +34,24 @@ One name for each family of constraints, in `plan.model` (CP-SAT, ILP, bounds), 
     own_devices           ... their sum; without it (colocated) each of them
     no_idle_devices       = in place of <=, if asked for; of a pool that serves = or none
 
-For a T, longest_context, rollout and latency ask for a number of engines, `need[t, s, i, j]` (`plan.model.ranges`), and
-the model has in their place
+For a T, longest_context, rollout and latency ask for a number of engines, `need[t, f, s, i, j]` (`plan.model.ranges`),
+and the model has in their place, x being one for each t and f,
 
-    enough_engines        n[s] >= sum over i, j of need[t, s, i, j] z[s, i, j]    where x[t]
+    enough_engines        n[s] >= sum over i, j of need[t, f, s, i, j] z[s, i, j] where x[t, f]
     no_stray_engines      n[s] = 0                                                where no bucket is of s
 
 W is what the bucket's classes ask for, by the router k that asks for most: the sum over its classes of
 work[j] recall[k, j], and in the first bucket of work[j] (1 - recall[k, j]) over all classes, the largest over rows of
 work; besides the same of refresh / T, and of refill by the share that caches forget. Routers of ranges that run now are
 known; with `keep` only those count. R is the longest residence of its classes that a typical step has (`expected`).
+
+Trajectories start in the first bucket, and what of a class's work stays there runs at the pace of its shape f: after
+the first bucket, residence, generates and waits of class j are, for each router k,
+
+    recall[k, j] times those of o, and 1 - recall[k, j] times those of f's option with the shortest residence at last
+
+and R is the longest by any of them. In the first bucket R covers what the others' classes leave there, too: with the
+seconds that the fastest engine by itself takes in place of those of o, so that they are no more than they will be.
 
 Caches that are full forget contexts, which then are prefilled again: of a bucket's returns the share
 
@@ -67,9 +75,9 @@ Either way each line asks for the root of a quadratic; latency, with eta > 0, is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -97,6 +105,8 @@ Family = Literal[
     "no_stray_engines",
 ]
 SolverStatus = Literal["optimal", "feasible"]
+
+Lines = tuple[tuple[float, ...], ...]  # [line][class]
 
 # How requests and plans are read from a file: see `libra.plan.plan`. It also holds for the values inside them.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -145,8 +155,8 @@ class EngineOption:
     residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, at least, tools included
     # Where batches start together, the longest trajectory of all classes up to each one. Slowed by s while it generates
     # it takes as long as the line says that is longest then: waits + s * generates.
-    generates: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
-    waits: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
+    generates: Lines = ()  # [line][class] seconds; of all options the same line is for the same slowing
+    waits: Lines = ()  # [line][class] seconds
     # Where caches cannot hold all contexts:
     refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
     kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
@@ -174,6 +184,27 @@ class EngineOption:
     def lines(self, last: int) -> tuple[tuple[float, float], ...]:
         """(generates, waits) of the longest trajectory of the classes up to `last`."""
         return tuple((g[last], w[last]) for g, w in zip(self.generates, self.waits, strict=True))
+
+    def begun_on(self, there: EngineOption, recall: Sequence[Sequence[float]]) -> EngineOption:
+        """The option for trajectories that begin on another one, and stay `there` for what no router of `recall`,
+        [router][class], brings here: see the notation above."""
+
+        nothing = (0.0,) * len(self.residence)
+
+        def by(parts: Sequence[float], mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
+            return tuple(p * own + (1 - p) * other for p, own, other in zip(parts, mine, theirs, strict=True))
+
+        def lines(mine: Lines, theirs: Lines) -> Lines:
+            pairs = list(zip_longest(mine, theirs, fillvalue=nothing))
+            return tuple(by(parts, *pair) for parts in recall for pair in pairs)
+
+        routed = (by(parts, self.residence, there.residence) for parts in recall)
+        return replace(
+            self,
+            residence=tuple(map(max, zip(*routed, strict=True))),
+            generates=lines(self.generates, there.generates),
+            waits=lines(self.waits, there.waits),
+        )
 
     @property
     def name(self) -> str:
@@ -325,6 +356,24 @@ class Problem:
     def shapes(self) -> tuple[str, ...]:
         """Names of the shapes, in the order of the options."""
         return tuple(dict.fromkeys(option.shape for option in self.engines))
+
+    def options(self, shape: str) -> list[EngineOption]:
+        """The options of a shape."""
+        return [option for option in self.engines if option.shape == shape]
+
+    def begins(self, shape: str) -> EngineOption:
+        """The option of a shape that trajectories are taken to begin on."""
+        return min(self.options(shape), key=lambda option: option.residence[-1])
+
+    @property
+    def elsewhere(self) -> EngineOption:
+        """An option no slower than any of a bucket after the first, whatever is on its engines."""
+        classes = range(len(self.peaks))
+        alone = tuple(min(max(it.residence[j], it.alone(j)) for it in self.engines) for j in classes)
+        lines = max(len(it.generates) for it in self.engines)
+        nothing = (0.0,) * len(alone)
+        fastest = min(self.engines, key=lambda option: option.residence[-1])
+        return replace(fastest, residence=alone, generates=(nothing,) * lines, waits=(alone,) * lines)
 
     def uses(self, shape: str) -> dict[str, int]:
         """Devices of one engine of a shape, by pool."""

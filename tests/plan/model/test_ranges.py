@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.enumerate_problems import bucket_step, priced, problems
-from oracles.small_problem import ONE, PROBLEM
+from oracles.small_problem import LONG, ONE, PROBLEM
 
 from libra.plan.allocation import Bucket
 from libra.plan.model.ranges import NEVER, RangeTable
@@ -35,9 +35,10 @@ def existing(problem: Problem) -> Iterator[tuple[Range, Bucket]]:
                     yield (s, first, last), Bucket(shape, 1, above, up_to)
 
 
-def fewest(problem: Problem, bucket: Bucket, training: TrainingOption, step: float, tried: bool) -> int:
+def fewest(problem: Problem, bucket: Bucket, training: TrainingOption, step: float, tried: bool, begin: str) -> int:
     """At most MOST engines, or one more where these do not keep the step."""
-    kept = (n for n in range(1, MOST + 1) if bucket_step(problem, replace(bucket, engines=n), training, tried) <= step)
+    engines = (replace(bucket, engines=n) for n in range(1, MOST + 1))
+    kept = (it.engines for it in engines if bucket_step(problem, it, training, tried, begin) <= step)
     return next(kept, MOST + 1)
 
 
@@ -48,13 +49,15 @@ def test_the_table_holds_the_fewest_engines(problem: Problem, tried: bool, data:
     near = data.draw(st.sampled_from(priced(problem))).step * data.draw(st.sampled_from([0.5, 1 - 1e-6, 1 + 1e-6, 2.0]))
     step = max(near, 1e-6)
     training = data.draw(st.sampled_from(problem.training))
-    table = RangeTable(problem, tried).engines(training, step)
-    buckets = dict(existing(problem))
+    begin = data.draw(st.integers(0, len(problem.shapes) - 1))
+    shape = problem.shapes[begin]
+    table = RangeTable(problem, tried).engines(training, step, begin)
+    buckets = {cell: it for cell, it in existing(problem) if cell[1] > 0 or it.shape == shape}
     for cell in ((s, i, j) for s, row in enumerate(table) for i, line in enumerate(row) for j, _ in enumerate(line)):
         if cell in buckets:
             # A step so close to one that some number of engines just keeps may be told either way.
-            least = fewest(problem, buckets[cell], training, step * (1 + 1e-8), tried)
-            most = fewest(problem, buckets[cell], training, step * (1 - 1e-8), tried)
+            least = fewest(problem, buckets[cell], training, step * (1 + 1e-8), tried, shape)
+            most = fewest(problem, buckets[cell], training, step * (1 - 1e-8), tried, shape)
             assert least <= min(table[cell], MOST + 1) <= most
         else:
             assert table[cell] == NEVER
@@ -66,10 +69,22 @@ def test_a_step_that_is_just_kept_never_misses_an_engine(problem: Problem, tried
     """Where a step has no time but for its latency nothing can be counted, so the step is a little longer."""
     for training in problem.training[:2]:
         for cell, bucket in existing(problem):
-            step = bucket_step(problem, replace(bucket, engines=engines), training, tried) * (1 + 1e-12)
+            begin = 0 if bucket.above else cell[0]
+            shape = problem.shapes[begin]
+            step = bucket_step(problem, replace(bucket, engines=engines), training, tried, shape) * (1 + 1e-12)
             if step > 0 and problem.staleness > 0:
                 unstalled = min(o.stall for o in problem.engines if o.shape == bucket.shape) < step * (1 - 1e-9)
-                assert RangeTable(problem, tried).engines(training, step)[cell] <= engines or not unstalled
+                assert RangeTable(problem, tried).engines(training, step, begin)[cell] <= engines or not unstalled
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.booleans(), st.data())
+def test_no_begin_asks_for_fewer_engines_than_the_best(problem: Problem, tried: bool, data: st.DataObject) -> None:
+    step = max(1e-6, data.draw(st.sampled_from(priced(problem))).step)
+    training = data.draw(st.sampled_from(problem.training))
+    table = RangeTable(problem, tried)
+    for begin in range(len(problem.shapes)):
+        assert (table.engines(training, step) <= table.engines(training, step, begin)).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -80,18 +95,34 @@ def test_training_options_of_a_higher_rank_ask_for_no_more(problem: Problem, ste
     for one, rank in zip(problem.training, ranks, strict=True):
         for other, its in zip(problem.training, ranks, strict=True):
             if rank <= its:
-                assert (table.engines(one, step) >= table.engines(other, step)).all()
+                for begin in (None, *range(len(problem.shapes))):
+                    assert (table.engines(one, step, begin) >= table.engines(other, step, begin)).all()
 
 
 # Routers (1, 0.5) and (0.5, 0); the first bucket's work as in the tests of the price.
 COUNTS = [
     # short for class 0: 18 / (9.5 - 0.5) with 8 seats; long: 5 + 10 / (9.5 - 1), and for class 1: 5 / 8.5
     (9.5, [[[2, NEVER], [NEVER, NEVER]], [[2, 2], [NEVER, 1]]]),
-    # 8 seats take (6 + 9) / 2 = 7.5; class 1 takes 9.5 wherever it is
-    (8.0, [[[3, NEVER], [NEVER, NEVER]], [[3, NEVER], [NEVER, NEVER]]]),
-    # 4 seats take (4 + 9) / 2 = 6.5, but then 26 / (7 - 0.5)
-    (7.0, [[[4, NEVER], [NEVER, NEVER]], [[3, NEVER], [NEVER, NEVER]]]),
+    # Class 1 takes (10 + 9) / 2 = 9.5 wherever it is, and some of it is wherever class 0 is
+    (9.4, [[[NEVER, NEVER], [NEVER, NEVER]], [[NEVER, NEVER], [NEVER, NEVER]]]),
 ]
+# On short engines class 1 takes 2 s less than on long ones, and less where only some of its work is there.
+UNEVEN = replace(
+    PROBLEM, engines=(*(replace(it, residence=(it.residence[0], 8.0)) for it in PROBLEM.engines[:2]), LONG)
+)
+BEGUN = [
+    # Of routers (1, 0.5) and (0.5, 0) the first brings more of class 1 to long, (0.5 * 10 + 0.5 * 8 + 9) / 2 = 9;
+    # short ones with 8 seats have 18 s of work
+    (8.9, 0, [[[3, NEVER], [NEVER, NEVER]], [[NEVER, NEVER], [NEVER, NEVER]]]),
+    (9.1, 0, [[[3, NEVER], [NEVER, NEVER]], [[NEVER, NEVER], [NEVER, 1]]]),
+    # All of it on long engines takes 9.5 s
+    (9.1, 1, [[[NEVER, NEVER], [NEVER, NEVER]], [[NEVER, NEVER], [NEVER, NEVER]]]),
+]
+
+
+@pytest.mark.parametrize(("step", "begin", "wanted"), BEGUN)
+def test_counts_by_the_shape_of_the_first_range(step: float, begin: int, wanted: list[list[list[int]]]) -> None:
+    assert RangeTable(UNEVEN, tried=False).engines(ONE, step, begin).tolist() == wanted
 
 
 @pytest.mark.parametrize(("step", "wanted"), COUNTS)

@@ -40,8 +40,16 @@ def longest(short: float, long: float, trajectories: int = 8) -> float:
 #   LONG's own share 0.5 * 0.5 = 0.25; short bucket 6 * 0.7 + 2 * 0.75 * 2.8 = 8.4
 #   residence of LONG at 5 seats: 400 * (0.01 + 0.005 + 0.01) + 0.2 + 0.4 + 10 = 20.6
 #   and of SHORT 100 * (0.01 + 0.005 + 0.0025) + 3.3 = 5.05
+#   those that begin on short, with 4 seats: 400 * (0.01 + 0.004 + 0.008) + 10.6 = 19.4 and 4.9; a router that brings as
+#   much as it can brings half of LONG's work to long, where it takes longer, and so is the one to have time for
 #   training 0.5 + 2 = 2.5, and 0.3 until engines have the weights
-LATENCY = (longest(5.05, 20.6) + 2.8) / 2
+def begun(short: float, long: float, beginning: tuple[float, float] = (4.9, 19.4), trajectories: int = 8) -> float:
+    """Half of its work where it begins."""
+    return (longest(short, long, trajectories) + longest(*beginning, trajectories)) / 2
+
+
+ALONE = (longest(5.05, 20.6) + 2.8) / 2
+LATENCY = (begun(5.05, 20.6) + 2.8) / 2
 PRICES = [
     ("base", REQUEST, two_buckets(1, 1, 2), Prediction(LATENCY, 8.7, 2.8, LATENCY, "latency")),
     ("more engines share the first bucket", REQUEST, two_buckets(1, 2, 1),
@@ -52,27 +60,29 @@ PRICES = [
     # 32 in flight, 10 seats on long: residence 400 * (0.01 + 0.01 + 0.02) + 10.6 = 26.6
     # and of SHORT 100 * (0.01 + 0.01 + 0.005) + 3.3 = 5.8
     ("staleness hides latency", MORE_STALE, two_buckets(1, 1, 2),
-     Prediction(8.7, 8.7, 2.8, (longest(5.8, 26.6) + 2.8) / 4, "rollout")),
+     Prediction(8.7, 8.7, 2.8, (begun(5.8, 26.6) + 2.8) / 4, "rollout")),
     ("slow trainer", SLOW_TRAINER, two_buckets(1, 1, 2),
-     Prediction(20.8, 8.7, 20.8, (longest(5.8, 26.6) + 20.8) / 4, "training")),
+     Prediction(20.8, 8.7, 20.8, (begun(5.8, 26.6) + 20.8) / 4, "training")),
     # Nothing overlaps; 8 in flight, so 2 seats on long are enough: residence 400 * (0.01 + 0.002 + 0.004) + 10.6 = 17
-    # and of SHORT 100 * (0.01 + 0.002 + 0.001) + 3.3 = 4.6
+    # and of SHORT 100 * (0.01 + 0.002 + 0.001) + 3.3 = 4.6. On short, too: with 2 seats at 0.006 a token SHORT has
+    # 0.95 s of work, LONG 3.8, so 6 * 0.95 + 1.5 * 3.8; with 4, LONG would be there for longer
     ("synchronous", SYNCHRONOUS, two_buckets(1, 1, 2),
-     Prediction(longest(4.6, 17) + 2.8, 8.7, 2.8, longest(4.6, 17) + 2.8, "latency")),
-    # 6 in flight: 4 seats on short and 2 on long take least. 0.75 of a LONG a step. Load 2.25 * 0.7 + 0.75 * 0.75 * 2.8
+     Prediction(longest(4.6, 17) + 2.8, 11.7, 2.8, longest(4.6, 17) + 2.8, "latency")),
+    # 6 in flight: 2 seats take least. 0.75 of a LONG a step. Load 2.25 * 0.95 + 0.75 * 0.75 * 3.8
     # training 0.5 + 0.75
     ("a class that is seldom there", FEW, two_buckets(1, 1, 2),
-     Prediction((longest(4.6, 17, 3) + 1.55) / 2, 3.45, 1.55, (longest(4.6, 17, 3) + 1.55) / 2, "latency")),
+     Prediction((longest(4.6, 17, 3) + 1.55) / 2, 4.575, 1.55, (longest(4.6, 17, 3) + 1.55) / 2, "latency")),
     # LONG's own share 0.5: short 6 * 0.7 + 2 * 0.5 * 2.8 = 7
     ("an oracle router", ORACLE, two_buckets(1, 1, 2), Prediction(LATENCY, 7.3, 2.8, LATENCY, "latency")),
     # Work on short by memory (0.01 / 1000 + 1e-6 a token of context): SHORT 0.1+0.55+0.3 = 0.95, LONG 0.4+8.8+0.6 = 9.8
     # load 6 * 0.95 + 1.5 * 9.8 = 20.4
-    # Memory of long holds 2.5 of LONG: residence 400 * (0.01 + 0.0025 + 0.005) + 10.6 = 17.6
+    # Memory of long holds 2.5 of LONG: residence 400 * (0.01 + 0.0025 + 0.005) + 10.6 = 17.6; that of short, which one
+    # is generated in at a time, 400 * (0.01 + 0.001 + 0.002) + 10.6 = 15.8, and 4.6 for 2 of SHORT
     ("little memory", LITTLE_MEMORY, two_buckets(1, 1, 2),
-     Prediction(20.7, 20.7, 2.8, (longest(5.05, 17.6) + 2.8) / 2, "rollout")),
+     Prediction(20.7, 20.7, 2.8, (begun(5.05, 17.6, (4.6, 15.8)) + 2.8) / 2, "rollout")),
     # One bucket of 3 long engines at 0.003 a token: SHORT 0.3+0.05+0.1+0.2 = 0.65, LONG 1.2 + 0.8 + 0.2 + 0.4 = 2.6
     # load 6 * 0.65 + 2 * 2.6 = 9.1 over 3
-    ("one bucket", REQUEST, one_bucket(1, 3), Prediction(LATENCY, 9.1 / 3 + 0.3, 2.8, LATENCY, "latency")),
+    ("one bucket", REQUEST, one_bucket(1, 3), Prediction(ALONE, 9.1 / 3 + 0.3, 2.8, ALONE, "latency")),
     # All trajectories start in a first bucket that no class ends in: SHORT leaves 0.8 of its work there, LONG 0.75.
     # load 6 * 0.8 * 0.7 + 2 * 0.75 * 2.8 = 7.56
     ("an idle first bucket", REQUEST, two_buckets(1, 1, 2, cut=500),

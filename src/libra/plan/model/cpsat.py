@@ -4,8 +4,9 @@ Notation and names of constraints are those of `libra.plan.problem`. Invariant: 
 integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`), so all coefficients are devices or engines, nothing is
 rounded, and every answer is exact. `libra.plan.model.solve` chooses the lengths of the step that are asked about.
 
-A candidate c is a training option that keeps the step. `need` is the larger table, for routers that are possible;
-`kept` is the smaller one, for routers that are known, and holds where the buckets are those that run now.
+A candidate c is a training option that keeps the step, and a shape of the first range. `need` is the larger table, for
+routers that are possible; `kept` is the smaller one, for routers that are known, and holds where the buckets are those
+that run now.
 """
 
 from __future__ import annotations

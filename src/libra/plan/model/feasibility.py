@@ -128,12 +128,10 @@ def ample_step(problem: Problem) -> float:
     """Seconds in which any training option trains and one engine of any option serves all, and as many to spare."""
     train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
     generate = max(
-        option.stall
-        + max(map(option.alone, range(len(problem.peaks))))
-        + max(sum(row) for row in option.work)
-        + sum(option.refill)
-        + math.sqrt(sum(option.refresh))
-        + max(option.residence)
+        option.stall + max(sum(row) for row in option.work) + sum(option.refill) + math.sqrt(sum(option.refresh))
         for option in problem.engines
     )
-    return 2 * (train + generate)
+    # A trajectory may be on any two of them.
+    classes = range(len(problem.peaks))
+    longest = max(max(*option.residence, *map(option.alone, classes)) for option in problem.engines)
+    return 2 * (train + generate + 2 * longest)

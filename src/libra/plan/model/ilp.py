@@ -5,8 +5,8 @@ Notation and names of constraints are those of `libra.plan.problem`. Each candid
 its x[c] flows from the first class to the end of the last. So nothing has to be switched off where another candidate is
 chosen: there is no large constant, all coefficients are devices or engines, and the linear relaxation is tight.
 
-A candidate c is a training option that keeps the step, with routers that are possible, or with those that are known, in
-which case it has only the ranges of the present buckets (`keep_buckets`).
+A candidate c is a training option that keeps the step, and a shape of the first range, with routers that are possible;
+or with those that are known, in which case it has only the ranges of the present buckets (`keep_buckets`).
 
 Invariant: every answer is priced by `libra.plan.options.price` before it counts.
 """
@@ -185,11 +185,13 @@ class StepProgram:
         for option in self.problem.training:
             if option.seconds > self.step or option.devices > self.problem.pool(option.pool).devices:
                 continue
-            need = possible.engines(option, self.step)
-            fitting = np.argwhere(need <= self._room(option)[:, None, None])
-            found.append(_Candidate(option, need, [(int(s), int(i), int(j)) for s, i, j in fitting], keeps=False))
+            room = self._room(option)[:, None, None]
+            for begin in self.shapes:
+                need = possible.engines(option, self.step, begin)
+                fitting = np.argwhere(need <= room)
+                found.append(_Candidate(option, need, [(int(s), int(i), int(j)) for s, i, j in fitting], keeps=False))
             if known is not None and present is not None:
-                kept = known.engines(option, self.step)
+                kept = known.engines(option, self.step, present[0][0])
                 if all(kept[r] < NEVER for r in present):
                     found.append(_Candidate(option, kept, present, keeps=True))
         return found

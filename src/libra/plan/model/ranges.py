@@ -7,14 +7,16 @@ is longer. The numbers agree with `libra.plan.options.price` to a relative 1e-9,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import fixed_seconds
-from libra.plan.problem import EngineOption, Problem, TrainingOption
+from libra.plan.problem import EngineOption, Lines, Problem, TrainingOption
 
 Range = tuple[int, int, int]  # shape, first class, last class
 
@@ -23,24 +25,27 @@ NEVER = 2**30  # engines: more than any pool has; the shape cannot serve the ran
 _SLACK = 1e-9  # relative: a step that is just kept must not miss an engine for rounding
 
 Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+Ints = NDArray[np.int64]
+Counts = Ints
 
 
 class RangeTable:
     """All ranges of one problem, for one router history: `tried` is whether the ranges run already.
 
-    What no step changes is kept by entry: an option, and a range that exists and whose longest context it holds.
+    What no step changes is kept by entry: an option, and a range that exists and whose longest context it holds. What
+    depends on the shape of the first range is in `_Times`.
     """
 
     def __init__(self, problem: Problem, tried: bool) -> None:
         self.problem = problem
         shapes = {shape: number for number, shape in enumerate(problem.shapes)}
-        options = sorted(problem.engines, key=lambda option: shapes[option.shape])
+        options = self._options = sorted(problem.engines, key=lambda option: shapes[option.shape])
         self._starts = [i for i, it in enumerate(options) if i == 0 or it.shape != options[i - 1].shape]
         held = _ranges_held(problem, options)
         self._tables = held.shape
         self._entries = np.nonzero(held)  # option, first, last
-        routers = np.array(problem.recall_known if tried else problem.recall_possible)  # [router, class]
+        self._recall = problem.recall_known if tried else problem.recall_possible
+        routers = np.array(self._recall)  # [router, class]
         most_rows = max(len(option.work) for option in options)
         classes = len(problem.peaks)
         work = np.zeros((len(options), most_rows, classes))
@@ -49,15 +54,10 @@ class RangeTable:
         self._work = self._by_entry(_asked(work, routers).max(axis=1))  # [router, entry]
         self._refresh = self._by_entry(_asked(_rows(options, "refresh"), routers)[:, 0])
         self._refreshes = bool(self._refresh.any())
-        residence = _longest(np.array([option.residence for option in options]) * np.array(problem.expected))
-        self._residence = residence[self._entries]
-        self._residences = np.unique(self._residence)
         self._stall = np.array([option.stall for option in options])[:, None]
-        most_lines = max(1, max(len(option.generates) for option in options))
-        self._generates, self._waits = np.zeros((2, most_lines, len(options), classes))
-        for o, option in enumerate(options):
-            for line, (generates, waits) in enumerate(zip(option.generates, option.waits, strict=True)):
-                self._generates[line, o], self._waits[line, o] = generates, waits
+        # What longer classes leave in a first range.
+        self._leaving = [problem.elsewhere.begun_on(option, self._recall) for option in options]
+        self._times: dict[int | None, _Times] = {}
         forgets = np.array([bool(option.refill) for option in options])
         self._forgets = np.flatnonzero(forgets[self._entries[0]])
         self._refill, self._filled = (
@@ -65,14 +65,16 @@ class RangeTable:
             for field in ("refill", "kv_occupancy")
         )
 
-    def engines(self, training: TrainingOption, step: float) -> Counts:
-        """[shape, first, last] fewest engines with which a step of `step` seconds is kept while training so.
+    def engines(self, training: TrainingOption, step: float, begin: int | None = None) -> Counts:
+        """[shape, first, last] fewest engines with which a step of `step` seconds is kept while training so, where
+        trajectories begin on the shape `begin`; None: on whichever is best for each range, so that no plan needs fewer.
 
         `NEVER` where no number of engines keeps it, or the range does not exist.
         """
         limit = float(self._limit(fixed_seconds(self.problem, training), step))
-        option, _, last = self._entries
-        usable = self._usable(limit, step * (1 + _SLACK))[option, last]
+        times = self._times_of(begin)
+        option, first, last = self._entries
+        usable = self._usable(times, limit, step * (1 + _SLACK))[np.minimum(first, 1), option, last]
         with np.errstate(divide="ignore", invalid="ignore"):  # a step of 0 seconds, which nothing keeps
             asked = self._work + self._refresh / step if self._refreshes else self._work
             count = asked.max(axis=0) / usable
@@ -80,10 +82,21 @@ class RangeTable:
                 forgotten = self._forgetting(asked[:, self._forgets], usable[self._forgets]).max(axis=0)
                 count[self._forgets] = np.maximum(count[self._forgets], forgotten)
             count = np.maximum(1.0, np.ceil(count * (1 - _SLACK)))
-        kept = (usable > 0) & (self._residence <= limit) & (count < NEVER)
+        kept = (usable > 0) & (times.residence <= limit) & (count < NEVER)
+        if begin is not None:
+            kept &= (first > 0) | np.array([it.shape == self.problem.shapes[begin] for it in self._options])[option]
         table = np.full(self._tables, NEVER, dtype=np.int64)
         table[self._entries] = np.where(kept, count, NEVER)
         return table if len(self._starts) == len(table) else np.minimum.reduceat(table, self._starts)
+
+    def _times_of(self, begin: int | None) -> _Times:
+        """Each worked out once: a search needs few of the shapes."""
+        if begin not in self._times:
+            shapes = self.problem.shapes if begin is None else [self.problem.shapes[begin]]
+            there = _least([self.problem.begins(shape) for shape in shapes])
+            later = [option.begun_on(there, self._recall) for option in self._options]
+            self._times[begin] = _times((self._options, later, self._leaving), self._entries, self.problem.expected)
+        return self._times[begin]
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
         """[router, entry] engines n whose caches forget: all returns, or as many as n forget, the larger root of
@@ -103,23 +116,71 @@ class RangeTable:
         limit = self._limit(fixed, step)
         if self.problem.synchronous or self.problem.shared:
             return limit
-        return np.searchsorted(self._residences, limit, side="right").astype(float)
+        every = [self._times_of(begin).residence for begin in range(len(self.problem.shapes))]
+        return np.searchsorted(np.unique(every), limit, side="right").astype(float)
 
     def _limit(self, fixed: Floats | float, step: float) -> Floats:
         """Seconds that a trajectory may take."""
         return np.asarray((1 + self.problem.staleness) * step * (1 + _SLACK) - fixed)
 
-    def _usable(self, limit: float, step: float) -> Floats:
-        """[option, last] seconds that an engine may work in a step whose trajectories take at most `limit`; not
-        above 0 where it keeps no step. More of them the longer the step is."""
+    def _usable(self, times: _Times, limit: float, step: float) -> Floats:
+        """[0 for a first range, 1 for others; option, last] seconds that an engine may work in a step whose
+        trajectories take at most `limit`; not above 0 where it keeps no step. More of them the longer the step is."""
         within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
-        left = (within if self.problem.synchronous else limit) - self._waits  # [line, option, 1, last] to generate in
+        left = (within if self.problem.synchronous else limit) - times.waits  # to generate in
         with np.errstate(divide="ignore", invalid="ignore"):
-            slowed = np.where(self._generates > 0, self._generates * within / left, 0.0)
-        usable = np.where((left > 0) | ((left == 0) & (self._generates == 0)), within - slowed, -np.inf).min(axis=0)
+            slowed = np.where(times.generates > 0, times.generates * within / left, 0.0)
+        usable = np.where((left > 0) | ((left == 0) & (times.generates == 0)), within - slowed, -np.inf).min(axis=0)
+        first, later, leaving = usable
+        usable = np.stack([np.minimum(first, -_longest_beyond(-leaving, -np.inf)), later])
         if self.problem.synchronous:
             return np.asarray(usable)
         return np.asarray(usable - self._stall)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of the longest trajectories of options: of those that begin there, and of those that go on there."""
+
+    residence: Floats  # [entry]
+    # Those that are wholly on an option's engines, those that go on there, and those that leave.
+    generates: Floats  # [line, which of these, option, class]
+    waits: Floats
+
+
+def _times(options: tuple[Sequence[EngineOption], ...], entries: tuple[Ints, ...], expected: Sequence[bool]) -> _Times:
+    first, later, leaving = (np.array([it.residence for it in its]) * np.array(expected) for its in options)
+    longest = np.stack([np.maximum(_longest(first), _longest_beyond(leaving, 0.0)[:, None, :]), _longest(later)])
+    option, begins, last = entries
+    lines = max(1, *(len(it.generates) for its in options for it in its))
+    generates, waits = np.zeros((2, lines, len(options), *first.shape))
+    for which, its in enumerate(options):
+        for o, it in enumerate(its):
+            for line, (generated, waited) in enumerate(zip(it.generates, it.waits, strict=True)):
+                generates[line, which, o], waits[line, which, o] = generated, waited
+    return _Times(longest[np.minimum(begins, 1), option, begins, last], generates, waits)
+
+
+def _longest_beyond(seconds: Floats, nothing: float) -> Floats:
+    """[option, class] the largest entry of the classes after each one."""
+    none = np.full((len(seconds), 1), nothing)
+    after = np.concatenate((seconds[:, 1:], none), axis=1)
+    return np.asarray(np.maximum.accumulate(after[:, ::-1], axis=1)[:, ::-1])
+
+
+def _least(options: Sequence[EngineOption]) -> EngineOption:
+    """Begun on it, no trajectory takes longer than begun on one of the options."""
+    nothing = (0.0,) * len(options[0].residence)
+
+    def least(tables: Iterable[Lines]) -> Lines:
+        return tuple(tuple(map(min, zip(*rows, strict=True))) for rows in zip_longest(*tables, fillvalue=nothing))
+
+    return replace(
+        options[0],
+        residence=least([(it.residence,) for it in options])[0],
+        generates=least(it.generates for it in options),
+        waits=least(it.waits for it in options),
+    )
 
 
 def most_buckets(problem: Problem) -> int:

@@ -26,7 +26,8 @@ _MORE = 1 + 1e-9  # times as much room: more than rounding takes
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A training option and the engines that each shape then needs for each range; NEVER where a range is excluded."""
+    """A training option and the engines that each shape then needs for each range; NEVER where a range is excluded. The
+    solver has one for each shape of the first range."""
 
     training: TrainingOption
     engines: Counts  # [shape, first, last]
@@ -97,6 +98,10 @@ class Relaxation:
             reduced = (self._within(it, 1 + more, room) for it, room in zip(list(left), allowed, strict=True))
             left = [candidate for candidate in reduced if candidate is not None]
         return left
+
+    def reduced(self, candidate: Candidate) -> Candidate | None:
+        """What is left of a candidate that needs more engines than before; None where that is nothing."""
+        return next(self._reduced([candidate], self._weights), None)
 
     def _promising(self, step: float) -> Iterator[Candidate]:
         """Of options that differ to generation, those that leave room for its least cover, fewest devices first. More

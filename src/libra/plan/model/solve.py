@@ -132,12 +132,24 @@ class _Search:
     def _choices(self, step: float) -> Iterator[_Choice]:
         """Candidates, and what each needs if the present buckets are kept; none when no plan keeps the step."""
         for candidate in self._relaxation.candidates(step):
-            if self._tried is None:
-                yield candidate, None
-                continue
-            untried = self._untried.engines(candidate.training, step)
-            possible = np.where(candidate.engines < NEVER, untried, NEVER)
-            yield Candidate(candidate.training, possible), candidate.engines
+            for begin in range(len(self._problem.shapes)):
+                choice = self._begun(candidate, begin, step)
+                if choice is not None:
+                    yield choice
+
+    def _begun(self, candidate: Candidate, begin: int, step: float) -> _Choice | None:
+        """What is left of a candidate where the first range is of the shape `begin`; None where that is nothing."""
+        training, possible = candidate.training, candidate.engines < NEVER
+        if not possible[begin, 0].any():
+            return None
+        keeps = self._tried is not None and self._present is not None and self._present[0][0] == begin
+        table = self._tried if keeps and self._tried is not None else self._untried
+        engines = np.where(possible, table.engines(training, step, begin), NEVER)
+        left = self._relaxation.reduced(Candidate(training, engines))
+        if left is None or not keeps:
+            return None if left is None else (left, None)
+        untried = self._untried.engines(training, step, begin)
+        return Candidate(training, np.where(left.engines < NEVER, untried, NEVER)), left.engines
 
     def _fewest_devices(self, choices: list[_Choice], step: float, otherwise: Allocation) -> list[_Choice]:
         """What may be part of a plan with the fewest devices, as `otherwise` says how many will do; all, where moves

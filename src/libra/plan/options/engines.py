@@ -7,7 +7,6 @@ price is never below what the profile says for the classes it serves, to the tol
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -233,11 +232,10 @@ def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """(generates, waits) of [class] for each line through the seconds [slowed][class] of two neighbours in `_SLOWED`.
-    Seconds are convex, so between its neighbours a line is above the others."""
+    Seconds are convex, so between its neighbours a line is above the others. All options have the same lines."""
     found: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for (low, before), (high, after) in pairwise(zip(_SLOWED, upto, strict=True)):
         generates = tuple((more - less) / (high - low) for less, more in zip(before, after, strict=True))
         waits = tuple(max(0.0, seconds - low * rate) for seconds, rate in zip(before, generates, strict=True))
-        if not found or any(not math.isclose(a, b, rel_tol=1e-9) for a, b in zip(generates, found[-1][0], strict=True)):
-            found.append((generates, waits))
+        found.append((generates, waits))
     return found

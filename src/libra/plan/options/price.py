@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.plan.allocation import Allocation
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import (
     Bottleneck,
     EngineOption,
@@ -27,7 +28,6 @@ from libra.plan.problem import (
 )
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +182,49 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
     """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
     training = own_training(problem, allocation)
     tried = problem.current is not None and problem.current.ranges == allocation.ranges
-    routers = np.array(problem.recall_known if tried else problem.recall_possible)
+    recall = problem.recall_known if tried else problem.recall_possible
+    routers = np.array(recall)
     peaks = np.array(problem.peaks)
+    begin = problem.begins(allocation.buckets[0].shape)
     found = []
     for bucket in allocation.buckets:
         own = (peaks > bucket.above) & (peaks <= bucket.up_to)
         served = routers * own + (1 - routers if bucket.above == 0 else 0.0)  # [router, class] shares of work
-        candidates = [
-            _bucket_price(problem, training, option, bucket.engines, served, own)
-            for option in problem.engines
-            if option.shape == bucket.shape and option.holds >= bucket.up_to
-        ]
-        found.append(min(candidates, key=lambda c: max(c.load, bucket_latency(problem, training, c))))
+        options = [option for option in problem.options(bucket.shape) if option.holds >= bucket.up_to]
+        stays = [_stays(problem, bucket, option, begin, recall) for option in options]
+        priced = partial(_bucket_price, problem, training, engines=bucket.engines, served=served)
+        candidates = [priced(option, stays=its) for option, its in zip(options, stays, strict=True)]
+        found.append(min(candidates, key=lambda c: (max(c.load, bucket_latency(problem, training, c)), c.load)))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stays:
+    """The longest trajectories that a bucket has, by themselves and beside others."""
+
+    residence: float  # seconds, by itself, of those that a typical step has
+    lines: tuple[tuple[float, float], ...]  # (generates, waits)
+
+    @property
+    def alone(self) -> float:
+        return max([self.residence, *(generates + waits for generates, waits in self.lines)])
+
+
+def _stays(
+    problem: Problem, bucket: Bucket, option: EngineOption, begin: EngineOption, recall: Sequence[Sequence[float]]
+) -> _Stays:
+    """Those of the bucket's classes; in the first bucket also those of longer classes, for which it has a part."""
+    own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+    longer = [j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to]
+    parts = [(option, own, own[-1:])]
+    if bucket.above > 0:
+        parts = [(option.begun_on(begin, recall), own, own[-1:])]
+    elif longer:
+        parts.append((problem.elsewhere.begun_on(option, recall), longer, longer))
+    return _Stays(
+        max((its.residence[j] for its, classes, _ in parts for j in classes if problem.expected[j]), default=0.0),
+        tuple(line for its, _, lasts in parts for last in lasts for line in its.lines(last)),
+    )
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
@@ -210,13 +240,10 @@ def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPri
 
 
 def _bucket_price(
-    problem: Problem, training: TrainingOption, option: EngineOption, engines: int, served: Floats, own: Bools
+    problem: Problem, training: TrainingOption, option: EngineOption, engines: int, served: Floats, stays: _Stays
 ) -> BucketPrice:
     fixed = fixed_seconds(problem, training)
-    members = np.flatnonzero(own).tolist()
-    longest = max((option.residence[j] for j in members if problem.expected[j]), default=0.0)
-    lines = option.lines(members[-1]) if members else ()
-    alone = max(longest, option.alone(members[-1])) if members else longest
+    longest, lines, alone = stays.residence, stays.lines, stays.alone
     loads = _loads(option, engines, served)
     step = max(load.shortest_step(option, lines, fixed, problem.staleness) for load in loads)
     late = (longest + fixed) / (1 + problem.staleness)
