@@ -276,7 +276,8 @@ def _simulated(
     solver: Solver,
     simulated: tuple[float, int | None, int],
 ) -> Plan:
-    from libra.choose.choice import ChoiceProgress, Effort, choose_plan
+    from libra.choose.choice import ChoiceProgress, choose_plan
+    from libra.choose.effort import Effort
     from libra.plan.plan import solver_named
     from libra.report.live import SimulationProgress
 
