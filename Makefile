@@ -87,7 +87,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 bench-lending: setup  ## lending and weights, an hour; with TRAFFIC=FILE what replays recorded requests, too; see RESULTS
 	$(VENV)/bin/python -m benchmarks.lending all $(if $(TRAFFIC),--traffic $(TRAFFIC)) --json $(RESULTS)
 
-bench-evaluation: setup  ## whole systems in simulation, an hour and a half; what has finished is kept and not run again
+bench-evaluation: setup  ## whole systems in simulation, hours; what has finished is kept and not run again
 	$(VENV)/bin/python -m benchmarks.evaluation
 
 fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md

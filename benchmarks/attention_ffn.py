@@ -112,7 +112,7 @@ def frontier_best(asked: SizingQuestion, architecture: Architecture) -> list[tup
             more = best[shape][1].rate * rate_of(1)
             if bounded[candidate] < more or not lasting_trial(asked, candidate, more).passed:
                 continue
-        served, _, _ = lasting_rate(asked, candidate, bounded[candidate])
+        served = lasting_rate(asked, candidate, bounded[candidate])
         if served is not None:
             best[shape] = candidate, served
     return sorted(best.values(), key=lambda it: -it[1].rate)

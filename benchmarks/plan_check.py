@@ -25,7 +25,8 @@ from time import process_time
 from benchmarks.plan_check_questions import questions
 from benchmarks.plan_check_rivals import rivals
 from benchmarks.rows import Row, report
-from libra.choose.choice import Effort, choose_plan
+from libra.choose.choice import choose_plan
+from libra.choose.effort import Effort
 from libra.choose.intervals import mean_and_error
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.allocation import Allocation

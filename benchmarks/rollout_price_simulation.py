@@ -41,7 +41,7 @@ def roll_out(plan: Plan, batch: tuple[Trajectory, ...], *, unknown_at_first: boo
         workload,
         oracle,
         limits=limits,
-        kv_transfer=planned_network(plan.request) if pairs else None,
+        kv_transfer=planned_network(plan.of_cluster) if pairs else None,
         decode_route=LeastLoaded() if pairs else None,
     )
     cluster.run()

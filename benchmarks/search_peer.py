@@ -65,9 +65,7 @@ def peer_rows() -> Iterator[Row]:
             yield Row(case, "that, simulated: mean TPOT", simulated.tpot, "s")
         began = time.process_time()
         found = [(highest_rate(asked, _candidate(tp, seqs)), seqs) for seqs in SEQS]
-        best, seqs = max(
-            ((served, seqs) for (served, _, _), seqs in found if served is not None), key=lambda it: it[0].rate
-        )
+        best, seqs = max(((served, seqs) for served, seqs in found if served is not None), key=lambda it: it[0].rate)
         yield Row(case, "libra: CPU time", time.process_time() - began, "s")
         yield Row(case, "libra", best.rate, "requests/s")
         yield Row(case, "its max_num_seqs", seqs, "")

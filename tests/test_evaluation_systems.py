@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from benchmarks.evaluation import (
     reward_time,
     scaling,
     sensitivity,
+    systems,
     throughput,
 )
 from benchmarks.evaluation.baselines import Choice, choices
@@ -32,6 +34,7 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.intervals import ratio_interval
 from benchmarks.evaluation.page import with_tables
+from benchmarks.evaluation.plan_choices import choice_cell, choose, kept_ours
 from benchmarks.evaluation.posttraining_cell import run, told
 from benchmarks.evaluation.reward_curve import reward, seconds_to, worth
 from benchmarks.evaluation.runs import Runs, key, run_cell, with_searches
@@ -39,6 +42,7 @@ from benchmarks.evaluation.scaling_cell import scale
 from benchmarks.evaluation.searches import FINALISTS, chosen, search
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import (
+    EFFORT,
     MAKERS,
     NAMES,
     ORACLE_BUCKETS,
@@ -50,7 +54,11 @@ from benchmarks.evaluation.systems import (
     published,
 )
 from benchmarks.evaluation.tool_bound_cell import tool_bound
+from libra.choose.choice import choose_plan
+from libra.choose.confirmation import simulated_gain
 from libra.config.cache import cache_directory
+from libra.config.recipe import Recipe
+from libra.plan.simulated import SimulatedGain
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.system import PUBLISHED_SWITCH, System
 
@@ -69,6 +77,8 @@ def made_up(cell: Cell) -> dict[str, Any]:
     if cell.function is search:
         choice = {"training": 24, "shape": "a800/tp4", "concurrency": None}
         return {"choice": choice, "judged": [choice | {"throughput": 1.0}], "left_out": 3}
+    if cell.function is choose:
+        return {"plan": {}}
     if cell.function in (ceiling_cell, tool_bound):
         return {"throughput": CEILING * (1 + asked["setting"]["seed"] * 0.01), "versions": []}
     seed, steps = asked["setting"]["seed"], Setting(**asked["setting"]).run_steps
@@ -120,6 +130,8 @@ def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
     whole, chain, others = calls(throughput.EXPERIMENT), calls(ablation.EXPERIMENT), calls(sensitivity.EXPERIMENT)
     assert calls(reward_time.EXPERIMENT) == whole
     assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
+    begins = [arguments["parts"] for function, arguments in chain if function.endswith(":choose")]
+    assert {} in begins and len(begins) == len(ablation.PARTS) + 2  # routed otherwise, and whole batches
     own = {name for name, arguments in calls(ceiling.EXPERIMENT) if (name, arguments) not in whole}
     assert own == {"benchmarks.evaluation.ceiling_cell:ceiling", "benchmarks.evaluation.tool_bound_cell:tool_bound"}
     # What is usual is one of the values of all that is varied.
@@ -145,8 +157,9 @@ def test_runs_of_other_lengths_share_their_searches() -> None:
 def test_a_search_is_one_for_all_seeds_and_starts_before_the_runs() -> None:
     runs = [run_cell(Setting(MODEL, "search_r1", seed=seed), system) for system in NAMES for seed in (0, 1, 2)]
     cells = with_searches(runs)
-    searches = [cell for cell in cells if cell.function is search]
-    assert [cell.arguments["system"] for cell in searches] == list(baselines.NAMES)
+    searches = [cell for cell in cells if cell.function in (search, choose)]
+    assert [cell.arguments["system"] for cell in searches[:-1]] == list(baselines.NAMES)
+    assert [cell.function for cell in searches[-1:]] == [choose]  # the plan that ours begins with
     assert min(cell.cost for cell in searches) > max(cell.cost for cell in runs)
     assert cells[len(searches) :] == runs
 
@@ -342,12 +355,17 @@ def test_no_choice_is_judged_to_exceed_its_trainers_and_a_search_may_leave_it_ou
     assert all(baselines.at_most(setting, name, it) <= judged[best] for it in offered if it not in simulated)
 
 
-def test_a_search_that_is_not_given_is_looked_up_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """An empty cache, but for what engines cost, which is found again."""
     grids = cache_directory() / "grids"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if grids.is_dir():  # what engines cost is found again, not asked for again
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    if grids.is_dir():
         cache_directory().mkdir()
         (cache_directory() / "grids").symlink_to(grids)
+
+
+def test_a_search_that_is_not_given_is_looked_up_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own_cache(monkeypatch, tmp_path)
     outcome = run(SMALL.arguments(), "colocated")
     (kept,) = (cache_directory() / "evaluation").iterdir()
     written = kept.stat().st_mtime_ns
@@ -356,26 +374,62 @@ def test_a_search_that_is_not_given_is_looked_up_and_kept(monkeypatch: pytest.Mo
     assert kept.stat().st_mtime_ns == written
 
 
+def test_the_plan_that_ours_begins_with_is_that_of_libra_plan_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own_cache(monkeypatch, tmp_path)
+    planner = SMALL.planner(early_gradients=True)
+    assert planner.recipe.max_buckets == Recipe.model_fields["max_buckets"].default
+    plan = choose_plan(planner.request(SMALL.tracker(planner)), SMALL.known, effort=EFFORT)
+    assert plan.simulated is not None and len(plan.finalists) > 1
+    for seed, parts in ((0, {}), (3, {"move_kv": False, "switch": 4.0})):
+        assert kept_ours(replace(SMALL, seed=seed), parts).plan == plan
+    assert ours(SMALL).plan == plan
+    (kept,) = (cache_directory() / "evaluation").iterdir()
+    assert json.loads(kept.read_text())["arguments"] == choice_cell(SMALL, {}, "choice").arguments
+
+
+def test_changes_of_ours_are_tried_in_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[SimulatedGain] = []
+
+    def rehearsed(*arguments: Any, **more: Any) -> SimulatedGain:
+        tried.append(simulated_gain(*arguments, **more))
+        return tried[-1]
+
+    monkeypatch.setattr(systems, "simulated_gain", rehearsed)
+    setting = replace(SMALL, steps=8)
+    worst = baselines.system(setting, "static", choices(setting, "static")[-1]).plan
+    free = Parts(switch=0.0)
+    changes = simulate_posttraining(ours(setting, free, worst), setting.episodes, 8).changes
+    assert len(changes) == sum(it.seconds > it.error for it in tried) > 0
+    tried.clear()
+    simulate_posttraining(ours(setting, replace(free, most_buckets=1), worst), setting.episodes, 8)
+    assert not tried
+
+
 def test_size_and_parts_reach_the_run() -> None:
     assert SMALL.gpus == 16 and SMALL.recipe().batch == 32
     assert replace(SMALL, groups=None).recipe().batch == 512
-    slow = ours(SMALL, Parts(switch=4.0))
+    slow = ours(SMALL, Parts(switch=4.0, most_buckets=1))
     assert slow.switch.engine_start == 4 * PUBLISHED_SWITCH.engine_start
     outcome = scale(replace(SMALL, steps=60, first=3).arguments(), "ours")
     assert len(outcome["ended"]) == 3 and outcome["choice"] is None
     assert min(outcome[what] for what in ("planning", "simulating")) > 0
 
 
-def test_engines_of_ours_have_one_size_unless_asked_and_kv_moves_from_published_cmlfq_on() -> None:
+def test_sizes_by_hand_are_those_of_prices_and_kv_moves_from_published_cmlfq_on() -> None:
     def sizes(system: System) -> int:
         return len({bucket.shape for bucket in system.plan.allocation.buckets})
 
-    setting = replace(SMALL, groups=16)  # for which the planner would have two
-    assert sizes(ours(setting)) == sizes(homogeneous(setting)) == 1
+    setting = replace(SMALL, groups=16)  # for which prices have two
+    by_hand = ours(setting, Parts(most_buckets=1))
+    assert by_hand.plan.simulated is None
+    assert sizes(by_hand) == sizes(homogeneous(setting)) == 1
     assert sizes(ours(setting, Parts(most_buckets=4))) == 2
     assert published(setting).request.recipe.max_buckets == 4
-    moves = [name for name, make in MAKERS.items() if make(SMALL).move_kv]
-    assert moves == ["published-cmlfq", "published", "ours"]
+    moves = [name for name, make in MAKERS.items() if name != "ours" and make(SMALL).move_kv]
+    assert moves == ["published-cmlfq", "published"]
+    assert by_hand.move_kv
 
 
 @pytest.mark.parametrize("sizes", [ORACLE_BUCKETS, ORACLE_BUCKETS[::-1]], ids=str)

@@ -31,9 +31,10 @@ CHAIN = {  # system -> what it adds to the one before
 PUBLISHED = {"even": 423, "homogeneous": 510, "heterogeneous": 551, "published-cmlfq": 666, "published": 763}
 DIFFERENT: dict[str, Parts] = {
     "least-loaded routing": {"route": "least-loaded"},
-    "up to four sizes of engine": {"most_buckets": 4},
-    "four sizes, published C-MLFQ": {"most_buckets": 4, "route": "cmlfq-published"},
-    "four sizes, least-loaded": {"most_buckets": 4, "route": "least-loaded"},
+    "one size by hand": {"most_buckets": 1},
+    "up to four sizes by hand": {"most_buckets": 4},
+    "four sizes by hand, published C-MLFQ": {"most_buckets": 4, "route": "cmlfq-published"},
+    "four sizes by hand, least-loaded": {"most_buckets": 4, "route": "least-loaded"},
     "no replanning": {"replan": False},
     "KV stays": {"move_kv": False},
     "starts whatever caches hold": {"start_by_cache": False},

@@ -6,9 +6,10 @@ from typing import Any
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice
+from benchmarks.evaluation.plan_choices import kept_ours
 from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle, ours
+from benchmarks.evaluation.systems import ORACLE_BUCKETS, made, oracle
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
@@ -17,13 +18,14 @@ from libra.sim.training_run.system import System
 def run(
     setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None, choice: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What became of it. `parts` are those of ours, for an ablation; `choice` is that of a baseline, and
-    kept or searched for where it is not given. Raises ValueError where either is given to another system."""
+    """What became of it. `parts` are those of ours, for an ablation; the plan that ours begins with is kept, or chosen.
+    `choice` is that of a baseline, and kept or searched for where it is not given. Raises ValueError where either is
+    given to another system."""
     where = Setting(**setting)
     if parts is not None and system != "ours":
         raise ValueError(f"system {system} has no parts; give them to ours")
-    if parts is not None:
-        what, episodes = ours(where, Parts(**parts)), where.episodes
+    if system == "ours" and choice is None:
+        what, episodes = kept_ours(where, parts), where.episodes
     elif choice is None and system == "oracle":
         return _oracle(where)
     elif choice is None and system in baselines.NAMES:

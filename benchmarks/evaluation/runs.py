@@ -12,8 +12,9 @@ from typing import Any
 from benchmarks.evaluation import baselines, estimate
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.estimate import Estimate
+from benchmarks.evaluation.plan_choices import choice_cell
 from benchmarks.evaluation.posttraining_cell import run
-from benchmarks.evaluation.searches import search_cell
+from benchmarks.evaluation.searches import search, search_cell
 from benchmarks.evaluation.setting import STEPS, Setting
 
 Parts = Mapping[str, Any]  # of ours, those that differ
@@ -22,7 +23,7 @@ QUICK: Mapping[str, Any] = {"nodes": 2, "groups": 11, "steps": 12}  # of a setti
 Key = tuple[Setting, str, tuple[tuple[str, Any], ...]]
 
 # CPU time of a run beside one of a system that decides nothing meanwhile, roughly.
-_DECIDING = {"ours": 3.0, "oracle": 4.0, "homogeneous": 1.5, "heterogeneous": 1.5, "published-cmlfq": 1.5}
+_DECIDING = {"ours": 8.0, "oracle": 4.0, "homogeneous": 1.5, "heterogeneous": 1.5, "published-cmlfq": 1.5}
 _TURNS = {"search_r1": 1.0, "dapo_math": 0.6, "r2e_gym": 2.5}  # likewise, of the workloads
 
 
@@ -38,14 +39,19 @@ def run_cell(setting: Setting, system: str, parts: Parts | None = None) -> Cell:
 
 
 def with_searches(runs: Iterable[Cell]) -> list[Cell]:
-    """The runs, and before them the searches that they need."""
-    runs, searches = list(runs), {}
+    """The runs, and before them the searches and choices that they need."""
+    runs, found = list(runs), {}
     for cell in runs:
         system, setting = cell.arguments["system"], Setting(**cell.arguments["setting"])
+        words, parts = words_of(replace(setting, steps=STEPS)), cell.arguments.get("parts", {})
         if system in baselines.NAMES:
-            found = search_cell(setting, system, f"search, {words_of(replace(setting, steps=STEPS))}, {system}")
-            searches[found.name] = found
-    return [*searches.values(), *runs]
+            needed = search_cell(setting, system, f"search, {words}, {system}")
+        elif system == "ours" and "most_buckets" not in parts:
+            needed = choice_cell(setting, parts, f"choice, {words}")
+        else:
+            continue
+        found[needed.name] = needed
+    return [*found.values(), *runs]
 
 
 def words_of(setting: Setting) -> str:
@@ -70,8 +76,9 @@ class Runs:
         self.searched: dict[str, Values] = {}  # by the name of the cell
         for result in results:
             asked = result.cell.arguments
-            if result.cell.function is not run:
+            if result.cell.function is search:
                 self.searched[result.cell.name] = result.values
+            if result.cell.function is not run:
                 continue
             setting = Setting(**asked["setting"])
             found = key(setting, asked["system"], asked.get("parts"))

@@ -6,13 +6,14 @@ machine; throughput does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Line, lines
 from benchmarks.evaluation.page import markdown_table
 from benchmarks.evaluation.palette import number_of
+from benchmarks.evaluation.plan_choices import choice_cell, choose
 from benchmarks.evaluation.runs import Values, model_name
 from benchmarks.evaluation.scale import doubling_axis, log_axis, measured_axis
 from benchmarks.evaluation.scaling_cell import scale
@@ -39,6 +40,7 @@ def _cells(quick: bool) -> list[Cell]:
     for nodes in _QUICK_NODES if quick else NODES:
         setting = setting_of(nodes)
         cells.append(search_cell(setting, "even", f"search, {setting.gpus} GPUs, even"))
+        cells.append(choice_cell(setting, {}, f"choice, {setting.gpus} GPUs"))
         for system in SYSTEMS:
             arguments = {"setting": setting.arguments(), "system": system}
             cost = nodes * STEPS * (20.0 if system == "ours" else 1.0)
@@ -57,18 +59,24 @@ def _found(results: Sequence[Result]) -> Found:
 
 def searching(results: Sequence[Result]) -> dict[int, float]:
     """CPU seconds of the searches for what the even split leaves open, by GPUs."""
-    searches = [result for result in results if result.cell.function is search]
-    return {Setting(**result.cell.arguments["setting"]).gpus: result.cpu_seconds for result in searches}
+    return _seconds(results, search)
+
+
+def _seconds(results: Sequence[Result], function: Callable[..., Values]) -> dict[int, float]:
+    """CPU seconds of the cells of a function, by GPUs."""
+    found = [result for result in results if result.cell.function is function]
+    return {Setting(**result.cell.arguments["setting"]).gpus: result.cpu_seconds for result in found}
 
 
 def _rows(results: Sequence[Result]) -> list[Row]:
-    found, searched = _found(results), searching(results)
+    found, searched, chosen = _found(results), searching(results), _seconds(results, choose)
     rows = []
     for gpus, ours in found["ours"].items():
         case, even = f"{gpus:,} GPUs", found["even"][gpus]
         rows += [Row(case, name, found[name][gpus]["throughput"] / gpus, "tokens/s and GPU") for name in SYSTEMS]
         rows.append(Row(case, "ours over even", ours["throughput"] / even["throughput"], "x"))
         rows.append(Row(case, "one plan", ours["planning"], "s CPU"))
+        rows.append(Row(case, "one choice by simulation", chosen[gpus], "s CPU"))
         rows.append(Row(case, "search of the even split's choice", searched[gpus], "s CPU"))
         rows.append(Row(case, "simulating a step of even", even["simulating"] / STEPS, "s CPU"))
         rows.append(Row(case, "simulating a step of ours, replanning included", ours["simulating"] / STEPS, "s CPU"))

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice
+from benchmarks.evaluation.plan_choices import kept_ours
 from benchmarks.evaluation.posttraining_cell import told
 from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.systems import made, ours_planner
+from benchmarks.evaluation.systems import Parts, made
 from libra.sim.training_run.loop import simulate_posttraining
 
 T = TypeVar("T")
@@ -23,12 +24,15 @@ T = TypeVar("T")
 
 def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
     """What became of a run, and CPU seconds: `planning` of one plan, and `simulating` of the run, what is decided
-    meanwhile included. A baseline's search is a cell of its own."""
+    meanwhile included. A baseline's search is a cell of its own, and so is the choice of the plan that ours begins
+    with."""
     where = Setting(**setting)
-    tracker = where.tracker(planner := ours_planner(where))  # episodes and profiles are read before the clock starts
+    tracker = where.tracker(
+        planner := where.planner(**Parts().recipe)
+    )  # episodes and profiles are read before the clock starts
     _, planning = _clocked(lambda: planner.plan(tracker))
     choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
-    what, episodes = made(where, system, choice)
+    what, episodes = (kept_ours(where), where.episodes) if system == "ours" else made(where, system, choice)
     outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.run_steps))
     found = told(what, outcome)
     found |= {"planning": planning, "simulating": simulating}

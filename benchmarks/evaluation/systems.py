@@ -9,21 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice, router
 from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
+from libra.choose.choice import choose_plan
+from libra.choose.confirmation import simulated_gain
+from libra.choose.effort import Effort
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.plan.decision import switch_cost
+from libra.plan.plan import Plan
 from libra.plan.planner import Planner
-from libra.plan.replanner import Replanner
+from libra.plan.replanner import Rehearse, Replanner
 from libra.route.oracle import Oracle
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, Replanning, System
 
 PERIOD = 5  # steps between two decisions
+# Simulated samples of a plan, at most, in a choice and in the trial of a change: two rounds of a race of six. With a
+# limit on the clock, as `libra plan` has, the machine would decide.
+EFFORT = Effort(samples=3)
 ORACLE_BUCKETS = (4, 1)  # at most; an oracle knows which of them is better for a run
 
 
@@ -61,23 +69,35 @@ class Parts:
     replan: bool = True
     move_kv: bool = True
     start_by_cache: bool = True
-    most_buckets: int = 1  # `ablation` holds it against four
+    # Engine sizes set by hand: prices alone decide, and nothing is simulated first. None: as `libra plan` chooses.
+    most_buckets: int | None = None
     switch: float = 1.0  # times the published seconds of role changes
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Its changes of the setting's recipe."""
+        sizes = {"router": self.route} if self.most_buckets is None else {"max_buckets": self.most_buckets}
+        return {"early_gradients": self.early_gradients, **sizes}
 
-def ours_planner(setting: Setting, parts: Parts | None = None) -> Planner:
+
+def chosen_plan(setting: Setting, parts: Parts) -> Plan:
+    """What `libra plan` chooses for what is known, under the router of `parts`."""
+    planner = setting.planner(**parts.recipe)
+    return choose_plan(planner.request(setting.tracker(planner)), setting.known, effort=EFFORT)
+
+
+def ours(setting: Setting, parts: Parts | None = None, plan: Plan | None = None) -> System:
+    """Gradients that begin before a batch is complete, the plan that `libra plan` chooses, C-MLFQ in full, KV that
+    follows its trajectory, replanning with changes that are tried in simulation, and role changes at the published
+    seconds. `plan` is what it begins with; None: it is chosen."""
     parts = parts or Parts()
-    return setting.planner(max_buckets=parts.most_buckets, early_gradients=parts.early_gradients)
-
-
-def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> System:
-    """Gradients that begin before a batch is complete, engines of one size, C-MLFQ in full, KV that follows its
-    trajectory, replanning, and role changes at the published seconds."""
-    parts = parts or Parts()
-    planner = ours_planner(setting, parts)
+    planner = setting.planner(**parts.recipe)
+    by_hand = parts.most_buckets is not None
+    if plan is None:
+        plan = planner.plan(setting.tracker(planner)) if by_hand else chosen_plan(setting, parts)
     first = System(
-        name,
-        planner.plan(setting.tracker(planner)),
+        "ours",
+        plan,
         router(setting, parts.route),
         switch=SwitchCost(**{what: parts.switch * seconds for what, seconds in asdict(PUBLISHED_SWITCH).items()}),
         serve_by_priority=True,
@@ -86,7 +106,8 @@ def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> Sy
     )
     if not parts.replan:
         return first
-    return replace(first, replan=partial(_replanning, setting, planner, first))
+    rehearse = None if by_hand else partial(simulated_gain, effort=EFFORT)
+    return replace(first, replan=partial(_replanning, setting, planner, first, rehearse))
 
 
 def oracle(setting: Setting, most_buckets: int = ORACLE_BUCKETS[0]) -> tuple[System, Episodes]:
@@ -140,8 +161,9 @@ def _replanned(
     return replace(first, replan=partial(_replanning, setting, planner, first))
 
 
-def _replanning(setting: Setting, planner: Planner, first: System) -> Replan:
-    replanner = Replanner(planner, first.plan, period=PERIOD, tracker=_fresh(setting, planner), switch=first.switch)
+def _replanning(setting: Setting, planner: Planner, first: System, rehearse: Rehearse | None = None) -> Replan:
+    tracker = _fresh(setting, planner)
+    replanner = Replanner(planner, first.plan, period=PERIOD, tracker=tracker, switch=first.switch, rehearse=rehearse)
     return Replanning(replanner, PERIOD)
 
 

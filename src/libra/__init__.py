@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from libra.choose.choice import Effort as Effort
     from libra.choose.choice import choose_plan as choose_plan
     from libra.choose.confirmation import simulated_gain as simulated_gain
+    from libra.choose.effort import Effort as Effort
     from libra.config.recipe import Recipe as Recipe
     from libra.config.recipe import load_recipe as load_recipe
     from libra.cost.sources.profiles import engine_profiles as engine_profiles
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from libra.trajectory import read_trajectories as read_trajectories
 
 _HOME = {
-    "Effort": "libra.choose.choice",
+    "Effort": "libra.choose.effort",
     "choose_plan": "libra.choose.choice",
     "Cluster": "libra.hardware.cluster",
     "EngineConfig": "libra.sim.engine.config",

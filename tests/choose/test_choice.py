@@ -11,7 +11,8 @@ import pytest
 from oracles.small_cluster import CLUSTER, QWEN_06B, RECIPE, trajectories
 
 from libra.choose.candidates import MOST, ONE_SIZE, candidates
-from libra.choose.choice import ChoiceProgress, Effort, choose_plan
+from libra.choose.choice import ChoiceProgress, choose_plan
+from libra.choose.effort import Effort
 from libra.choose.recall import halves, measured_recall, shrunk
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.allocation import Allocation, Bucket

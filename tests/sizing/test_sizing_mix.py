@@ -77,7 +77,7 @@ def test_what_single_engines_serve_lasts(asked: SizingQuestion, monkeypatch: pyt
         candidate = ServingCandidate((EnginePool("colocated", shape, 1),))
         rung_below = option.rate / 2 ** (1 / STEPS)
         assert trial(alone, candidate, rung_below, requests=repeated(asked.requests, 10_000)).passed
-        once, _, _ = highest_rate(alone, candidate)
+        once = highest_rate(alone, candidate)
         assert once is not None
         short += once.rate > option.rate
     assert short

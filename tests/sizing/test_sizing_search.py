@@ -119,7 +119,7 @@ def test_a_rate_that_is_found_is_one_that_lasts(monkeypatch: pytest.MonkeyPatch)
     even = [RecordedRequest(number * 10**12, 300, 40) for number in range(20)]
     asked = question(even, *parse_objectives("ttft_p99=0.5,tpot_p99=0.05"))
     candidate = next(ServingMenu(MenuFile(max_num_seqs=(8,), engines=(1,), nodes=("l40s",))).candidates(asked))
-    once, _, _ = highest_rate(asked, candidate)
+    once = highest_rate(asked, candidate)
     lasting = held_rate(asked, Asking(candidate)).trial
     assert once is not None and lasting is not None
     assert lasting.rate < once.rate

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import inf
 from time import monotonic
 
 from libra.choose.candidates import Proposed, candidates
+from libra.choose.effort import Effort
+from libra.choose.expectation import expected_steps
 from libra.choose.intervals import mean_and_error
-from libra.choose.race import Expected, Standings, race
+from libra.choose.race import Standings, race
 from libra.choose.recall import measured_recall
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.loan import solve_loans
@@ -30,21 +31,8 @@ from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
 
-_LEAST_STEPS = 2  # of a run, in the first round
 _PROMISED = (2, 4)  # samples of the chosen plan that its promise is made of: in any case, and if there is time
-# Assumed standard errors of predicted steps, relative to a step: of plans with as many engine sizes as the first, and
-# of others.
-_PRICE_ERROR, _SIZES_ERROR = 0.04, 0.12
 _RACE = 0.7  # share of the time that is for the race; the rest is for the promise
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """Time, processes and seed of a comparison by simulation."""
-
-    seconds: float = inf  # of the race, on the clock; inf: until it is decided
-    jobs: int = 1  # processes
-    seed: int = 0  # of the draws, and of policies that draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +71,13 @@ def choose_plan(
     plans = [answer(request, menu, it.solution, placed) for it in kinds]
     teach(policy, finished)
     with Rehearsals(plans, finished, policy, seed=effort.seed, jobs=effort.jobs) as runs:
-        first = -(-_LEAST_STEPS // runs.steps_a_sample)
         sampler = _Told(runs, tell, len(plans))
         standings = race(
-            sampler, _expected(kinds), first=first, time_left=lambda: monotonic() - began < _RACE * effort.seconds
+            sampler,
+            expected_steps([it.solution for it in kinds]),
+            first=runs.fewest,
+            most=effort.samples,
+            time_left=lambda: monotonic() - began < _RACE * effort.seconds,
         )
         steps, chosen = runs.steps_a_sample, _simplest(standings, kinds)
         least, enough = _PROMISED
@@ -117,14 +108,6 @@ def _measured(
     request = replace(request, recall=recall)
     menu = request.menu()
     return request, menu, solve_loans(menu, solved)
-
-
-def _expected(kinds: Sequence[Proposed]) -> list[Expected]:
-    """Predicted steps and their errors, larger where the number of engine sizes is not that of the first plan: then the
-    router makes the difference."""
-    buckets = len(kinds[0].solution.allocation.buckets)
-    errors = [_PRICE_ERROR if len(it.solution.allocation.buckets) == buckets else _SIZES_ERROR for it in kinds]
-    return [Expected(it.solution.predicted.step, error) for it, error in zip(kinds, errors, strict=True)]
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:

@@ -6,20 +6,20 @@ Invariant: both plans run on the same draws, and each begins with a router that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from time import monotonic
 
-from libra.choose.choice import Effort
-from libra.choose.intervals import mean_and_error
+from libra.choose.effort import Effort
+from libra.choose.expectation import expected_steps
+from libra.choose.race import race
 from libra.choose.rehearsal import Rehearsals
+from libra.plan.options.price import infeasibility, solution
 from libra.plan.plan import Plan
+from libra.plan.problem import Solution
 from libra.plan.simulated import SimulatedGain
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
-
-_LEAST, _MOST = 3, 8  # pairs of samples
 
 
 def simulated_gain(
@@ -30,11 +30,12 @@ def simulated_gain(
     router: Policy | None = None,
     effort: Effort | None = None,
 ) -> SimulatedGain:
-    """Seconds of a step that `proposed` saves over `current` in whole runs of both, on groups drawn from `log`.
+    """Seconds of a step that `proposed` saves over `current` by their prices and by whole runs of both, on groups drawn
+    from `log`: the difference by which `choose_plan` ranks plans (`race.Standings.gap`).
 
-    Pairs of samples are made until their 95 % interval leaves out 0, eight at most; after three no more than there is
-    time for. `router` is a policy that has learned nothing yet, by default the one that the recipe names. Raises
-    ValueError as `libra.sim.of_plan.run_of`.
+    Pairs of samples are made until the gain is separated from 0 or surely nothing, as long as the effort lasts.
+    `router` is a policy that has learned nothing yet, by default the one that the recipe names. Raises ValueError as
+    `libra.sim.of_plan.run_of`.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(proposed.of_cluster.recipe.router, seed=effort.seed) if router is None else router
@@ -42,10 +43,21 @@ def simulated_gain(
     teach(policy, finished)
     until = monotonic() + effort.seconds
     with Rehearsals((current, proposed), finished, policy, seed=effort.seed, jobs=effort.jobs) as runs:
-        mean, error, pairs = 0.0, inf, 0
-        while pairs < _LEAST or (pairs < _MOST and abs(mean) <= error and monotonic() < until):
-            pairs = max(_LEAST, pairs + 1)
-            samples = dict(runs.upto({0: pairs, 1: pairs}))
-            mean, known = mean_and_error([a - b for a, b in zip(samples[0], samples[1], strict=True)])
-            error = inf if known is None else known
-        return SimulatedGain(mean, error, pairs * runs.steps_a_sample)
+        standings = race(
+            runs,
+            expected_steps([_for_the_same(current, proposed), proposed.solution]),
+            first=runs.fewest,
+            most=effort.samples,
+            time_left=lambda: monotonic() < until,
+        )
+    gain = standings.gap(0, 1)
+    return SimulatedGain(gain.seconds, gain.error, len(standings.samples[1]) * runs.steps_a_sample)
+
+
+def _for_the_same(current: Plan, proposed: Plan) -> Solution:
+    """The current plan, priced for the work of the proposed one: its own prediction may be of other lengths. That
+    counts only where it has no price there."""
+    problem = proposed.of_cluster.menu().problem
+    if infeasibility(problem, current.allocation) is not None:
+        return current.solution
+    return solution(problem, current.allocation)

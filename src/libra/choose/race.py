@@ -118,9 +118,10 @@ def race(
     expected: Sequence[Expected],
     *,
     first: int = 1,
+    most: int = MOST_SAMPLES,
     time_left: Callable[[], bool] = lambda: True,
 ) -> Standings:
-    """Race contenders 0, 1, ... The first round takes `first` samples of each, and none gets more than `MOST_SAMPLES`.
+    """Race contenders 0, 1, ... The first round takes `first` samples of each, and none gets more than `most`.
     `time_left` says after each answer whether there is any; the first two contenders are sampled in any case."""
     samples: list[tuple[float, ...]] = [()] * len(expected)
     alive = list(range(len(expected)))
@@ -130,8 +131,8 @@ def race(
         standings = Standings(tuple(expected), tuple(samples), tuple(alive))
         return replace(standings, finalists=tuple(sorted(alive, key=lambda it: standings.gap(it, 0).seconds)))
 
-    while wanted < MOST_SAMPLES:
-        wanted = min(wanted + more, MOST_SAMPLES)
+    while wanted < most:
+        wanted = min(wanted + more, most)
         if not _sampled(sampler, alive, wanted, samples, time_left):
             alive = [it for it in alive if samples[it]]
             break

@@ -20,6 +20,7 @@ from libra.sim.of_plan import run_of
 from libra.sim.training_run.loop import PosttrainingRun
 from libra.trajectory import Trajectory
 
+_LEAST_STEPS = 2  # of a run that says anything, without those that are left out
 _LONGEST = 100_000  # steps of a run, more than any rehearsal makes
 
 
@@ -40,6 +41,7 @@ class Rehearsals:
             raise ValueError(f"plans have staleness {sorted(staleness)}; rehearse plans of one staleness")
         (stale,) = staleness
         self.steps_a_sample = 1 + stale
+        self.fewest = -(-_LEAST_STEPS // self.steps_a_sample)  # samples of a first round
         self.left_out = 1 + stale if stale else 0  # steps at the beginning
         self._jobs = min(jobs, len(plans))
         self._runs: dict[int, PosttrainingRun] = {}

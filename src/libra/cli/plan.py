@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,12 +13,8 @@ from libra.cli.errors import bad_input, infeasible
 from libra.cli.output import STDOUT, check_writable, reading, tell_notes, write_text
 
 if TYPE_CHECKING:
-    from libra.config.recipe import Recipe
     from libra.plan.offline import LogEvidence
-    from libra.plan.options.cluster_request import ClusterRequest
     from libra.plan.plan import Plan, Solver
-    from libra.route.policy import Policy
-    from libra.trajectory import Trajectory
 
 
 class SolverName(StrEnum):
@@ -120,6 +113,7 @@ def plan(
     conflicts).
     """
     # Imported here: `--help` must not wait for the solver.
+    from libra.cli.cluster_plan import plan_cluster
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.explained import bound_and_pools
     from libra.plan.plan import DisagreementError, dump_plan
@@ -140,7 +134,7 @@ def plan(
                 raise ConfigError("--router is for a cluster of GPUs; a run's configuration says who routes")
             found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value)
         else:
-            found, evidence = _plan_cluster(
+            found, evidence = plan_cluster(
                 where,
                 trajectories,
                 model,
@@ -211,108 +205,10 @@ def _plan_run(
     if what_if:
         raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
     settings = load_config(where)
-    evidence = gather(settings, _read(log, read_trajectories(log)), longest_tool_call)
+    evidence = gather(settings, reading(log, read_trajectories(log), "trajectories"), longest_tool_call)
     try:
         measured = load_profile(Path(profile))
     except ConfigError as error:
         raise ConfigError(f"--profile {error}") from None
     request = request_from(settings, evidence, measured)
     return make_plan(request, seed=settings.seed, solver=solver), evidence
-
-
-def _plan_cluster(
-    where: Path,
-    log: Path,
-    model: str,
-    request: Path | None,
-    profile: str,
-    host: str,
-    truncate: bool,
-    what_if: list[str],
-    longest_tool_call: float | None,
-    solver: Solver,
-    notes: list[str],
-    router: str | None,
-    simulated: tuple[float, int | None, int] | None,
-) -> tuple[Plan, LogEvidence]:
-    """`simulated` are seconds, processes and seed of the comparison by simulation; None: none is made."""
-    from libra.cli.lenders import load_lenders
-    from libra.cost.sources.profiles import engine_profiles
-    from libra.hardware.cluster import Cluster
-    from libra.hardware.cluster_file import load_cluster
-    from libra.hardware.model_file import load_model
-    from libra.plan.explain.what_if import assume
-    from libra.plan.offline import gather_workload
-    from libra.plan.planner import Planner
-    from libra.trajectory import read_trajectories, read_workload
-
-    cluster, shape = load_cluster(where), load_model(model)
-    recipe = _recipe(request, shape.max_context, notes)
-    lenders = load_lenders(where, cluster)
-    notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
-    cluster, recipe = assume(cluster, recipe, what_if)
-    recipe, policy = _routed(recipe, router, notes)
-    evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
-    if truncate:
-        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in _read(log, read_trajectories(log)))
-        notes.append(
-            f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
-        )
-    profiles = engine_profiles(cluster, shape, recipe, profile, notes.append, host)
-    left = {pool.name: pool.nodes for pool in cluster.serving}
-    lenders = tuple(lender for lender in lenders if lender.pool in left)
-    lending = Cluster(tuple(left[lender.pool] for lender in lenders)) if lenders else None
-    lent = () if lending is None else engine_profiles(lending, shape, recipe, profile, lambda _: None, host)
-    planner = Planner(cluster, shape, recipe, profiles, lenders, lent)
-    if simulated is None:
-        return planner.plan(evidence.tracker, solver=solver), evidence
-    return _simulated(planner.request(evidence.tracker), evidence, policy, solver, simulated), evidence
-
-
-def _simulated(
-    request: ClusterRequest,
-    evidence: LogEvidence,
-    policy: Policy,
-    solver: Solver,
-    simulated: tuple[float, int | None, int],
-) -> Plan:
-    from libra.choose.choice import ChoiceProgress, Effort, choose_plan
-    from libra.plan.plan import solver_named
-    from libra.report.live import SimulationProgress
-
-    seconds, jobs, seed = simulated
-    effort = Effort(seconds, len(os.sched_getaffinity(0)) if jobs is None else jobs, seed)
-    with SimulationProgress(sys.stderr) as shown:
-
-        def tell(moment: ChoiceProgress) -> None:
-            shown.tell(f"{moment.words}: {moment.done} of {moment.of}" if moment.of else moment.words)
-
-        return choose_plan(
-            request, evidence.recent, router=policy, effort=effort, solved=solver_named(solver), tell=tell
-        )
-
-
-def _read(log: Path, trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:
-    return reading(log, trajectories, "trajectories")
-
-
-def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recipe, Policy]:
-    """The recipe with the router that was asked for, and its policy. One that ignores buckets gets one engine size."""
-    from libra.route.custom import load_policy, looks_at_buckets
-
-    if router is not None:
-        recipe = recipe.model_copy(update={"router": router})
-    policy = load_policy(recipe.router)
-    if not looks_at_buckets(policy) and recipe.max_buckets > 1:
-        notes.append(f"{recipe.router} does not look at buckets: all engines have one size, and serve all lengths")
-        recipe = recipe.model_copy(update={"max_buckets": 1})
-    return recipe, policy
-
-
-def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
-    from libra.config.recipe import Recipe, load_recipe
-
-    if request is not None:
-        return load_recipe(request)
-    notes.append(f"no --request: 512 trajectories a step, 16 a prompt, up to {max_context:,} tokens, asynchronous")
-    return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)

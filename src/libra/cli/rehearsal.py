@@ -6,10 +6,9 @@ own batch, samples per prompt and staleness.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,10 +19,8 @@ from libra.cli.output import check_writable, tell_notes, write_text, writing
 from libra.config.input_file import read_input
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from libra.plan.plan import Plan
-    from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+    from libra.sim.training_run.outcome import SimulatedRun
     from libra.sim.training_run.tenancy import Tenancy
     from libra.trajectory import Trajectory
 
@@ -87,6 +84,9 @@ def rehearse(
 
     Exit status: 0 done, 2 bad input, 130 interrupted.
     """
+    # Imported here: `--help` must not wait for what simulating needs.
+    from libra.cli.rehearsal_result import document, show
+
     if report is not None:
         require("report")
     try:
@@ -107,7 +107,7 @@ def rehearse(
             tenancy,
             watched=report is not None or timeline is not None,
         )
-        text = _document(rehearsed.plan, outcome, named, seed)
+        text = document(rehearsed.plan, outcome, named, seed)
         _write(rehearsed, outcome, text, steps, output, report, timeline)
     except KeyboardInterrupt:
         typer.echo("libra: interrupted", err=True)
@@ -117,7 +117,7 @@ def rehearse(
     if as_json:
         typer.echo(text, nl=False)
     else:
-        _show(rehearsed.plan, outcome, len(rehearsed.log), seed)
+        show(rehearsed.plan, outcome, len(rehearsed.log), seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,6 @@ class _Rehearsed:
 
 
 def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
-    # Imported here: `--help` must not wait for what simulating needs.
     from libra.plan.plan import parse_plan, require_answer
     from libra.trajectory import read_workload
 
@@ -207,54 +206,6 @@ def _write(
             write_training_trace(outcome, timeline)
 
 
-def _left_out(plan: Plan) -> int:
-    staleness = plan.request.staleness
-    return 1 + staleness if staleness else 0
-
-
-def _document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
-    planned, simulated = plan.predicted.step, outcome.settled_step_seconds(_left_out(plan))
-    found = {
-        "format": 1,
-        "run": {"route": route, "steps": len(outcome.steps), "seed": seed},
-        "plan": {
-            "predicted_step": planned,
-            "simulated_step": simulated,
-            "difference": simulated / planned - 1,
-            "whole_mean": outcome.step_seconds,
-        },
-        "seconds": outcome.seconds,
-        "throughput": outcome.throughput,
-        "trainer_share": outcome.trainer_share,
-        "engine_share": outcome.engine_share,
-        "placements": outcome.placements,
-        "migrations": outcome.migrations,
-        "preemptions": outcome.preemptions,
-        "interrupted": outcome.interrupted,
-        "moved_tokens": outcome.moved_tokens,
-        "lenders": [_lender(it, outcome.seconds) for it in outcome.lenders],
-        "steps": [asdict(step) for step in outcome.steps],
-    }
-    return json.dumps(found, indent=1, allow_nan=False) + "\n"
-
-
-def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
-    """Requests are told by their numbers, times are seconds."""
-    return {
-        "name": it.name,
-        "lent": it.lent / seconds,
-        "away": it.away / seconds,
-        "recalls": it.recalls,
-        "requests": it.requests,
-        "ttft": it.ttft,
-        "tpot": it.tpot,
-        "due_margin": it.margin,
-        "missed": sorted(it.missed.any),
-        "attributable": sorted(it.attributable),
-        "inside_envelope": sorted(it.attributable - it.uncovered),
-    }
-
-
 def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
     """Serving engines on the devices that the plan borrows; None without `--lender`."""
     from libra.cli.lenders import read_traffic
@@ -286,82 +237,3 @@ def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_qu
                 f" {lender.pool}: give one"
             )
     return tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota)
-
-
-def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from libra.cli.simulation_input import LENT
-    from libra.report.words import duration, percent, plural, signed_percent
-
-    recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, _left_out(plan)
-    simulated = outcome.settled_step_seconds(left_out)
-    seen = "" if plan.simulated is None else f", and {duration(plan.simulated.seconds)} when it was chosen"
-    console = Console()
-    for line in (
-        f"Whole run of {plural(len(outcome.steps), 'step')}: a step takes {duration(simulated)}; predicted"
-        f" {duration(planned)}{seen}: {signed_percent(simulated / planned - 1, 1)}. That is the time from one published"
-        f" version to the next, without the first {plural(left_out, 'step')}, which begin with idle engines: with them"
-        f" it is {duration(outcome.step_seconds)}.",
-        f"Each step trains on {recipe.prompts} prompts of {plural(recipe.samples_per_prompt, 'sample')}, at most"
-        f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
-        f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
-        f" {percent(outcome.engine_share, 0)} of theirs.",
-        *([f"{LENT.capitalize()}."] if plan.loans and not outcome.lenders else ()),
-    ):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    table = Table("step", "waited", "training", "ended at", "longest context", "mean staleness")
-    for step in outcome.steps:
-        table.add_row(
-            str(step.version),
-            duration(step.waited),
-            duration(step.training),
-            duration(step.ended),
-            f"{step.longest_context:,}",
-            f"{step.staleness:.2f}",
-        )
-    console.print(table)
-    if outcome.lenders:
-        console.print(
-            "Devices that serve: the shares of their time that were lent and recalled, what users saw, how long before"
-            " it was due the closest token came, and misses: by lending, and of these those inside the envelope.",
-            soft_wrap=True,
-        )
-        console.print(_lenders_table(outcome))
-
-
-def _lenders_table(outcome: SimulatedRun) -> Table:
-    """A row a device that serves."""
-    from rich.table import Table
-
-    from libra.report.words import percent
-
-    table = Table()
-    table.add_column("device", no_wrap=True)
-    for name in (
-        "lent",
-        "away",
-        "TTFT P99, ms",
-        "TPOT P99, ms",
-        "margin, ms",
-        "requests",
-        "missed",
-        "by lending",
-        "inside",
-    ):
-        table.add_column(name, justify="right")
-    for it in outcome.lenders:
-        table.add_row(
-            it.name,
-            percent(it.lent / outcome.seconds, 0),
-            percent(it.away / outcome.seconds, 1),
-            f"{1e3 * it.ttft:.0f}",
-            f"{1e3 * it.tpot:.0f}",
-            "" if it.margin is None else f"{1e3 * it.margin:+.1f}",
-            f"{it.requests:,}",
-            f"{len(it.missed.any)}",
-            f"{len(it.attributable)}",
-            f"{len(it.attributable - it.uncovered)}",
-        )
-    return table

@@ -29,9 +29,9 @@ class DeviceMemory:
 def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
     """Trainers first, then the engines of each shape; lent engines, whose memory is their owner's, are left out, and so
     are devices of one machine. An engine uses all that it may: what is left is KV cache."""
-    request = plan.request
-    if not isinstance(request, ClusterRequest):
+    if plan.layout is None:
         return ()
+    request = plan.of_cluster
     lent = {loan.pool for loan in plan.loans}
     alike = {(group.name, group.devices): group for group in plan.placement if group.pool not in lent}
     return tuple(

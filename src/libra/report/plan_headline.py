@@ -12,7 +12,6 @@ from libra.plan.allocation import Allocation
 from libra.plan.memory import device_memory
 from libra.plan.options.layouts import priced_step
 from libra.plan.options.request import PlanningRequest
-from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import Plan
 from libra.plan.simulated import Finalist, RehearsedStep
 from libra.report.tables import number
@@ -28,10 +27,8 @@ def headline(plan: Plan) -> tuple[str, ...]:
 
 def proof_sentence(plan: Plan) -> str:
     """States the proven bound and the router that it assumes."""
-    proof = plan.proof
-    router = "" if isinstance(plan.request, SlotRequest) else f" for a router as good as {_router(plan)} was measured"
-    if not isinstance(plan.request, SlotRequest) and not plan.request.recall:
-        router = " for a router that is never wrong" if plan.request.recipe.router_hit is None else ""
+    request: PlanningRequest = plan.request
+    proof, router = plan.proof, f" for {request.assumed_router}" if request.assumed_router else ""
     above = f"; this plan's prediction is {percent(proof.gap, 2)} above that" if proof.gap > 0 else ""
     return f"By price{router}, no plan on the menu has a step below {proof.bound:,.2f} s ({proof.status}){above}."
 
@@ -102,7 +99,7 @@ def _step(plan: Plan) -> str:
     if simulated is None:
         return f"A step is predicted to take {predicted}; it was not simulated."
     return (
-        f"A step takes {step_words(simulated)} in simulation under {_router(plan)} ({simulated.steps} steps, seed"
+        f"A step takes {step_words(simulated)} in simulation under {simulated.router} ({simulated.steps} steps, seed"
         f" {simulated.seed}); predicted {predicted}."
     )
 
@@ -137,12 +134,12 @@ def _pace(plan: Plan) -> str:
 
 
 def _training(plan: Plan) -> tuple[str, ...]:
-    request, layout = plan.request, plan.layout
-    if isinstance(request, SlotRequest) or layout is None:
+    if plan.layout is None:
         return ()
+    request = plan.of_cluster
     pool = next(group.pool for group in plan.placement if group.role == "train")
     nodes = request.cluster.node_class(pool)
-    step = priced_step(request.model, nodes, request.recipe, request.classes, layout)
+    step = priced_step(request.model, nodes, request.recipe, request.classes, plan.layout)
     published = published_mfu(nodes.gpu)
     beside = (
         "" if published is None else f"; published runs of dense models, which need none, reach {percent(published)}"
@@ -160,7 +157,3 @@ def _memory(plan: Plan) -> tuple[str, ...]:
         for it in device_memory(plan)
     ]
     return (f"Memory of a GPU: {'; '.join(words)}.",) if words else ()
-
-
-def _router(plan: Plan) -> str:
-    return "its router" if isinstance(plan.request, SlotRequest) else plan.request.recipe.router

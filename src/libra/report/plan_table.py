@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from libra.plan.explain.explanation import Bound, PoolView
 from libra.plan.offline import LogEvidence
-from libra.plan.options.slots import SlotRequest
+from libra.plan.options.request import PlanningRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.report.explain_table import alternation
@@ -35,20 +35,20 @@ def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Ta
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
     """What a reader must know before believing the plan: one sentence each."""
     notes = []
-    slots = isinstance(plan.request, SlotRequest)
+    request: PlanningRequest = plan.request
     if evidence.unfinished:
         notes.append(
             f"{plural(evidence.unfinished, 'trajectory', 'trajectories')} of"
             f" {evidence.finished + evidence.unfinished:,} in the log"
             + (
-                " left out: unfinished, so the tail may be longer"
-                if slots
-                else " unfinished: counted as at least as long as they are"
+                " unfinished: counted as at least as long as they are"
+                if request.counts_unfinished
+                else " left out: unfinished, so the tail may be longer"
             )
         )
     unknown = evidence.tracker.unknown_tool_share
     if unknown > 0:
-        seconds = plan.request.unknown_tool_seconds
+        seconds = request.unknown_tool_seconds
         notes.append(
             f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
             f" {plain(seconds)} s, so {PART_WORDS['latency']} may take longer"
@@ -158,13 +158,9 @@ def _proof(plan: Plan) -> Table:
     table.add_row("solver status", plan.proof.status)
     table.add_row("no predicted step can be shorter than", f"{plan.proof.bound:,.2f} s")
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
-    if not isinstance(plan.request, SlotRequest):
-        for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
-            table.add_row(f"engine times of {cell(nodes.name)}", cell(profile.source))
-            if profile.host.priced:
-                table.add_row(f"host of {cell(nodes.name)}", cell(profile.host.source))
-        for lender, profile in zip(plan.request.lenders, plan.request.lent_profiles, strict=True):
-            table.add_row(f"engine times of {cell(lender.pool)}", cell(profile.source))
+    request: PlanningRequest = plan.request
+    for times, source in request.sources:
+        table.add_row(cell(times), cell(source))
     return table
 
 

@@ -130,7 +130,7 @@ def planned_run(
         limits=tuple(bucket.up_to for bucket in plan.allocation.buckets),
         turn_tokens=_turn_tokens(drawn, longest),
         updates=_updates(plan, engines, steps),
-        kv_transfer=planned_network(plan.request) if any(it.role is not COLOCATED for it in engines) else None,
+        kv_transfer=planned_network(plan.of_cluster) if any(it.role is not COLOCATED for it in engines) else None,
     )
     workload = Replay(
         drawn,

@@ -18,9 +18,10 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.menu import LentEngine
 from libra.plan.options.pairs import kv_rate
+from libra.plan.options.request import PlanningRequest
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
-from libra.plan.plan import Plan, PlanRequest
+from libra.plan.plan import Plan
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.iteration_cost import IterationCost, measured_cost
@@ -49,10 +50,10 @@ def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, .
     return engines
 
 
-def planned_network(request: PlanRequest) -> KVNetwork | None:
+def planned_network(request: ClusterRequest) -> KVNetwork | None:
     """How KV goes from prefill to decode where buckets may be pairs: each GPU has its share of its node's network, of
     the slowest nodes that there are. None where they may not."""
-    if not isinstance(request, ClusterRequest) or not request.recipe.prefill_decode:
+    if not request.recipe.prefill_decode:
         return None
     nodes = request.cluster.nodes
     return KVNetwork(min(map(kv_rate, nodes)), max(fabric(its).network_latency for its in nodes))
@@ -66,9 +67,9 @@ def lent_engines(plan: Plan) -> frozenset[str]:
 
 def beside_lent(plan: Plan) -> dict[str, LentEngine]:
     """What each lent engine was planned as, by its name."""
-    request = plan.request
-    if not plan.loans or not isinstance(request, ClusterRequest):
+    if not plan.loans:
         return {}
+    request: PlanningRequest = plan.request
     shapes = {it.shape: it for it in request.menu().lent}
     return {_name(group): shapes[group.name] for group in plan.placement if group.name in shapes}
 

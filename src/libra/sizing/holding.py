@@ -16,6 +16,7 @@ from libra.sizing.bound import Bounds, RateBound
 from libra.sizing.candidate import ServingCandidate
 from libra.sizing.draws import draws
 from libra.sizing.ladder import (
+    FIRST,
     LOWEST,
     STEPS,
     Asking,
@@ -30,7 +31,6 @@ from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 RECORD = "the record"
-_FIRST = 2 * STEPS  # rung that is tried first
 _COARSE = 4  # rungs to which a guess tells the rate
 _BRIEFLY = 16  # times the shortest wait for which requests come in a guess
 _FEWEST = 50  # requests of a guess
@@ -138,7 +138,7 @@ class _Runs:
             record = self._record(first, sustained_arrivals(asked, rate))
             return self._trial(asked, record[: max(_FEWEST, ceil(_BRIEFLY * rate * asked.shortest_wait))], rate)
 
-        rung = _FIRST if bound == inf else rung_of(bound) - STEPS  # misses end early
+        rung = FIRST if bound == inf else rung_of(bound) - STEPS  # misses end early
         return around(brief, rung, bound, _COARSE)[0]
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False) -> Trial:

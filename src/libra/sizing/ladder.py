@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf, log2
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from libra.sizing.trial import Trial, trial
 
 STEPS = 16  # rates of an octave that are told apart
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
+FIRST = 2 * STEPS  # rung that is tried first where there is no bound
 _ARRIVALS = 20_000  # requests that are enough for a rate to count as lasting
 _ENOUGH = 4_000  # of a search, which has many candidates, unless they are over within `BRIEF`
 
@@ -41,32 +43,20 @@ def rung_above(rate: float) -> int:
     return ceil(STEPS * log2(rate) - 1e-6)
 
 
-def highest_rate(
-    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
-) -> tuple[Trial | None, str, int]:
-    """At the highest rung at which it serves the record once: what came of it, or None and the objective that it
-    misses; and the number of simulations. Rungs above `bound` are missed."""
-    return _highest(lambda rate: trial(question, candidate, rate), bound)
+def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
+    """At the highest rung at which it serves the record once; None where it serves at none. Rungs above `bound` are
+    missed."""
+    rung = FIRST if bound == inf else rung_of(min(max(bound, rate_of(LOWEST)), rate_of(HIGHEST)))
+    return around(partial(trial, question, candidate), rung, bound)[0]
 
 
-def lasting_rate(
-    question: SizingQuestion, candidate: ServingCandidate, bound: float = inf
-) -> tuple[Trial | None, str, int]:
+def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
     """As `highest_rate`, of rates that last: from the highest rate at which the record is served once, downwards. Long
     runs at rates that are missed end early."""
-    once, missed, runs = highest_rate(question, candidate, bound)
-    if once is None:
-        return None, missed, runs
-    if _lasting_arrivals(question, once.rate) <= len(question.requests):
-        return once, missed, runs
-
-    def growing(rate: float) -> Trial:
-        nonlocal runs
-        one, made = _growing(question, candidate, rate)
-        runs += made
-        return one
-
-    return *around(growing, rung_of(once.rate), once.rate), runs
+    once = highest_rate(question, candidate, bound)
+    if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):
+        return once
+    return around(partial(_growing, question, candidate), rung_of(once.rate), once.rate)[0]
 
 
 def lasting_trial(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
@@ -111,33 +101,15 @@ def around(
     return passed, missed
 
 
-def _highest(asked: Callable[[float], Trial], bound: float) -> tuple[Trial | None, str, int]:
-    """By bisection."""
-    low, high, runs = LOWEST - 1, HIGHEST + 1, 0
-    passed, missed = None, ""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if rate_of(middle) > bound:
-            high = middle
-            continue
-        one = asked(rate_of(middle))
-        runs += 1
-        if one.passed:
-            low, passed = middle, one
-        else:
-            high, missed = middle, one.missed
-    return passed, missed, runs
-
-
-def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> tuple[Trial, int]:
-    """The last of runs with twice as many requests each, and their number: a rate that is far too high is missed with
-    few requests, where thousands at once would take long."""
-    most, least, runs = _lasting_arrivals(question, rate), len(question.requests), 0
+def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
+    """The last of runs with twice as many requests each: a rate that is far too high is missed with few requests, where
+    thousands at once would take long."""
+    most, least = _lasting_arrivals(question, rate), len(question.requests)
     while True:
-        least, runs = min(2 * least, max(most, len(question.requests))), runs + 1
+        least = min(2 * least, max(most, len(question.requests)))
         one = trial(question, candidate, rate, requests=repeated(question.requests, least))
         if not one.passed or least >= most:
-            return one, runs
+            return one
 
 
 def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:

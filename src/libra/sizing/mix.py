@@ -200,7 +200,7 @@ def single_engines(
 
 
 def _served(question: SizingQuestion, asking: Asking) -> Trial | None:
-    return lasting_rate(question, asking.candidate, asking.bound)[0]
+    return lasting_rate(question, asking.candidate, asking.bound)
 
 
 def _routes(

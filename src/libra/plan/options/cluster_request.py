@@ -121,6 +121,27 @@ class ClusterRequest:
         return f"{self.model.name} on {nodes}{lent}"
 
     @property
+    def assumed_router(self) -> str:
+        if self.recall:
+            return f"a router as good as {self.recipe.router} was measured"
+        return "a router that is never wrong" if self.recipe.router_hit is None else ""
+
+    @property
+    def counts_unfinished(self) -> bool:
+        return True
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        found = []
+        for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
+            found.append((f"engine times of {nodes.name}", profile.source))
+            if profile.host.priced:
+                found.append((f"host of {nodes.name}", profile.host.source))
+        for lender, profile in zip(self.lenders, self.lent_profiles, strict=True):
+            found.append((f"engine times of {lender.pool}", profile.source))
+        return tuple(found)
+
+    @property
     def router_hits(self) -> tuple[float, ...]:
         """[class] share of the work after the first tool return that reaches its own bucket."""
         if self.recipe.router_hit is not None:

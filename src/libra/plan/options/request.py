@@ -43,5 +43,17 @@ class PlanningRequest(Protocol):
     def title(self) -> str:
         """Model and devices, for people."""
 
+    @property
+    def assumed_router(self) -> str:
+        """The router that prices assume, for people; empty where the request says how often it is right."""
+
+    @property
+    def counts_unfinished(self) -> bool:
+        """Whether the classes count unfinished trajectories, as at least as long as they are."""
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """Sources of times that were not measured in the run itself: (times of what, source)."""
+
     def menu(self) -> Menu:
         """Everything that could be chosen, priced."""

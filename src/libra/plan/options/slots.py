@@ -151,6 +151,18 @@ class SlotRequest:
     def title(self) -> str:
         return f"{self.profile.model} on {self.fleet.devices} slots"
 
+    @property
+    def assumed_router(self) -> str:
+        return ""
+
+    @property
+    def counts_unfinished(self) -> bool:
+        return False
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def menu(self) -> Menu:
         """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
         fleet, workload = self.fleet, self.workload

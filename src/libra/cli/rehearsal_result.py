@@ -1,0 +1,131 @@
+"""The result of `libra rehearse`, as JSON and for a terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from libra.cli.simulation_input import LENT
+from libra.plan.plan import Plan
+from libra.report.words import duration, percent, plural, signed_percent
+from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+
+
+def _left_out(plan: Plan) -> int:
+    staleness = plan.request.staleness
+    return 1 + staleness if staleness else 0
+
+
+def document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
+    planned, simulated = plan.predicted.step, outcome.settled_step_seconds(_left_out(plan))
+    found = {
+        "format": 1,
+        "run": {"route": route, "steps": len(outcome.steps), "seed": seed},
+        "plan": {
+            "predicted_step": planned,
+            "simulated_step": simulated,
+            "difference": simulated / planned - 1,
+            "whole_mean": outcome.step_seconds,
+        },
+        "seconds": outcome.seconds,
+        "throughput": outcome.throughput,
+        "trainer_share": outcome.trainer_share,
+        "engine_share": outcome.engine_share,
+        "placements": outcome.placements,
+        "migrations": outcome.migrations,
+        "preemptions": outcome.preemptions,
+        "interrupted": outcome.interrupted,
+        "moved_tokens": outcome.moved_tokens,
+        "lenders": [_lender(it, outcome.seconds) for it in outcome.lenders],
+        "steps": [asdict(step) for step in outcome.steps],
+    }
+    return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
+    """Requests are told by their numbers, times are seconds."""
+    return {
+        "name": it.name,
+        "lent": it.lent / seconds,
+        "away": it.away / seconds,
+        "recalls": it.recalls,
+        "requests": it.requests,
+        "ttft": it.ttft,
+        "tpot": it.tpot,
+        "due_margin": it.margin,
+        "missed": sorted(it.missed.any),
+        "attributable": sorted(it.attributable),
+        "inside_envelope": sorted(it.attributable - it.uncovered),
+    }
+
+
+def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
+    recipe, planned, left_out = plan.of_cluster.recipe, plan.predicted.step, _left_out(plan)
+    simulated = outcome.settled_step_seconds(left_out)
+    seen = "" if plan.simulated is None else f", and {duration(plan.simulated.seconds)} when it was chosen"
+    console = Console()
+    for line in (
+        f"Whole run of {plural(len(outcome.steps), 'step')}: a step takes {duration(simulated)}; predicted"
+        f" {duration(planned)}{seen}: {signed_percent(simulated / planned - 1, 1)}. That is the time from one published"
+        f" version to the next, without the first {plural(left_out, 'step')}, which begin with idle engines: with them"
+        f" it is {duration(outcome.step_seconds)}.",
+        f"Each step trains on {recipe.prompts} prompts of {plural(recipe.samples_per_prompt, 'sample')}, at most"
+        f" {plural(recipe.staleness, 'version')} stale, drawn from {log:,} trajectories (seed {seed}).",
+        f"Training computes {percent(outcome.trainer_share, 0)} of the time; engines have work"
+        f" {percent(outcome.engine_share, 0)} of theirs.",
+        *([f"{LENT.capitalize()}."] if plan.loans and not outcome.lenders else ()),
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    table = Table("step", "waited", "training", "ended at", "longest context", "mean staleness")
+    for step in outcome.steps:
+        table.add_row(
+            str(step.version),
+            duration(step.waited),
+            duration(step.training),
+            duration(step.ended),
+            f"{step.longest_context:,}",
+            f"{step.staleness:.2f}",
+        )
+    console.print(table)
+    if outcome.lenders:
+        console.print(
+            "Devices that serve: the shares of their time that were lent and recalled, what users saw, how long before"
+            " it was due the closest token came, and misses: by lending, and of these those inside the envelope.",
+            soft_wrap=True,
+        )
+        console.print(_lenders_table(outcome))
+
+
+def _lenders_table(outcome: SimulatedRun) -> Table:
+    """A row a device that serves."""
+    table = Table()
+    table.add_column("device", no_wrap=True)
+    for name in (
+        "lent",
+        "away",
+        "TTFT P99, ms",
+        "TPOT P99, ms",
+        "margin, ms",
+        "requests",
+        "missed",
+        "by lending",
+        "inside",
+    ):
+        table.add_column(name, justify="right")
+    for it in outcome.lenders:
+        table.add_row(
+            it.name,
+            percent(it.lent / outcome.seconds, 0),
+            percent(it.away / outcome.seconds, 1),
+            f"{1e3 * it.ttft:.0f}",
+            f"{1e3 * it.tpot:.0f}",
+            "" if it.margin is None else f"{1e3 * it.margin:+.1f}",
+            f"{it.requests:,}",
+            f"{len(it.missed.any)}",
+            f"{len(it.attributable)}",
+            f"{len(it.attributable - it.uncovered)}",
+        )
+    return table
