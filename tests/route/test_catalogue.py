@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from libra.route.catalogue import POLICIES, policy_named
@@ -48,6 +50,16 @@ def test_the_options_arrive(name: str) -> None:
         )
         assert again is not None
         assert (again.reason == "holds the prefix") == sticky
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_copy_places_as_the_policy_that_it_is_of(name: str) -> None:
+    """Plans are compared with a copy each; the compiled core has classes that copy in their own way."""
+    policy = policy_named(name, seed=3)
+    for number in range(5):
+        policy.place(TurnRequest(str(number), "p", 10 * number, 10), FLEET)
+    copies = [deepcopy(policy), policy]
+    assert len({copy.place(TurnRequest("t", "p", 30, 10), FLEET) for copy in copies}) == 1
 
 
 def test_the_seed_arrives() -> None:

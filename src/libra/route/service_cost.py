@@ -39,6 +39,10 @@ class MigrationCost:
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"{name} is {seconds}; give seconds, 0 or more and finite")
 
+    def __deepcopy__(self, _memo: object) -> MigrationCost:
+        """Itself, as it never changes; by default a copy is written to, which the compiled class refuses."""
+        return self
+
     def seconds(self, context_tokens: float, load_tokens: float) -> float:
         """Of the trajectory and of all that it holds up: an instance with a load of m tokens serves m / n others of
         its size, and they wait as long as it does."""
