@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import random
 import struct
 import time
 import zlib
@@ -27,6 +28,7 @@ from benchmarks.soak.attack.servers import Server, emulate, route, started
 ATTACK = "idle, slow and large"
 _FILES = 256  # limit of open files of each process that is attacked
 _IDLE = 400  # connections
+_AWAY = (2.0, 6.0)  # seconds until an idle connection that was closed is opened again
 _SLOW = 40  # connections that send a byte at a time
 _BOMBERS = 4  # connections that send bodies or frames beyond limits, one after the other
 _MOST_TIMES = 2.0
@@ -56,8 +58,7 @@ def attack_listeners(folder: Path, seconds: float, say: Callable[[str], None]) -
     """Attack one listener after the other for `seconds` each."""
     with ExitStack() as stack:
         for target in _targets(folder, stack):
-            before = _megabytes(target.server)
-            alone, attacked, wrong = asyncio.run(_attack(target, seconds))
+            alone, attacked, before, wrong = asyncio.run(_attack(target, seconds))
             say(f"{target.name}: {1e3 * alone:.1f} ms alone, {1e3 * attacked:.1f} ms attacked")
             goes_on = target.server.alive and not wrong
             measured = "; ".join(["yes" if target.server.alive else "it ended", *wrong[:2]])
@@ -112,12 +113,14 @@ def _http(name: str, server: Server, port: int, ask: Ask, bombs: tuple[bytes, ..
     return Target(name, server, port, ask, slow, bombs)
 
 
-async def _attack(target: Target, seconds: float) -> tuple[float, float, list[str]]:
-    """Seconds of the other client's slowest percent, alone and in the attack, and the requests without an answer."""
+async def _attack(target: Target, seconds: float) -> tuple[float, float, float, list[str]]:
+    """Seconds of the other client's slowest percent, alone and in the attack, megabytes of the listener between the
+    two, and the requests without an answer."""
     wrong: list[str] = []
     await _ask(target.ask, seconds / 4, [])  # what is loaded at first
     alone = await _ask(target.ask, seconds / 2, wrong)
-    strangers = [asyncio.create_task(_idle(target.port, seconds)) for _ in range(_IDLE)]
+    before = _megabytes(target.server)
+    strangers = [asyncio.create_task(_idle(target.port, it)) for it in range(_IDLE)]
     strangers += [asyncio.create_task(_drip(target.port, target.slow)) for _ in range(_SLOW)]
     strangers += [asyncio.create_task(_bomb(target.port, target.bombs, it)) for it in range(_BOMBERS)]
     attacked = await _ask(target.ask, seconds, wrong)
@@ -126,7 +129,7 @@ async def _attack(target: Target, seconds: float) -> tuple[float, float, list[st
     await asyncio.gather(*strangers, return_exceptions=True)
     await asyncio.sleep(_RETURN_SECONDS)
     await _ask(target.ask, 1.0, wrong)
-    return _tail(alone), _tail(attacked), wrong
+    return _tail(alone), _tail(attacked), before, wrong
 
 
 def _tail(seconds: list[float]) -> float:
@@ -153,13 +156,14 @@ async def _ask(ask: Ask, seconds: float, wrong: list[str]) -> list[float]:
 # Strangers
 
 
-async def _idle(port: int, seconds: float) -> None:
-    """Connections that say nothing; a closed one is opened again."""
+async def _idle(port: int, number: int) -> None:
+    """A connection that says nothing; when it is closed it is opened again some seconds later."""
+    rng = random.Random(number)
     while True:
         with contextlib.suppress(OSError):
             async with _connected(port) as (reader, _):
                 await reader.read()
-        await asyncio.sleep(seconds / 10)
+        await asyncio.sleep(rng.uniform(*_AWAY))
 
 
 async def _drip(port: int, sent: bytes) -> None:

@@ -34,7 +34,8 @@ from libra.serve.connections import (
 from libra.serve.guard import Guard
 
 _BACKLOG = 4096  # connections waiting to be accepted
-_ACCEPTED = 64  # connections between two turns of the event loop
+_ACCEPTED = 64  # connections between two turns of the event loop, at most
+_TURNS = 8  # of the event loop until the request of an accepted connection is read, at most
 _SHUTDOWN_SECONDS = 1.0  # for requests in flight
 _CONNECTIONS = 100_000  # between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
@@ -96,7 +97,9 @@ async def serving(
     try:
         with told_once(_LOG):
             try:
-                listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=_ACCEPTED)
+                # As few as leave each one time to be read before it can be the longest idle of all.
+                together = max(1, min(_ACCEPTED, limits.connections // _TURNS))
+                listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=together)
             except OSError as error:
                 why = (error.strerror or str(error)).rpartition(": ")[2]
                 raise OSError(error.errno, why, f"{host}:{port}") from None
