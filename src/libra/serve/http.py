@@ -10,6 +10,7 @@ only reference cycles are those of closed transports, before Python 3.12.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import resource
@@ -39,6 +40,7 @@ _TURNS = 8  # of the event loop until the request of an accepted connection is r
 _SHUTDOWN_SECONDS = 1.0  # for requests in flight
 _CONNECTIONS = 100_000  # between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**18  # of malloc.h; bytes
 _COLLECT_SECONDS = 1.0  # between two checks whether to collect
 
 
@@ -126,6 +128,7 @@ async def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Raises the limit of open files to the hard
     limit. Raises OSError if it cannot listen."""
+    _return_large_blocks()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ended = asyncio.Event()
@@ -137,6 +140,14 @@ async def serve(
     ):
         announce(base)
         await ended.wait()
+
+
+def _return_large_blocks() -> None:
+    """Return the memory of large bodies to the system when they are done: glibc would raise this threshold with each of
+    them, and then keep them in its heap. Does nothing where the C library is another."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 @asynccontextmanager
