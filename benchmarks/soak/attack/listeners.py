@@ -28,7 +28,7 @@ from benchmarks.soak.attack.servers import Server, emulate, route, started
 ATTACK = "idle, slow and large"
 _FILES = 256  # limit of open files of each process that is attacked
 _IDLE = 400  # connections
-_AWAY = (2.0, 6.0)  # seconds until an idle connection that was closed is opened again
+_AWAY = (2.0, 6.0)  # seconds until a connection that was closed is opened again
 _SLOW = 40  # connections that send a byte at a time
 _BOMBERS = 4  # connections that send bodies or frames beyond limits, one after the other
 _MOST_TIMES = 2.0
@@ -121,7 +121,7 @@ async def _attack(target: Target, seconds: float) -> tuple[float, float, float, 
     alone = await _ask(target.ask, seconds / 2, wrong)
     before = _megabytes(target.server)
     strangers = [asyncio.create_task(_idle(target.port, it)) for it in range(_IDLE)]
-    strangers += [asyncio.create_task(_drip(target.port, target.slow)) for _ in range(_SLOW)]
+    strangers += [asyncio.create_task(_drip(target.port, target.slow, it)) for it in range(_SLOW)]
     strangers += [asyncio.create_task(_bomb(target.port, target.bombs, it)) for it in range(_BOMBERS)]
     attacked = await _ask(target.ask, seconds, wrong)
     for stranger in strangers:
@@ -166,7 +166,9 @@ async def _idle(port: int, number: int) -> None:
         await asyncio.sleep(rng.uniform(*_AWAY))
 
 
-async def _drip(port: int, sent: bytes) -> None:
+async def _drip(port: int, sent: bytes, number: int) -> None:
+    """A connection that sends ten bytes a second; likewise opened again."""
+    rng = random.Random(-number)
     while True:
         with contextlib.suppress(OSError):
             async with _connected(port) as (reader, writer):
@@ -176,7 +178,7 @@ async def _drip(port: int, sent: bytes) -> None:
                     await asyncio.sleep(0.1)
                     if reader.at_eof():
                         break
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(rng.uniform(*_AWAY))
 
 
 async def _bomb(port: int, bombs: tuple[bytes, ...], first: int) -> None:
