@@ -4,6 +4,10 @@
     python -m benchmarks.soak --lending servers --minutes 20 --seed 0
     python -m benchmarks.soak --lending agents --minutes 20 --seed 0
 
+or attacks on what Libra reads and where it listens, each figure with its goal:
+
+    python -m benchmarks.soak --attack [--quick]
+
 Exit status: 0 all held, 1 something did not, 130 interrupted.
 """
 
@@ -25,6 +29,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.soak.attack import findings
+from benchmarks.soak.attack.attacks import ATTACKS, FULL, QUICK, attack
 from benchmarks.soak.faults import AGENTS_DECK, DECK, LENDING_DECK, schedule
 from benchmarks.soak.soaking import CONFIG, LENDING_CONFIG, Soak, Soaked, SoakError
 from libra.backends.machine import hardware_name
@@ -48,12 +54,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, a JSON line each")
     parser.add_argument("--save", action="store_true", help=f"write it to {RESULTS.name}/soak-<date>.jsonl as well")
+    parser.add_argument(
+        "--attack",
+        choices=ATTACKS,
+        nargs="*",
+        help="attack files, run directories, listeners and sessions instead; all of these, or the named ones",
+    )
+    parser.add_argument("--quick", action="store_true", help="attack with a tenth and less of everything")
     options = parser.parse_args(arguments)
     console, began = Console(highlight=False), time.monotonic()
 
     def say(text: str) -> None:
         console.print(f"[dim]\\[{time.monotonic() - began:7.1f} s][/dim] {escape(text)}")
 
+    if options.attack is not None:
+        try:
+            found = list(attack(options.attack or ATTACKS, QUICK if options.quick else FULL, options.seed, say))
+        except KeyboardInterrupt:
+            return 130
+        console.print(findings.make_table(found))
+        _write(options, "attack-", [_head(options), *findings.lines(found)])
+        return 0 if all(it.held is not False for it in found) else 1
     try:
         faults = schedule(options.seed, options.pause, DECKS[options.lending])
         config, owners = LENDING_CONFIG if options.lending else CONFIG, 2 if options.lending == "agents" else 0
@@ -67,18 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(make_table(soaked))
     for table in (faults_table(soaked), recoveries_table(soaked)):
         console.print(table)
-    lines = "".join(json.dumps(line) + "\n" for line in result(soaked, options))
-    for path in filter(
-        None,
-        (
-            options.json,
-            RESULTS / f"soak{f'-{options.lending}' if options.lending else ''}-{date.today()}.jsonl"
-            if options.save
-            else None,
-        ),
-    ):
-        path.write_text(lines, encoding="utf-8")
+    _write(options, f"{options.lending}-" if options.lending else "", result(soaked, options))
     return 0 if soaked.held else 1
+
+
+def _write(options: argparse.Namespace, kind: str, lines: Sequence[dict[str, Any]]) -> None:
+    kept = RESULTS / f"soak-{kind}{date.today()}.jsonl" if options.save else None
+    for path in filter(None, (options.json, kept)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def make_table(soaked: Soaked) -> Table:
@@ -112,12 +129,7 @@ def recoveries_table(soaked: Soaked) -> Table:
 def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The soak as lines: what was run, then each check, then each recovery."""
     run = {
-        "command": f"python -m benchmarks.soak{f' --lending {options.lending}' if options.lending else ''}"
-        f" --minutes {options.minutes:g} --seed {options.seed}"
-        f" --pause {options.pause:g}",
-        "date": str(date.today()),
-        "commit": _commit(),
-        "hardware": hardware_name(),
+        **_head(options),
         "held": soaked.held,
         "steps": soaked.steps,
         "sessions": soaked.sessions,
@@ -128,6 +140,22 @@ def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
         "faults": dict(Counter(str(entry.kind) for entry in soaked.struck)),
     }
     return [run, *map(asdict, soaked.checks), *map(asdict, soaked.recoveries)]
+
+
+def _head(options: argparse.Namespace) -> dict[str, Any]:
+    """What was run, when, of which commit and on what."""
+    if options.attack is not None:
+        words = " ".join(("--attack", *options.attack, *(("--quick",) if options.quick else ())))
+        words += f" --seed {options.seed}"
+    else:
+        lending = f"--lending {options.lending} " if options.lending else ""
+        words = f"{lending}--minutes {options.minutes:g} --seed {options.seed} --pause {options.pause:g}"
+    return {
+        "command": f"python -m benchmarks.soak {words}",
+        "date": str(date.today()),
+        "commit": _commit(),
+        "hardware": hardware_name(),
+    }
 
 
 def _commit() -> str:

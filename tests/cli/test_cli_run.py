@@ -205,6 +205,14 @@ MODELS: list[tuple[str, tuple[str, ...], str]] = [
 ]
 
 
+def test_a_model_whose_configuration_nests_too_deeply_is_refused(here: Path) -> None:
+    (here / "model").mkdir()
+    for name, content in (("config.json", "[" * 100_000), ("tokenizer.json", "{}"), ("one.safetensors", "")):
+        (here / "model" / name).write_text(content)
+    config = write(here / "run.yaml", changed(model={"directory": "model"}))
+    assert_refused(libra("run", config), "config.json is not a JSON object; save the model there again")
+
+
 @pytest.mark.parametrize(("files", "message"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
 def test_a_model_directory_that_lacks_something_is_refused(here: Path, files: tuple[str, ...], message: str) -> None:
     (here / "model").mkdir()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +15,12 @@ from fakes.sessions import sit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from libra.config.run import RunConfig, load_config
-from libra.loop.checkpoint import missing_trajectories, read_interrupted
-from libra.plan.problem import InfeasiblePlanError
+from benchmarks.soak.attack.commands import STOPPED, read_and_stop
+from benchmarks.soak.attack.damage import KINDS, STRANGE, Damage, damage_run
+from libra.config.run import load_config
 
 EXAMPLES = 60
-STOPPED = "stopped before it started"
-
-
-@dataclass(frozen=True)
-class Damage:
-    """One change of a file, at a share of its length."""
-
-    kind: str
-    at: float
-    byte: int
-
-    def __call__(self, path: Path) -> None:
-        content = path.read_bytes()
-        place = int(self.at * len(content))
-        match self.kind:
-            case "flip" if content:
-                place = min(place, len(content) - 1)
-                path.write_bytes(
-                    content[:place] + bytes([content[place] ^ (1 << self.byte % 8)]) + content[place + 1 :]
-                )
-            case "cut":
-                path.write_bytes(content[:place])
-            case "insert":
-                path.write_bytes(content[:place] + bytes([self.byte]) * (1 + self.byte) + content[place:])
-            case "zero":
-                path.write_bytes(content[:place] + bytes(len(content) - place))
-            case "lines":  # one is gone
-                lines = content.splitlines(keepends=True)
-                path.write_bytes(b"".join(lines[: int(self.at * len(lines))] + lines[int(self.at * len(lines)) + 1 :]))
-            case "twice":
-                lines = content.splitlines(keepends=True)
-                path.write_bytes(b"".join(lines + lines[: int(self.at * len(lines))]))
-            case "number":
-                path.write_bytes(content.replace(b"1", b"9" * (1 + 20 * self.byte)))
-            case "nested":
-                path.write_bytes(b"[" * 100_000)
-            case "no text":
-                path.write_bytes(b"\xff\xfe\n" * (1 + self.byte))
-            case "empty":
-                path.write_bytes(b"")
-            case _:
-                path.unlink()
-                self._instead(path)
-
-    def _instead(self, path: Path) -> None:
-        match self.kind:
-            case "directory":
-                path.mkdir()
-            case "link":
-                path.symlink_to("/etc/hostname" if self.byte % 2 else "nowhere")
-            case "fifo":
-                os.mkfifo(path)
-
-
-KINDS = ("flip", "cut", "insert", "zero", "lines", "twice", "number", "nested", "no text", "empty", "gone", "directory")
-DAMAGES = st.builds(Damage, st.sampled_from((*KINDS, "link", "fifo")), st.floats(0, 1), st.integers(0, 255))
-STRANGE = ("checkpoint-999", "checkpoint-foo", "checkpoint-3.part", "episodes-foo.jsonl/", "episodes-00009.jsonl/")
+DAMAGES = st.builds(Damage, st.sampled_from(KINDS), st.floats(0, 1), st.integers(0, 255))
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resume(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], Result]:
     """Resume a copy of the run that was damaged; it reads all that a session reads, and stops."""
 
-    async def read(config: RunConfig, *_: object) -> None:
-        missing_trajectories(config.run_directory, read_interrupted(config.run_directory).history.finished)
-        raise InfeasiblePlanError(STOPPED)
-
-    monkeypatch.setattr("libra.loop.run.run", read)
+    monkeypatch.setattr("libra.loop.run.run", read_and_stop)
 
     def call(damage: Callable[[Path], None]) -> Result:
         with tempfile.TemporaryDirectory() as here, monkeypatch.context() as patch:
@@ -133,11 +71,4 @@ def test_a_whole_run_is_read(resume: Callable[[Callable[[Path], None]], Result])
 def test_a_damaged_run_ends_with_a_line(
     resume: Callable[[Callable[[Path], None]], Result], damages: list[tuple[float, Damage]], strange: str | None
 ) -> None:
-    def damage(run: Path) -> None:
-        for share, change in damages:
-            files = sorted(path for path in run.rglob("*") if path.is_file())
-            change(files[int(share * len(files))])
-        if strange is not None:
-            (run / strange).mkdir(exist_ok=True)
-
-    assert_told(resume(damage))
+    assert_told(resume(lambda run: damage_run(run, damages, strange)))

@@ -35,6 +35,12 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, number: int) -> No
     assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
+def test_a_fifo_in_place_of_a_state_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    os.mkfifo(path)
+    assert_refused(libra("route", CONFIG.with_name("gateway.yaml"), "--state", path), "Not a regular file")
+
+
 def test_a_trajectory_of_a_huge_number_is_refused(tmp_path: Path) -> None:
     first = json.loads(LOG.read_text().splitlines()[0])
     path = tmp_path / "log.jsonl"

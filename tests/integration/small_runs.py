@@ -44,7 +44,13 @@ class SmallRuns:
 
     def __init__(self, directory: Path, cache: Path) -> None:
         self.directory = directory
-        self._environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self._environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(self.temporary)}
+
+    def left(self) -> list[str]:
+        """Names in the directory of temporary files, without torch's cache, which a user has one of."""
+        return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
     def start(self, *options: str, **changes: Any) -> subprocess.Popen[str]:
         """A run as a process; `changes` are dotted keys with `__` for the dot."""

@@ -53,6 +53,7 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns, cache: 
     assert status == 0, err[-3000:]
     assert all_gone(running)
     assert not unused_shared_files(before)
+    assert not small_runs.left()
     assert not list(cache.rglob("modelinfos"))  # no engine had a process started that looks at the model
 
     summary = json.loads(out)
@@ -151,6 +152,7 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_can_be_resumed(small_runs: Sma
     assert status == 130 and "--resume" in err
     assert all_gone(running)
     assert not unused_shared_files(before)
+    assert not small_runs.left()
     assert (small_runs.run_directory / "report.html").is_file()
 
     steps = len(small_runs.rows("metrics")) + 2

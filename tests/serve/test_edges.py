@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import logging
@@ -73,6 +74,31 @@ async def test_idle_connections_make_room_for_a_request() -> None:
         assert await asyncio.wait_for(strangers[0][0].read(), 10.0) == b""  # the first was closed
         for _, writer in strangers:
             writer.close()
+
+
+async def test_connections_of_one_moment_are_no_more_than_the_limit() -> None:
+    """They are accepted together, so some give way before they have a transport."""
+    listener = Listener()
+    async with listener.at(METRICS) as session:
+        port = session._base_url.port  # type: ignore[union-attr]
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(4 * METRICS.connections)]
+        async with session.get("/") as response:  # is accepted after them
+            assert response.status == 200
+        closed = 0
+        for stranger in strangers:
+            stranger.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                closed += isinstance(reset_or_end(stranger), bytes)
+            stranger.close()
+        assert closed >= len(strangers) - METRICS.connections
+
+
+def reset_or_end(stranger: socket.socket) -> bytes:
+    """What a closed connection reads. Raises `BlockingIOError` for an open one."""
+    try:
+        return stranger.recv(1)
+    except ConnectionResetError:
+        return b""
 
 
 async def test_a_connection_beyond_busy_ones_is_refused_with_an_answer() -> None:

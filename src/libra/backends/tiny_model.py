@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from libra.backends.transport.messages import DTYPE_BYTES, Dtype
+from libra.config.input_file import read_input
 from libra.config.run import ConfigError, ModelConfig
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
@@ -85,4 +86,4 @@ def vocabulary(directory: Path) -> int:
 
 
 def _config(directory: Path) -> Any:
-    return json.loads((directory / "config.json").read_text())
+    return json.loads(read_input(directory / "config.json"))

@@ -74,17 +74,18 @@ def route(
 
 
 def _policy(file: GatewayConfig, state: Path | None) -> Policy:
+    from libra.config.input_file import read_input
     from libra.route.catalogue import policy_named
 
     policy = policy_named(file.route, sticky=file.sticky)
     if state is None or not state.exists():
         return policy
     try:
-        known = json.loads(state.read_text(encoding="utf-8"))
+        known = json.loads(read_input(state))
         if not isinstance(known, dict):
             raise ValueError(f"it holds {type(known).__name__}, not an object")
         return type(policy).restore(known)
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"--state {state}: no state of the policy {file.route} ({error}); give another file") from None
 
 

@@ -14,6 +14,7 @@ from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
 from libra.backends.launch.lenders import LenderLauncher
 from libra.backends.transport.engine_messages import Borrow, DeviceLoan, LoanState
 from libra.backends.transport.messages import Dtype
+from libra.config.input_file import read_input
 from libra.config.run import LendingRule, RunConfig
 from libra.loop.servers import TracedServers
 from libra.records.schema import LendingSummary
@@ -56,7 +57,7 @@ class Borrowing:
                     size.max_model_len,
                     size.max_num_seqs,
                     size.kv_tokens,
-                    (model / "config.json").read_text(),
+                    read_input(model / "config.json").decode(),
                     refresh_kv=config.training.kv_on_update == "refresh",
                 ),
                 (lending.weights.host, lending.weights.port),

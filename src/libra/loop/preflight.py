@@ -18,6 +18,7 @@ import psutil
 
 from libra.config.cache import cache_directory
 from libra.config.extras import install_command
+from libra.config.input_file import read_input
 from libra.config.run import (
     ClusterConfig,
     ConfigError,
@@ -145,8 +146,8 @@ def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: Model
 
 def _model_config(directory: Path) -> dict[str, Any]:
     try:
-        config = json.loads((directory / "config.json").read_text())
-    except ValueError:
+        config = json.loads(read_input(directory / "config.json"))
+    except (OSError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise ConfigError(

@@ -15,6 +15,7 @@ from libra.backends.launch.lenders import LenderRefusedError
 from libra.backends.machine import Choice, served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
+from libra.config.input_file import read_input
 from libra.config.run import LENT, ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import save_profile
@@ -86,7 +87,7 @@ class SessionWorkers:
         recorder.meet(pool.all())
         self.allocation = self._first_allocation(pool)
         self.observer = SessionObserver(recorder, self.progress)
-        model = json.loads((self.model / "config.json").read_text())
+        model = json.loads(read_input(self.model / "config.json"))
         self._key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
         self._profile = known_profile(config.planner.calibration, self._key, self.progress.line)
         self.borrowing = Borrowing.of(

@@ -103,6 +103,12 @@ class Connection(web.RequestHandler):
         self._connections = connections
         connections.idle[self] = None
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self not in self._connections.idle:  # another one took its place before there was anything to close
+            assert isinstance(transport, asyncio.Transport)
+            transport.abort()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.idle.pop(self, None)
         super().connection_lost(exc)

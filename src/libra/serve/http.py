@@ -10,6 +10,7 @@ only reference cycles are those of closed transports, before Python 3.12.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import resource
@@ -34,10 +35,12 @@ from libra.serve.connections import (
 from libra.serve.guard import Guard
 
 _BACKLOG = 4096  # connections waiting to be accepted
-_ACCEPTED = 64  # connections between two turns of the event loop
+_ACCEPTED = 64  # connections between two turns of the event loop, at most
+_TURNS = 8  # of the event loop until the request of an accepted connection is read, at most
 _SHUTDOWN_SECONDS = 1.0  # for requests in flight
 _CONNECTIONS = 100_000  # between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**18  # of malloc.h; bytes
 _COLLECT_SECONDS = 1.0  # between two checks whether to collect
 
 
@@ -96,7 +99,9 @@ async def serving(
     try:
         with told_once(_LOG):
             try:
-                listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=_ACCEPTED)
+                # As few as leave each one time to be read before it can be the longest idle of all.
+                together = max(1, min(_ACCEPTED, limits.connections // _TURNS))
+                listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=together)
             except OSError as error:
                 why = (error.strerror or str(error)).rpartition(": ")[2]
                 raise OSError(error.errno, why, f"{host}:{port}") from None
@@ -123,6 +128,7 @@ async def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Raises the limit of open files to the hard
     limit. Raises OSError if it cannot listen."""
+    _return_large_blocks()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ended = asyncio.Event()
@@ -134,6 +140,14 @@ async def serve(
     ):
         announce(base)
         await ended.wait()
+
+
+def _return_large_blocks() -> None:
+    """Return the memory of large bodies to the system when they are done: glibc would raise this threshold with each of
+    them, and then keep them in its heap. Does nothing where the C library is another."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,4 +70,11 @@ def test_a_directory_that_is_none_of_a_model(directory: Path, missing: str) -> N
     for path in directory.glob(missing):
         path.unlink()
     with pytest.raises(ValueError, match=f"holds no {missing.replace('*', '.')}"):
+        RolloutModel.read(directory, "bfloat16")
+
+
+def test_a_fifo_in_place_of_the_configuration_is_not_waited_for(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+    with pytest.raises(ValueError, match="holds no config"):
         RolloutModel.read(directory, "bfloat16")

@@ -16,14 +16,14 @@ import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from threading import Condition, Semaphore, Thread
+from threading import Condition, Lock, Thread
 
 import msgspec
 from torch.distributed import Store
 
 _LONGEST_KEY, _LONGEST_VALUE = 512, 1 << 16  # bytes
 _MOST_KEYS = 100_000  # the oldest go: they are of memberships that are over
-_MOST_GREETING = 32  # connections that have not shown the secret yet; more are closed at once
+_MOST_GREETING = 32  # connections that have not shown the secret yet; the longest waiting gives way to another one
 _GREETING_SECONDS = 5.0  # for a connection to show the secret
 _HEAD = struct.Struct("!I")
 _LARGEST_FRAME = _LONGEST_KEY + _LONGEST_VALUE + 64
@@ -47,7 +47,8 @@ class RendezvousServer:
         self.port: int = self._listener.getsockname()[1]
         self._values: dict[str, bytes] = {}
         self._changed = Condition()
-        self._greeting = Semaphore(_MOST_GREETING)
+        self._greeting: dict[socket.socket, None] = {}  # longest waiting first
+        self._door = Lock()  # of `_greeting`
         Thread(target=self._listen, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
@@ -67,10 +68,18 @@ class RendezvousServer:
                     return
                 time.sleep(0.1)  # too many files are open; those who wait are still there later
                 continue
-            if self._greeting.acquire(blocking=False):
-                Thread(target=self._serve, args=(connection,), name="rendezvous visitor", daemon=True).start()
-            else:
-                connection.close()
+            self._make_room(connection)
+            Thread(target=self._serve, args=(connection,), name="rendezvous visitor", daemon=True).start()
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """One more connection greets; where that is too many, the first of them ends, and its thread with it."""
+        with self._door:
+            self._greeting[connection] = None
+            if len(self._greeting) > _MOST_GREETING:
+                longest = next(iter(self._greeting))
+                del self._greeting[longest]
+                with contextlib.suppress(OSError):
+                    longest.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
@@ -78,7 +87,8 @@ class RendezvousServer:
                 connection.settimeout(_GREETING_SECONDS)
                 known = hmac.compare_digest(_read(connection, len(self.secret)), self.secret.encode())
             finally:
-                self._greeting.release()
+                with self._door:
+                    self._greeting.pop(connection, None)
             connection.settimeout(None)
             while known:
                 call = msgspec.msgpack.decode(_receive(connection), type=_Call)

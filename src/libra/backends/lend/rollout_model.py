@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import safe_open
 
 from libra.backends.transport.messages import Dtype, Tensor
+from libra.config.input_file import read_input
 
 # Of config.json: what says nothing of what a forward pass computes.
 _BOOKKEEPING = {
@@ -36,8 +37,8 @@ class RolloutModel:
         """Raises ValueError where the directory is none of a model."""
         path = directory / "config.json"
         try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError):
+            config = json.loads(read_input(path))
+        except (OSError, ValueError, RecursionError):
             config = None
         if not isinstance(config, dict):
             raise ValueError(f"{directory} holds no config.json; give the directory of a model")

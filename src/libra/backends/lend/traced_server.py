@@ -24,6 +24,7 @@ from libra.backends.lend.scheduler import DEVICE, SynchronousLending
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import StartServer
 from libra.backends.transport.messages import Acknowledged, Ready, Stop
+from libra.backends.vllm.executor import InProcessExecutor
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.records.files import LineFile
 from libra.records.served import ServedRequest
@@ -75,6 +76,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
             disable_log_stats=True,
             async_scheduling=False,
             seed=start.seed,
+            distributed_executor_backend=InProcessExecutor,
             scheduler_cls=Paced,
         )
     )

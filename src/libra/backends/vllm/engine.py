@@ -25,6 +25,7 @@ from libra.backends.lend.scheduler import BorrowingScheduler
 from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Save, Saved, StartEngine
 from libra.backends.transport.messages import Tensor
 from libra.backends.transport.shared_memory import WeightBuffer
+from libra.backends.vllm.executor import InProcessExecutor
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Sampled
 from libra.cost.engine_memory import BLOCK_TOKENS
@@ -61,6 +62,7 @@ class VllmEngine:
                 disable_log_stats=True,
                 async_scheduling=False,
                 seed=start.seed,
+                distributed_executor_backend=InProcessExecutor,
                 weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
                 scheduler_cls=BorrowingScheduler if start.loan is not None else None,

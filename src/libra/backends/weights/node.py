@@ -60,6 +60,8 @@ class LinkPatience:
             raise ValueError(f"{self}: beat must be less than silence, and one attempt is the least")
 
 
+_TURNS = 8  # of the event loop until the first frame of an accepted connection is read, at most
+_BACKLOG = 1024  # connections waiting to be accepted
 _FAILURES = 8  # of chunks that arrived as they were sent and do not lead where they should, before one is an error
 
 
@@ -105,7 +107,11 @@ async def served(
             readers.discard(task)
             strangers.pop(task, None)
 
-    server = await asyncio.start_server(begin, host, port)
+    # As few together as leave each one time to be read before it can be the longest waiting of all.
+    server = await asyncio.start_server(begin, host, port, backlog=max(1, limits.strangers // _TURNS))
+    for each in server.sockets:
+        with each.dup() as same:
+            same.listen(_BACKLOG)
     address = server.sockets[0].getsockname()
     try:
         yield Address(address[0], address[1])

@@ -7,6 +7,7 @@ bodies are forwarded unchanged but for added fields. Lengths are tokens, times a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -97,8 +98,8 @@ class TurnBody(msgspec.Struct):
     def prompt_tokens(self) -> tuple[int, bool]:
         """Tokens, and whether that is exact: it is for a prompt of token ids; text is guessed by its length."""
         prompt = bytes(self.prompt).strip().removeprefix(b"null")
-        if prompt.startswith(b"[") and b'"' not in prompt:
-            tokens = prompt.count(b",") + 1 if prompt[1:-1].strip() else 0
+        if prompt.startswith(b"[") and b'"' not in prompt:  # without a copy: it may have megabytes
+            tokens = 0 if _EMPTY_LIST.fullmatch(prompt) else prompt.count(b",") + 1
             return tokens, prompt.count(b"[") == 1
         return -(-len(prompt or bytes(self.messages)) // _CHARACTERS), False
 
@@ -111,6 +112,7 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _ABSENT = (b"", b"null")
+_EMPTY_LIST = re.compile(rb"\[\s*\]")
 _USAGE = b'{"include_usage":true}'
 _LONGEST_COUNT = 20  # digits
 _turn, _stream_options = msgspec.json.Decoder(TurnBody), msgspec.json.Decoder(_StreamOptions)

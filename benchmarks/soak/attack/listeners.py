@@ -1,0 +1,300 @@
+"""Idle connections, slow frames and bombs on every port, while another client uses it.
+
+Invariant: a listener is attacked with no more than a stranger has: neither token nor secret. The other client connects
+anew for each request, and its seconds are measured before the attack and in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import random
+import struct
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.soak.attack.findings import Finding, below
+from benchmarks.soak.attack.servers import Server, emulate, route, started
+
+ATTACK = "idle, slow and large"
+_FILES = 256  # limit of open files of each process that is attacked
+_IDLE = 400  # connections
+_AWAY = (2.0, 6.0)  # seconds until a connection that was closed is opened again
+_SLOW = 40  # connections that send a byte at a time
+_BOMBERS = 4  # connections that send bodies or frames beyond limits, one after the other
+_MOST_TIMES = 2.0
+_TAIL = 0.99
+_PAUSE = 0.05  # seconds between two requests of the other client
+_PATIENCE = 30.0  # seconds for one
+_MOST_MEGABYTES = 30.0
+_RETURN_SECONDS = 3.0  # after the attack, for memory to be free again
+
+Ask = Callable[[], Awaitable[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A listener. `ask`: one request of another client, true where it is answered. `slow` and `bombs`: bytes that a
+    stranger sends, a byte at a time or at once."""
+
+    name: str
+    server: Server
+    port: int
+    ask: Ask
+    slow: bytes
+    bombs: tuple[bytes, ...]
+
+
+def attack_listeners(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator[Finding]:
+    """Attack one listener after the other for `seconds` each."""
+    with ExitStack() as stack:
+        for target in _targets(folder, stack):
+            alone, attacked, before, wrong = asyncio.run(_attack(target, seconds))
+            say(f"{target.name}: {1e3 * alone:.1f} ms alone, {1e3 * attacked:.1f} ms attacked")
+            goes_on = target.server.alive and not wrong
+            measured = "; ".join(["yes" if target.server.alive else "it ended", *wrong[:2]])
+            yield Finding(ATTACK, f"{target.name} goes on, and answers others", measured, "yes", goes_on)
+            times = attacked / alone
+            what = f"P99 of others at the {target.name}, {1e3 * alone:.1f} ms before"
+            yield below(ATTACK, what, times, _MOST_TIMES, "times")
+            if target.server.alive:
+                grown = _megabytes(target.server) - before
+                yield below(ATTACK, f"memory that the {target.name} keeps", grown, _MOST_MEGABYTES, "MB")
+            target.server.end()
+
+
+def _megabytes(server: Server) -> float:
+    process = psutil.Process(server.process.pid)
+    return float(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))) / 1e6)
+
+
+def _targets(folder: Path, stack: ExitStack) -> Iterator[Target]:
+    engine = stack.enter_context(started(*emulate(folder / "behind.yaml", "--port", 0)))
+    gateway = stack.enter_context(started(*route(folder / "gateway.yaml", [engine]), files=_FILES))
+    yield _completing("gateway", gateway)
+    engine.end()
+    alone = stack.enter_context(started(*emulate(folder / "alone.yaml", "--port", 0), files=_FILES))
+    yield _completing("emulated engine", alone)
+    module = "benchmarks.soak.attack.listening"
+    for kind in ("metrics", "weights", "rendezvous"):
+        here = folder / kind
+        here.mkdir()
+        server = stack.enter_context(started(module, kind, here, files=_FILES))
+        port, token = server.said["port"], server.said["token"]
+        match kind:
+            case "metrics":
+                yield _http("metrics", server, port, _get(port, "/metrics", token), _bodies("/metrics"))
+            case "weights":
+                yield Target("publisher of weights", server, port, _follow(port, token), _first_frame(), _frames())
+            case _:
+                yield Target("store of replicas", server, port, _meet(port, token), b"0" * 1000, _frames())
+
+
+def _completing(name: str, server: Server) -> Target:
+    port, path = _port(server), "/v1/completions"
+    return _http(name, server, port, _turn(port, path), _bodies(path))
+
+
+def _port(server: Server) -> int:
+    return int(server.said["base"].rpartition(":")[2])
+
+
+def _http(name: str, server: Server, port: int, ask: Ask, bombs: tuple[bytes, ...]) -> Target:
+    slow = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 4000
+    return Target(name, server, port, ask, slow, bombs)
+
+
+async def _attack(target: Target, seconds: float) -> tuple[float, float, float, list[str]]:
+    """Seconds of the other client's slowest percent, alone and in the attack, megabytes of the listener between the
+    two, and the requests without an answer."""
+    wrong: list[str] = []
+    await _ask(target.ask, seconds / 4, [])  # what is loaded at first
+    alone = await _ask(target.ask, seconds / 2, wrong)
+    before = _megabytes(target.server)
+    strangers = [asyncio.create_task(_idle(target.port, it)) for it in range(_IDLE)]
+    strangers += [asyncio.create_task(_drip(target.port, target.slow, it)) for it in range(_SLOW)]
+    strangers += [asyncio.create_task(_bomb(target.port, target.bombs, it)) for it in range(_BOMBERS)]
+    attacked = await _ask(target.ask, seconds, wrong)
+    for stranger in strangers:
+        stranger.cancel()
+    await asyncio.gather(*strangers, return_exceptions=True)
+    await asyncio.sleep(_RETURN_SECONDS)
+    await _ask(target.ask, 1.0, wrong)
+    return _tail(alone), _tail(attacked), before, wrong
+
+
+def _tail(seconds: list[float]) -> float:
+    return sorted(seconds)[int(_TAIL * (len(seconds) - 1))]
+
+
+async def _ask(ask: Ask, seconds: float, wrong: list[str]) -> list[float]:
+    """Ask one request after the other; the seconds of each."""
+    took, ends = list[float](), time.monotonic() + seconds
+    while not took or time.monotonic() < ends:
+        began = time.monotonic()
+        try:
+            answered = await asyncio.wait_for(ask(), _PATIENCE)
+            why = "" if answered else "another answer"
+        except (OSError, TimeoutError, EOFError) as error:
+            why = repr(error)
+        took.append(time.monotonic() - began)
+        if why:
+            wrong.append(why)
+        await asyncio.sleep(_PAUSE)
+    return took
+
+
+# Strangers
+
+
+async def _idle(port: int, number: int) -> None:
+    """A connection that says nothing; when it is closed it is opened again some seconds later."""
+    rng = random.Random(number)
+    while True:
+        with contextlib.suppress(OSError):
+            async with _connected(port) as (reader, _):
+                await reader.read()
+        await asyncio.sleep(rng.uniform(*_AWAY))
+
+
+async def _drip(port: int, sent: bytes, number: int) -> None:
+    """A connection that sends ten bytes a second; likewise opened again."""
+    rng = random.Random(-number)
+    while True:
+        with contextlib.suppress(OSError):
+            async with _connected(port) as (reader, writer):
+                for byte in sent:
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(0.1)
+                    if reader.at_eof():
+                        break
+        await asyncio.sleep(rng.uniform(*_AWAY))
+
+
+async def _bomb(port: int, bombs: tuple[bytes, ...], first: int) -> None:
+    number = first
+    while True:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with _connected(port) as (reader, writer), asyncio.timeout(_PATIENCE):
+                writer.write(bombs[number % len(bombs)])
+                await writer.drain()
+                await reader.read(1000)
+        number += 1
+        await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def _connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+# What is sent
+
+
+def _post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers)
+    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body
+
+
+def _bodies(path: str) -> tuple[bytes, ...]:
+    """Bodies that are little as they are sent, or nest deeply, or have large fields."""
+    compressed = "Content-Encoding: gzip"
+    nested = b"[" * 10**7
+    options = b'{"prompt": [1], "stream_options": ' + b"[" * 500 + b"]" * 500 + b"}"
+    many = b'{"prompt": [1], "stream": true, "stream_options": [' + b"[]," * 5_000_000 + b"[]]}"
+    named = b'{"prompt": [1], "libra": {"trajectory": "' + b"x" * 12_000_000 + b'"}}'
+    return (
+        _post(path, gzip.compress(bytes(1 << 30), 1), compressed),
+        _post(path, gzip.compress(nested), compressed),
+        _post(path, gzip.compress(many), compressed),
+        _post(path, gzip.compress(named), compressed),
+        _post(path, nested),
+        _post(path, options),
+    )
+
+
+def _first_frame() -> bytes:
+    head = struct.pack("!II", 4000, 0)
+    return head + struct.pack("!I", zlib.crc32(head)) + bytes(4000)
+
+
+def _frames() -> tuple[bytes, ...]:
+    """Frames that promise much and bring some of it, and bytes that are none."""
+    head = struct.pack("!II", 63 << 20, 0)
+    promised = head + struct.pack("!I", zlib.crc32(head)) + bytes(1 << 20)
+    body = b"\x91" * 3000
+    small = struct.pack("!II", len(body), zlib.crc32(body))
+    nested = small + struct.pack("!I", zlib.crc32(small)) + body
+    return promised, nested, b"\xff" * (1 << 20), b"GET / HTTP/1.1\r\n\r\n"
+
+
+# The other client
+
+
+def _turn(port: int, path: str) -> Ask:
+    asked = _post(path, json.dumps({"prompt": [1] * 40, "max_tokens": 16}).encode(), "Connection: close")
+    return _answered(port, asked)
+
+
+def _get(port: int, path: str, token: str) -> Ask:
+    lines = (f"GET {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {token}", "Connection: close", "", "")
+    return _answered(port, "\r\n".join(lines).encode())
+
+
+def _answered(port: int, asked: bytes) -> Ask:
+    async def ask() -> bool:
+        async with _connected(port) as (reader, writer):
+            writer.write(asked)
+            return (await reader.read()).startswith(b"HTTP/1.1 200")
+
+    return ask
+
+
+def _follow(port: int, token: str) -> Ask:
+    from libra.backends.weights.grid import Grid
+    from libra.backends.weights.wire import Hello, Welcome, pack, receive, runs
+
+    grid = Grid(1 << 22, "bfloat16")
+    nothing, everything = runs(np.full(len(grid), -1)), runs(np.ones(len(grid), np.bool_))
+    hello = pack(Hello(token, grid, "", nothing, everything))
+
+    async def ask() -> bool:
+        async with _connected(port) as (reader, writer):
+            writer.write(hello)
+            message, _ = await receive(reader, _PATIENCE)
+            return isinstance(message, Welcome)
+
+    return ask
+
+
+def _meet(port: int, token: str) -> Ask:
+    from datetime import timedelta
+
+    from libra.backends.grpo.rendezvous import RendezvousStore
+
+    def meet() -> bool:
+        store = RendezvousStore("127.0.0.1", port, token, "a/", timedelta(seconds=5))
+        try:
+            store.set("0", b"address")
+            return bytes(store.get("0")) == b"address"
+        finally:
+            store.close()
+
+    async def ask() -> bool:
+        return await asyncio.to_thread(meet)
+
+    return ask

@@ -1,0 +1,93 @@
+"""Libra's servers as processes, as a user starts them.
+
+Invariant: a server answers by the time that it is yielded, and has ended when the block is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from libra.backends.launch.worker import die_with
+
+MODULE = [sys.executable, "-m"]
+LONGEST = 16_384  # tokens of a context
+
+
+@dataclass(slots=True)
+class Server:
+    """A process, and what it said of itself. `words`: its command, to start it again."""
+
+    words: tuple[str, ...]
+    process: subprocess.Popen[str]
+    said: dict[str, Any]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def megabytes(self) -> float:
+        return psutil.Process(self.process.pid).memory_info().rss / 1e6
+
+    def end(self) -> None:
+        """A second time does nothing."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start(*words: object, files: int | None = None) -> Server:
+    """Start `python -m WORDS`. `files`: its limit of open files, soft and hard."""
+    command = [*MODULE, *map(str, words)]
+    if files is not None:
+        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *command]
+    ours = os.getpid()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        preexec_fn=lambda: die_with(ours),  # it outlives no attack
+    )
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        raise RuntimeError(f"{' '.join(map(str, words))} ended with status {process.wait()}")
+    return Server(tuple(map(str, words)), process, json.loads(line))
+
+
+@contextmanager
+def started(*words: object, files: int | None = None) -> Iterator[Server]:
+    server = start(*words, files=files)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def emulate(file: Path, *options: object) -> tuple[object, ...]:
+    """The words that emulate the engine of `file`, which is written."""
+    engine = {"name": "e", "model": "Qwen/Qwen3-14B", "gpu": "A800", "profile": "roofline", "max_model_len": LONGEST}
+    content = {"engines": [{**engine, "max_num_seqs": 256}], "route": "least-loaded"}
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return ("libra.cli.app", "emulate", file, "--json", *options)
+
+
+def route(file: Path, engines: Sequence[Server], *options: object) -> tuple[object, ...]:
+    """The words that route to these emulated engines by `file`, which is written."""
+    described = [
+        {"name": f"e{number}", "url": next(iter(server.said["engines"].values())), "max_model_len": LONGEST}
+        for number, server in enumerate(engines)
+    ]
+    content = {"engines": described, "route": "least-loaded", "turn_tokens": 64, "engine_timeout_seconds": 3.0}
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return ("libra.cli.app", "route", file, "--port", 0, "--json", *options)

@@ -1,0 +1,178 @@
+"""A process of another user at every socket, port, page, store and directory of a run.
+
+Invariant: it tries each by the system's own calls, without a line of Libra, and knows every name and address. Only root
+can start a process of another user; without that nothing here is run, and the rows say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.soak.attack.findings import Finding, none, not_run
+from benchmarks.soak.attack.servers import Server, emulate, route, started
+from libra.backends.lend.device_page import LendingError
+from libra.backends.lend.serving_token import ServingToken
+from libra.backends.weights.grid import Grid
+from libra.backends.weights.wire import Hello, pack
+
+ATTACK = "another user"
+_STRANGER = 65_534
+_READ, _ENDED = "what a stranger read, set or was answered", "processes that a stranger ended"
+_TAKEN = "pages prepared by a stranger that were taken"
+
+# Tries each, and prints what came of it: "refused", or what was read, in hexadecimal.
+_TRIES = """
+import json, os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+
+def tried(kind, where, sent):
+    if kind == "read":
+        with open(where, "rb") as file:
+            return file.read(20)
+    if kind == "write":
+        os.close(os.open(where, os.O_WRONLY))
+        return b"opened"
+    if kind == "make":
+        with open(where, "xb") as file:
+            file.write(bytes(4096))
+        os.chmod(where, 0o666)
+    if kind == "link":
+        os.symlink(sent, where)
+        return b""
+    if kind == "list":
+        return repr([os.readlink(f"{where}/{it}") for it in os.listdir(where)]).encode()
+    if kind in ("unix", "tcp", "http"):
+        with socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET) as one:
+            one.settimeout(20)
+            one.connect(where if kind == "unix" else ("127.0.0.1", where))
+            one.sendall(bytes.fromhex(sent))
+            if kind != "http":
+                one.shutdown(socket.SHUT_WR)
+            return one.recv(40)
+    return b""
+
+for kind, where, sent in json.loads(sys.stdin.read()):
+    try:
+        print(tried(kind, where, sent).hex())
+    except OSError as error:
+        print("refused")
+"""
+
+Try = tuple[str, Any, str]
+
+
+def attack_as_stranger(say: Callable[[str], None]) -> Iterator[Finding]:
+    """Start what listens or lies about, and try all of it as another user."""
+    if os.geteuid() != 0:
+        why = "only root can start a process of another user"
+        yield from (not_run(ATTACK, what, why, "0") for what in (_READ, _ENDED, _TAKEN))
+        return
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="shared-") as shared, ExitStack() as stack:
+        folder = Path(shared)
+        folder.chmod(0o755)
+        servers, tries = _started(folder, stack)
+        answers = _as_stranger(tries)
+        wrong = [
+            f"{kind} {str(where)[-60:]}: {answer}"
+            for (kind, where, _), answer in zip(tries, answers, strict=True)
+            if not _kept_out(kind, answer)
+        ]
+        say(f"{len(tries)} tries of another user")
+        yield none(ATTACK, _READ, wrong, f"{len(tries)} tries at {len(servers)} processes")
+        ended = [name for name, server in servers.items() if not server.alive]
+        yield none(ATTACK, _ENDED, ended, f"{len(servers)}: {', '.join(servers)}")
+        yield none(ATTACK, _TAKEN, *_prepared(folder))
+
+
+def _kept_out(kind: str, answer: str) -> bool:
+    """Whether nothing was had. HTTP has to ask for its token; other ports and sockets may close without a word."""
+    if kind == "http":
+        return answer != "refused" and bytes.fromhex(answer).startswith(b"HTTP/1.1 401")
+    return answer == "refused" or (kind in ("unix", "tcp") and not answer)
+
+
+def _started(folder: Path, stack: ExitStack) -> tuple[dict[str, Server], list[Try]]:
+    """Processes, and what a stranger tries."""
+    servers: dict[str, Server] = {}
+    tries: list[Try] = []
+    for kind in ("agent", "metrics", "weights", "rendezvous"):
+        here = folder / kind
+        here.mkdir(0o755)
+        servers[kind] = stack.enter_context(started("benchmarks.soak.attack.listening", kind, here))
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text("gateway-token\n", encoding="utf-8")
+    engine = stack.enter_context(started(*emulate(folder / "engine.yaml", "--port", 0, "--token-file", token)))
+    keyed = route(folder / "gateway.yaml", [engine], "--token-file", token)
+    servers |= {"emulated engine": engine, "gateway": stack.enter_context(started(*keyed))}
+
+    def tried(kind: str, where: object, sent: bytes = b"") -> None:
+        tries.append((kind, where if isinstance(where, int) else str(where), sent.hex()))
+
+    agent = servers["agent"].said
+    tried("unix", agent["socket"], b"\0\0\0\4junk")
+    for kind in ("read", "write"):
+        for path in (agent["device"], token, folder / "metrics" / "token"):
+            tried(kind, path)
+    for server in servers.values():
+        tried("list", f"/proc/{server.process.pid}/fd")
+        tried("read", f"/proc/{server.process.pid}/environ")
+    tried("make", folder / "agent" / "made")
+    for name in ("gateway", "emulated engine", "metrics"):
+        port = int(servers[name].said["base"].rpartition(":")[2])
+        for asked in _requests():
+            tried("http", port, asked)
+    grid = Grid(1 << 22, "bfloat16")
+    for shown in ("", "0" * 32):
+        tried("tcp", servers["weights"].said["port"], pack(Hello(shown, grid, "", [(-1, 4)], [(1, 4)])))
+    for call in (["a/0", 0.0, b"mine"], ["a/0", 0.0]):
+        body = msgspec.msgpack.encode(call)
+        for shown in ("", "0" * 32, "x" * 5000):
+            tried("tcp", servers["rendezvous"].said["port"], shown.encode() + struct.pack("!I", len(body)) + body)
+    return servers, tries
+
+
+def _requests() -> Iterator[bytes]:
+    """A request of each kind, without a token and with another one."""
+    paths = ("POST /v1/completions", "GET /metrics", "GET /engines", "POST /trajectories/t/finish")
+    for path in (*paths, "POST /trajectories/t/forget"):
+        for shown in ("", "Authorization: Bearer wrong\r\n"):
+            body = b'{"prompt": [1], "max_tokens": 1}' if path.startswith("POST") else b""
+            head = f"{path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{shown}Content-Type: application/json\r\n"
+            yield f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _as_stranger(tries: list[Try]) -> list[str]:
+    command = [sys.executable, "-S", "-c", _TRIES]
+    done = subprocess.run(command, input=json.dumps(tries), capture_output=True, text=True, check=True, cwd="/")
+    return done.stdout.split("\n")[:-1]
+
+
+def _prepared(folder: Path) -> tuple[list[str], str]:
+    """Pages and links that a stranger makes before an owner starts, of which none is taken."""
+    anyone, victim = folder / "anyone", folder / "victim"
+    anyone.mkdir()
+    anyone.chmod(0o1777)
+    made: list[Try] = [("make", str(anyone / "page"), ""), ("link", str(anyone / "link"), str(victim))]
+    _as_stranger(made)
+    taken = list[str]()
+    for _, path, _ in made:
+        try:
+            ServingToken(Path(path)).close()
+            taken.append(path)
+        except LendingError:
+            pass
+    if victim.exists():
+        taken.append("a file was made through the link")
+    return taken, f"{len(made)}"

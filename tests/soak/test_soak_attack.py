@@ -1,0 +1,92 @@
+"""What the attack takes for a pass, a failure and neither."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.soak.attack.commands import MOST_BYTES, MOST_SECONDS, Ended
+from benchmarks.soak.attack.damage import KINDS, Damage, drawn
+from benchmarks.soak.attack.findings import below, lines, none, not_run
+from benchmarks.soak.attack.strangers import _kept_out, attack_as_stranger
+
+REFUSED = Ended(2, "libra: f: no\n", "", 0.1, 10**6)
+
+
+def changed(**fields: Any) -> Ended:
+    return replace(REFUSED, **fields)
+
+
+@pytest.mark.parametrize(
+    ("ended", "says"),
+    [
+        (REFUSED, None),
+        (changed(status=0, said="a note\nand another\n"), None),
+        (changed(status=3), None),
+        (changed(status=1), "status 1"),
+        (changed(status=-14), "status -14"),
+        (changed(raised="KeyError()"), "KeyError"),
+        (changed(said=""), "0 lines"),
+        (changed(said="one\ntwo\n"), "2 lines"),
+        (changed(seconds=MOST_SECONDS), "5.0 s"),
+        (changed(peak=MOST_BYTES), "500 MB"),
+    ],
+)
+def test_a_command_reads_its_input_or_refuses_it_in_a_line(ended: Ended, says: str | None) -> None:
+    assert ended.wrong is None if says is None else says in (ended.wrong or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_gives_the_same_damage_again(tmp_path: Path, kind: str) -> None:
+    found = []
+    for name in ("one", "two"):
+        path = tmp_path / name
+        path.write_bytes(b'{"a": 1, "b": [2, 3]}\n{"a": 4}\n')
+        drawn(random.Random(7), [kind])(path)
+        found.append(path.read_bytes() if path.is_file() else (path.is_dir(), path.is_fifo(), path.is_symlink()))
+    assert found[0] == found[1] != b'{"a": 1, "b": [2, 3]}\n{"a": 4}\n'
+
+
+def test_an_empty_file_can_be_damaged(tmp_path: Path) -> None:
+    for kind in KINDS:
+        path = tmp_path / kind
+        path.touch()
+        Damage(kind, 0.5, 3)(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "out"),
+    [
+        ("read", "refused", True),
+        ("read", "", False),
+        ("read", b"secret".hex(), False),
+        ("make", "", False),
+        ("unix", "", True),
+        ("tcp", "refused", True),
+        ("tcp", b"\0\0\0\1".hex(), False),
+        ("http", b"HTTP/1.1 401 Unauthorized".hex(), True),
+        ("http", b"HTTP/1.1 200 OK".hex(), False),
+        ("http", "refused", False),  # it was not asked
+        ("http", "", False),
+    ],
+)
+def test_a_stranger_is_kept_out_or_not(kind: str, answer: str, out: bool) -> None:
+    assert _kept_out(kind, answer) is out
+
+
+def test_what_cannot_be_run_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    found = list(attack_as_stranger(lambda text: None))
+    assert {it.verdict for it in found} == {"not run"} and "only root" in found[0].measured
+
+
+def test_a_figure_is_within_its_goal_or_not() -> None:
+    found = [below("a", "x", 1.9, 2.0, "times"), below("a", "x", 2.0, 2.0, "times"), none("a", "y", ["z"], "3")]
+    found += [none("a", "y", [], "3"), not_run("a", "y", "why", "0")]
+    assert [it["verdict"] for it in lines(found)] == ["PASS", "FAIL", "FAIL", "PASS", "not run"]
+    assert found[2].measured == "1 of 3; z"
