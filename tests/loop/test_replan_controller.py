@@ -20,12 +20,14 @@ from libra.exec.executor import Executor
 from libra.exec.pool import DEADLINES, bucket_limits, current_allocation, make_pool
 from libra.exec.protocols import Applied, MoveOutcome
 from libra.loop.fleet import ServingEngine
+from libra.loop.observations import EngineWork
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.replanner import Outlook
 from libra.plan.transition import Role, Transition, device_transition
+from libra.trajectory import Turn
 
 PERIOD = 3
 BORROWS = Allocation(1, (Bucket("short", 1, 0, 3), Bucket("lent", 1, 3, 20), Bucket("long", 2, 20, 100)))
@@ -300,6 +302,27 @@ async def test_measured_seconds_of_done_moves_are_the_cost_of_the_next(made: Mad
     assert made.observations.profile.switch == PROFILE.switch
     await made.boundary()
     assert made.observations.profile.switch == replace(PROFILE.switch, engine_start=2.0)
+
+
+@pytest.mark.parametrize("mode", ["static"])
+@pytest.mark.parametrize("up_to", [40, 30])
+async def test_a_router_stays_known_while_ranges_stay(made: Made, up_to: int) -> None:
+    """It has brought half of the long trajectories to their bucket: it asks for less there than a perfect one."""
+    long = replace(
+        episode(1, 0).trajectory, prompt_tokens=10, turns=(Turn(1, "e", "ok", 1, 0.25), Turn(60, None, None, 0))
+    )
+    routed = [replace(episode(1, 0), trajectory=long, turn_buckets=(0, number % 2)) for number in range(20)]
+    made.observations.observe(routed, [40, 100])
+    made.observations.observe_engines(EngineWork())
+    after = Allocation(1, (Bucket("short", 2, 0, up_to), Bucket("long", 1, up_to, 100)))
+    controller = made.controller
+    controller._task = asyncio.create_task(controller._apply(made.executor.transition(after)))
+    await made.boundary(2 + PERIOD)
+    known, new = (controller._price(after, tried) for tried in (True, False))
+    assert known is not None and new is not None and known.step < new.step
+    period = made.rows("periods")[-1]
+    assert (period["allocation"], period["switching"]) == (after.describe(), False)
+    assert period["priced_seconds"] == pytest.approx((known if up_to == 40 else new).step)
 
 
 async def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(made: Made) -> None:

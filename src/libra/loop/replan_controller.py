@@ -91,7 +91,7 @@ class ReplanController:
             self._lost = False
             self._next_period(decide=True, forced=True)
         elif applied:
-            self._next_period(decide=False, tried=False)
+            self._next_period(decide=False, tried=self._left is None or self._keeps_ranges_of(self._left))
         elif self._step - self._period_began >= self.period:
             self._next_period(decide=self.adaptive or self._any_idle())
 
@@ -142,15 +142,22 @@ class ReplanController:
 
     def _without_change(self) -> Stayed | None:
         """Step seconds of the allocation that was left last, for the work as it is tracked now."""
-        priced = None if self._left is None else self._price(self._left, tried=False, ahead=False)
+        if self._left is None:
+            return None
+        priced = self._price(self._left, self._keeps_ranges_of(self._left), ahead=False)
         if priced is None:
             return None
         bias = self.observations.replanner.bias
         stayed = bias.corrected(priced)
         return Stayed(stayed.step, bias.error(stayed.bottleneck) * stayed.step)
 
+    def _keeps_ranges_of(self, allocation: Allocation) -> bool:
+        """Whether buckets now have the ranges of that allocation, and so the router that is known from them."""
+        now = self.executor.allocation()
+        return now is not None and now.ranges == allocation.ranges
+
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
-        """Predict the next period. Buckets that were not `tried` yet have no known router."""
+        """Predict the next period. Buckets whose ranges were not `tried` yet have no known router."""
         self._period_began = self._step
         allocation = self.executor.allocation()
         priced = None if allocation is None else self._price(allocation, tried)
