@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zlib import crc32
+from hashlib import blake2b
 
 from libra.route.live import Live, StickyPolicy
 from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
@@ -14,6 +14,9 @@ class SessionHash(StickyPolicy[Live]):
     The instance is the one with the highest hash of both ids (rendezvous hashing, Thaler and Ravishankar 1998), of
     those that hold the turn: when instances come or go, no other trajectory moves. O(instances). Told not to follow
     prefixes, it hashes each turn by itself.
+
+    The hash must mix its bits. A linear one, such as CRC, ranks instances alike for half of all sessions: of three
+    instances one would have half of them.
     """
 
     NAME = "sticky"
@@ -30,8 +33,8 @@ class SessionHash(StickyPolicy[Live]):
         needed = request.context_tokens + fleet.turn_tokens
         session = request.trajectory_id if self._sticky else f"{request.trajectory_id} {request.context_tokens}"
 
-        def weight(instance: Instance) -> tuple[int, str]:
-            return crc32(f"{instance.id} {session}".encode()), instance.id
+        def weight(instance: Instance) -> tuple[bytes, str]:
+            return blake2b(f"{instance.id} {session}".encode(), digest_size=8).digest(), instance.id
 
         eligible = (instance for instance in fleet.instances if needed <= instance.capacity_tokens)
         chosen = max(eligible, key=weight, default=None)
