@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from shared_fork_server import SharedForkServer, shared_fork_server
@@ -17,8 +18,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_runs(tmp_path: Path, cache: Path) -> SmallRuns:
-    return SmallRuns(tmp_path, cache)
+def small_runs(tmp_path: Path, cache: Path) -> Iterator[SmallRuns]:
+    with TemporaryDirectory(prefix="runs-") as temporary:
+        yield SmallRuns(tmp_path, Path(temporary), cache)
 
 
 @pytest.fixture(scope="module")

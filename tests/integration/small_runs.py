@@ -40,12 +40,11 @@ SMALL_RUN: dict[str, Any] = {
 
 
 class SmallRuns:
-    """Starts `libra run` on the small task, in a directory of its own."""
+    """Starts `libra run` on the small task, in a directory of its own. `temporary` has a short path: a Ray cluster has
+    Unix sockets there, whose paths have 107 bytes at most."""
 
-    def __init__(self, directory: Path, cache: Path) -> None:
-        self.directory = directory
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir(exist_ok=True)
+    def __init__(self, directory: Path, temporary: Path, cache: Path) -> None:
+        self.directory, self.temporary = directory, temporary
         self._environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(self.temporary)}
 
     def left(self) -> list[str]:
