@@ -55,7 +55,7 @@ def agents(count: int, *, tool: str | None = "search", seconds_each: float | Non
 
 
 def test_lent_engines_have_the_memory_and_the_share_that_was_priced() -> None:
-    recipe = RECIPE.model_copy(update={"batch": 512})  # more rollout than one's own GPUs do in time
+    recipe = RECIPE.model_copy(update={"batch": 2048})  # more rollout than one's own GPUs do in time
     planner = Planner(replace(CLUSTER, serving=(SERVING,)), QWEN_06B, recipe, lenders=(lender(2.0),))
     plan = planner.plan(CLASSES)
     (loan,), (beside,) = plan.loans, plan.request.menu().lent
