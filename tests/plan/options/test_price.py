@@ -264,8 +264,9 @@ def with_less(problem: Problem, part: StepPart) -> Problem:
         options = (replace(option, publish=0.9 * option.publish) for option in problem.training)
         return replace(problem, training=tuple(options), switch=0.9 * problem.switch)
     fields = ("work", "refresh", "refill", "stall") if part == "rollout" else ("generates", "waits", "residence")
-    if part == "rollout" and problem.synchronous:  # trajectories that generate or wait keep the seats that others need
-        fields += ("generates", "waits")
+    keeping = problem.synchronous and any(it.generates or it.waits for it in problem.engines)
+    if part == "rollout" and keeping:  # trajectories that generate or wait keep the seats that others need
+        fields += ("generates", "waits", "residence")
     less = (replace(o, **{field: _scaled(getattr(o, field), 0.9) for field in fields}) for o in problem.engines)
     return replace(problem, engines=tuple(less))
 
