@@ -7,7 +7,8 @@ Invariant: the plan and its rivals run on the same draws, with seeds that the pl
 A question is a cluster, a model, a recipe and a log; each is asked with three routers. The planner proposes and
 simulates as `libra plan` does. Its plan then runs in whole-run simulation beside the best plan with one size of
 engines, an even split, the greedy plan and six random plans of the menu. All run with one fresh seed; the plan, the
-one-size plan and the two fastest others also with four more. Two processes, half an hour.
+one-size plan and the two fastest others also with four more. Two processes and the compiled core
+(`make compiled`), half an hour.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner
-from libra.plan.problem import Prediction
+from libra.plan.solution import Prediction
 from libra.trajectory import Trajectory, Turn, write_trajectories
 
 MODEL = "Qwen/Qwen3-14B"

@@ -14,7 +14,7 @@ from libra.plan.options.menu import Menu
 from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import Planner
-from libra.plan.problem import Solution
+from libra.plan.solution import Solution
 
 
 def request_of(case: Case) -> ClusterRequest:

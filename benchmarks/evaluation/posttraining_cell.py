@@ -18,7 +18,7 @@ from libra.sim.training_run.system import System
 def run(
     setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None, choice: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What became of it. `parts` are those of ours, for an ablation; the plan that ours begins with is kept, or chosen.
+    """Outcome of the run. `parts` are those of ours, for an ablation; the plan that ours begins with is kept or chosen.
     `choice` is that of a baseline, and kept or searched for where it is not given. Raises ValueError where either is
     given to another system."""
     where = Setting(**setting)

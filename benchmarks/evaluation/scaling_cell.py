@@ -27,9 +27,8 @@ def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
     meanwhile included. A baseline's search is a cell of its own, and so is the choice of the plan that ours begins
     with."""
     where = Setting(**setting)
-    tracker = where.tracker(
-        planner := where.planner(**Parts().recipe)
-    )  # episodes and profiles are read before the clock starts
+    planner = where.planner(**Parts().recipe)
+    tracker = where.tracker(planner)  # episodes and profiles are read before the clock starts
     _, planning = _clocked(lambda: planner.plan(tracker))
     choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
     what, episodes = (kept_ours(where), where.episodes) if system == "ours" else made(where, system, choice)

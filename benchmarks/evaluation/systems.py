@@ -81,7 +81,7 @@ class Parts:
 
 
 def chosen_plan(setting: Setting, parts: Parts) -> Plan:
-    """What `libra plan` chooses for what is known, under the router of `parts`."""
+    """The plan that `libra plan` chooses for the setting's log, under the router of `parts`."""
     planner = setting.planner(**parts.recipe)
     return choose_plan(planner.request(setting.tracker(planner)), setting.known, effort=EFFORT)
 

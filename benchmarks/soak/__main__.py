@@ -143,7 +143,7 @@ def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _head(options: argparse.Namespace) -> dict[str, Any]:
-    """What was run, when, of which commit and on what."""
+    """Command, date, commit and hardware of a report."""
     if options.attack is not None:
         words = " ".join(("--attack", *options.attack, *(("--quick",) if options.quick else ())))
         words += f" --seed {options.seed}"

@@ -21,7 +21,8 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price, solution
 from libra.plan.plan import Plan, answer, dump_plan, make_plan, parse_plan
 from libra.plan.planner import Planner
-from libra.plan.problem import Problem, Solution
+from libra.plan.problem import Problem
+from libra.plan.solution import Solution
 from libra.route.catalogue import policy_named
 from libra.sim.of_plan import simulate_run
 from libra.trajectory import Trajectory

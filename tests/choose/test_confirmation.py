@@ -58,7 +58,7 @@ def test_pairs_that_agree_by_chance_leave_a_doubt() -> None:
 
 
 def test_the_current_plan_is_priced_for_the_lengths_of_the_proposed_one() -> None:
-    """What was predicted of it when it was made does not matter."""
+    """An older prediction of it does not matter."""
     slow, fast = plans()
     effort = Effort(samples=1)
     wanted = simulated_gain(slow, fast, LOG, effort=effort)

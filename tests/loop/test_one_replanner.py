@@ -21,9 +21,9 @@ from libra.plan.allocation import Allocation
 from libra.plan.decision import Decision
 from libra.plan.planner import Planner
 from libra.plan.price_bias import PeriodSeconds
-from libra.plan.problem import Prediction
 from libra.plan.replanner import Replanner
 from libra.plan.site import ClusterSite, SlotSite
+from libra.plan.solution import Prediction
 from libra.plan.transition import Device, Transition
 from libra.sim.training_run.system import Moment, Replanning
 from libra.trajectory.record import Trajectory

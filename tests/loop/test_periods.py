@@ -12,7 +12,7 @@ import pytest
 from libra.loop.periods import Periods, Stayed
 from libra.loop.recorder import Recorder
 from libra.plan.price_bias import BOTTLENECKS, FRESH, PeriodSeconds, PriceBias, measured
-from libra.plan.problem import Prediction
+from libra.plan.solution import Prediction
 from libra.records.schema import DecisionRecord, Learned, PeriodRecord
 
 PRICED = Prediction(step=1.6, rollout=1.6, training=1.0, latency=0.5, bottleneck="rollout")

@@ -12,7 +12,8 @@ from oracles.enumerate_problems import Priced, answers, priced
 from libra.plan.model.ilp import keeps_step
 from libra.plan.model.solve import STEP_TOLERANCE, solve
 from libra.plan.options.price import price
-from libra.plan.problem import Problem, Solution
+from libra.plan.problem import Problem
+from libra.plan.solution import Solution
 
 INDISTINCT = 1e-6  # seconds: steps are not told apart below it
 PROVEN = 1e-4  # relative distance of bound and step

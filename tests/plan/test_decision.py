@@ -26,7 +26,8 @@ from libra.plan.decision import (
 from libra.plan.options.price import price
 from libra.plan.planner import Planner
 from libra.plan.price_bias import EXACT, PriceBias
-from libra.plan.problem import EngineOption, Pool, Prediction, Problem, TrainingOption
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
+from libra.plan.solution import Prediction
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition, group_transition
 
 

@@ -28,7 +28,8 @@ from libra.plan.plan import (
     parse_plan,
 )
 from libra.plan.planner import Planner
-from libra.plan.problem import InfeasiblePlanError, Solution
+from libra.plan.problem import InfeasiblePlanError
+from libra.plan.solution import Solution
 
 PLAN = make_plan(replace(REQUEST, current=two_buckets(1, 1, 2)))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tables import by_name
 
 from libra.plan.price_bias import BOTTLENECKS, EXACT, FRESH, PeriodSeconds, PriceBias, measured, measured_mean
-from libra.plan.problem import Bottleneck, Prediction
+from libra.plan.solution import Bottleneck, Prediction
 
 
 def priced(rollout: float, training: float = 0.1, latency: float = 0.1) -> Prediction:

@@ -15,7 +15,7 @@ from libra.plan.explain.explanation import (
     SmallerCluster,
     Split,
 )
-from libra.plan.problem import Prediction, Proof
+from libra.plan.solution import Prediction, Proof
 
 CLASSES = [(4_000, 0.5), (8_000, 0.3), (40_960, 0.2)]
 

@@ -11,7 +11,7 @@ from pages import cells
 from rich.console import Console
 
 from libra.plan.explain.explanation import Bound, Routing, Split
-from libra.plan.problem import Proof
+from libra.plan.solution import Proof
 from libra.report.explain_table import (
     MOST_KINDS,
     MOST_SPLITS,

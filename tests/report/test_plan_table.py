@@ -22,7 +22,7 @@ from libra.plan.options.slots import EngineShape
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.plan.planner import rooflines
-from libra.plan.problem import Prediction, Proof
+from libra.plan.solution import Prediction, Proof
 from libra.report.plan_table import log_notes, plan_tables
 from libra.trajectory import Trajectory, Turn
 

@@ -14,7 +14,7 @@ from typer import Exit
 
 from libra.cli.errors import require
 from libra.config.extras import install_command
-from libra.plan.problem import Bottleneck
+from libra.plan.solution import Bottleneck
 from libra.records.causes import Cause
 from libra.records.run_log import outcomes, read_run
 from libra.records.schema import EventRecord, Learned

@@ -94,7 +94,7 @@ async def test_connections_of_one_moment_are_no_more_than_the_limit() -> None:
 
 
 def reset_or_end(stranger: socket.socket) -> bytes:
-    """What a closed connection reads. Raises `BlockingIOError` for an open one."""
+    """Bytes that a closed connection reads. Raises `BlockingIOError` for an open one."""
     try:
         return stranger.recv(1)
     except ConnectionResetError:

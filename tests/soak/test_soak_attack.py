@@ -1,4 +1,4 @@
-"""What the attack takes for a pass, a failure and neither."""
+"""Verdicts of the attack: pass, failure and neither."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a command ended. `status` is negative where a signal ended the process; `peak` is resident bytes."""
+    """The end of a command. `status` is negative where a signal ended the process; `peak` is resident bytes."""
 
     status: int
     said: str
@@ -48,7 +48,7 @@ class Ended(msgspec.Struct, frozen=True):
 
     @property
     def wrong(self) -> str | None:
-        """What it must not do; None for a command that reads its input, or refuses it in one line."""
+        """Fault of the command; None where it reads its input, or refuses it in one line."""
         if self.raised:
             return f"raised {self.raised[:120]}"
         if self.status not in (0, 2, 3):

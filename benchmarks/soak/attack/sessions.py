@@ -35,7 +35,7 @@ _MOST_MEGABYTES = 30.0
 
 @dataclass(slots=True)
 class _Told:
-    """What clients saw."""
+    """Counts of the answers that clients got."""
 
     answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

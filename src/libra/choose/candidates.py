@@ -12,12 +12,12 @@ from libra.plan.allocation import Allocation
 from libra.plan.loan import solve_loans
 from libra.plan.options.menu import Menu
 from libra.plan.options.price import own_training, solution
-from libra.plan.problem import InfeasiblePlanError, Problem, Solution, TrainingOption
+from libra.plan.problem import InfeasiblePlanError, Problem, TrainingOption
+from libra.plan.solution import Solution
 
 ONE_SIZE = "one engine size"
 MOST = 6  # candidates
-# Assumed: times the best predicted step, beyond which only the best plan with one engine size is simulated. On 64 mixed
-# GPUs that one was priced a quarter above the best and simulated as fast.
+# Assumed: times the best predicted step, beyond which only the best plan with one engine size is simulated.
 _HOPELESS = 1.25
 
 Solve = Callable[[Problem], Solution]

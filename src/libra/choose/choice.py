@@ -24,8 +24,9 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.menu import Menu
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan, answer
-from libra.plan.problem import Problem, Solution
+from libra.plan.problem import Problem
 from libra.plan.simulated import Finalist, RehearsedStep
+from libra.plan.solution import Solution
 from libra.route.catalogue import ignores_buckets, policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach

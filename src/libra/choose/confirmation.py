@@ -14,8 +14,8 @@ from libra.choose.race import race
 from libra.choose.rehearsal import Rehearsals
 from libra.plan.options.price import infeasibility, solution
 from libra.plan.plan import Plan
-from libra.plan.problem import Solution
 from libra.plan.simulated import SimulatedGain
+from libra.plan.solution import Solution
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach

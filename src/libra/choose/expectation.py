@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra.choose.race import Expected
-from libra.plan.problem import Solution
+from libra.plan.solution import Solution
 
 # Assumed standard errors of predicted steps, relative to a step: of plans with as many engine sizes as the first, and
 # of others.

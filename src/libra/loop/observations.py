@@ -22,9 +22,9 @@ from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.plan.options.slots import make_tracker
 from libra.plan.price_bias import PeriodSeconds, PriceBias
-from libra.plan.problem import Prediction
 from libra.plan.replanner import Replanner
 from libra.plan.site import SlotSite
+from libra.plan.solution import Prediction
 from libra.plan.transition import Device, Role
 from libra.records.schema import StepLoan
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from libra.loop.recorder import Recorder
 from libra.plan.price_bias import BOTTLENECKS, PeriodSeconds, PriceBias, measured
-from libra.plan.problem import Prediction
+from libra.plan.solution import Prediction
 from libra.records.schema import DecisionRecord, Learned, PeriodRecord
 
 

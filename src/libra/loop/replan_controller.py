@@ -21,9 +21,9 @@ from libra.loop.recorder import Recorder
 from libra.plan.allocation import Allocation
 from libra.plan.options.price import infeasibility, price
 from libra.plan.price_bias import EXACT
-from libra.plan.problem import Prediction
 from libra.plan.replanner import Proposal
 from libra.plan.site import SlotSite
+from libra.plan.solution import Prediction
 from libra.plan.transition import Role, Transition
 from libra.records.schema import DecisionRecord
 

@@ -22,7 +22,8 @@ from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price
 from libra.plan.price_bias import BOTTLENECKS, EXACT, PriceBias
-from libra.plan.problem import Bottleneck, Prediction, Problem
+from libra.plan.problem import Problem
+from libra.plan.solution import Bottleneck, Prediction
 from libra.plan.transition import IDLE, Role, Transition, engine_shape
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;

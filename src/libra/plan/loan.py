@@ -13,7 +13,8 @@ from libra.plan.allocation import Allocation
 from libra.plan.decision import Case, expected
 from libra.plan.options.menu import LentEngine, Menu
 from libra.plan.options.price import solution
-from libra.plan.problem import Problem, Solution
+from libra.plan.problem import Problem
+from libra.plan.solution import Solution
 
 # Of a step. Prices are not told apart by less (docs/fidelity.md has them off by a few percent), and devices of others
 # are not free: weights have to go there, and whatever runs there may be recalled.

@@ -27,8 +27,9 @@ from libra.plan.options.menu import Menu
 from libra.plan.options.price import bucket_prices, infeasibility, price
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
-from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
+from libra.plan.problem import STRICT, InfeasiblePlanError, Problem
 from libra.plan.simulated import Finalist, RehearsedStep
+from libra.plan.solution import Prediction, Proof, Solution
 
 FORMAT = 5
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import get_args
 
-from libra.plan.problem import Bottleneck, Prediction
+from libra.plan.solution import Bottleneck, Prediction
 
 Covariance = tuple[tuple[float, ...], ...]
 BOTTLENECKS: tuple[Bottleneck, ...] = get_args(Bottleneck)

@@ -1,4 +1,4 @@
-"""The planning problem as numbers, and its answer, as frozen values. This is the one page of notation.
+"""The planning problem as numbers, as frozen values. This is the one page of notation.
 
 Invariant: a `Problem` is a menu. Everything that could be chosen is listed and priced before a solver sees it, so that
 solvers, brute force, explanations and the executor mean the same by a choice. `plan.options` makes the prices. Times
@@ -75,18 +75,17 @@ Either way each line asks for the root of a quadratic; latency, with eta > 0, is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import ConfigDict
 
 from libra.hardware.model import require_at_least
 from libra.plan.allocation import Allocation
+from libra.plan.stays import Lines, Stays
 
-Bottleneck = Literal["rollout", "training", "latency"]  # which of the three a step is as long as; see `Prediction`
-StepPart = Literal["rollout", "training", "latency", "publication"]  # what the seconds of a step go to
 # The families of constraints, as above.
 Family = Literal[
     "one_training",
@@ -104,9 +103,6 @@ Family = Literal[
     "enough_engines",
     "no_stray_engines",
 ]
-SolverStatus = Literal["optimal", "feasible"]
-
-Lines = tuple[tuple[float, ...], ...]  # [line][class]
 
 # How requests and plans are read from a file: see `libra.plan.plan`. It also holds for the values inside them.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -181,38 +177,13 @@ class EngineOption:
         if len(self.generates) != len(self.waits):
             raise ValueError(f"{owner}: generates and waits must have the same lines")
 
-    def lines(self, last: int) -> tuple[tuple[float, float], ...]:
-        """(generates, waits) of the longest trajectory of the classes up to `last`."""
-        return tuple((g[last], w[last]) for g, w in zip(self.generates, self.waits, strict=True))
-
-    def begun_on(self, there: EngineOption, recall: Sequence[Sequence[float]]) -> EngineOption:
-        """The option for trajectories that begin on another one, and stay `there` for what no router of `recall`,
-        [router][class], brings here: see the notation above."""
-
-        nothing = (0.0,) * len(self.residence)
-
-        def by(parts: Sequence[float], mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
-            return tuple(p * own + (1 - p) * other for p, own, other in zip(parts, mine, theirs, strict=True))
-
-        def lines(mine: Lines, theirs: Lines) -> Lines:
-            pairs = list(zip_longest(mine, theirs, fillvalue=nothing))
-            return tuple(by(parts, *pair) for parts in recall for pair in pairs)
-
-        routed = (by(parts, self.residence, there.residence) for parts in recall)
-        return replace(
-            self,
-            residence=tuple(map(max, zip(*routed, strict=True))),
-            generates=lines(self.generates, there.generates),
-            waits=lines(self.waits, there.waits),
-        )
+    @property
+    def stays(self) -> Stays:
+        return Stays(self.residence, self.generates, self.waits)
 
     @property
     def name(self) -> str:
         return f"{self.shape}/{self.max_num_seqs}"
-
-    def alone(self, last: int) -> float:
-        """Seconds of the longest trajectory of the classes up to `last` if it were the only one of its batch."""
-        return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
 
     @property
     def uses(self) -> dict[str, int]:
@@ -361,19 +332,17 @@ class Problem:
         """The options of a shape."""
         return [option for option in self.engines if option.shape == shape]
 
-    def begins(self, shape: str) -> EngineOption:
-        """The option of a shape that trajectories are taken to begin on."""
-        return min(self.options(shape), key=lambda option: option.residence[-1])
+    def begins(self, shape: str) -> Stays:
+        """The stays on the option of a shape that trajectories are taken to begin on."""
+        return min(self.options(shape), key=lambda option: option.residence[-1]).stays
 
     @property
-    def elsewhere(self) -> EngineOption:
-        """An option no slower than any of a bucket after the first, whatever is on its engines."""
-        classes = range(len(self.peaks))
-        alone = tuple(min(max(it.residence[j], it.alone(j)) for it in self.engines) for j in classes)
-        lines = max(len(it.generates) for it in self.engines)
-        nothing = (0.0,) * len(alone)
-        fastest = min(self.engines, key=lambda option: option.residence[-1])
-        return replace(fastest, residence=alone, generates=(nothing,) * lines, waits=(alone,) * lines)
+    def elsewhere(self) -> Stays:
+        """Stays that are no longer than any after the first bucket, whatever is on the engines there."""
+        stays = [option.stays for option in self.engines]
+        alone = tuple(min(max(it.residence[j], it.alone(j)) for it in stays) for j in range(len(self.peaks)))
+        lines = max(len(it.generates) for it in stays)
+        return Stays(alone, ((0.0,) * len(alone),) * lines, (alone,) * lines)
 
     def uses(self, shape: str) -> dict[str, int]:
         """Devices of one engine of a shape, by pool."""
@@ -382,41 +351,6 @@ class Problem:
     def footprint(self, shape: str) -> tuple[str, int, int]:
         """Pool, devices of one engine, and longest context of a shape."""
         return next(option.footprint for option in self.engines if option.shape == shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted seconds of one optimiser step, and what bounds it."""
-
-    step: float  # the largest of the three below
-    # The busiest bucket's work for one step's trajectories, per engine, weight loads included; where the step is
-    # synchronous, the longest trajectory of a batch, too
-    rollout: float
-    training: float  # forward, backward, exchange, optimiser, exposed publication
-    latency: float  # (longest residence + what follows it) / (1 + staleness); synchronous, of load where longer
-    bottleneck: Bottleneck  # the field above that the step is as long as; the first one where several are
-    # Seconds between which steps alternate, with `step` as their mean: where batches overlap and the longest trajectory
-    # is the largest part of a latency that is the bottleneck, those it holds end together, and start together from
-    # then on. Else None
-    step_range: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What the solver can vouch for. `bound` is a proven lower bound on the step seconds, `gap` relative to it."""
-
-    status: SolverStatus
-    bound: float
-    gap: float
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """The best allocation of a problem, its price and the proof."""
-
-    allocation: Allocation
-    predicted: Prediction
-    proof: Proof
 
 
 class InfeasiblePlanError(ValueError):

@@ -23,9 +23,9 @@ from libra.plan.options.price import infeasibility, price, solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.price_bias import FRESH, PeriodSeconds, PriceBias, measured_mean
-from libra.plan.problem import Prediction
 from libra.plan.simulated import SimulatedGain
 from libra.plan.site import ClusterSite, Scenario, Site
+from libra.plan.solution import Prediction
 from libra.trajectory import Trajectory
 
 # Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the

@@ -28,7 +28,8 @@ from libra.plan.options.slots import (
 from libra.plan.placement import place
 from libra.plan.plan import Plan, PlanRequest, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
-from libra.plan.problem import Problem, Solution
+from libra.plan.problem import Problem
+from libra.plan.solution import Solution
 from libra.plan.transition import Device, Role, Transition, device_transition, group_transition
 
 

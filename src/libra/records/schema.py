@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from libra.config.input_file import open_input
-from libra.plan.problem import Bottleneck
+from libra.plan.solution import Bottleneck
 from libra.plan.transition import Role
 from libra.records.causes import Cause
 

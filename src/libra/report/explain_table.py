@@ -13,7 +13,7 @@ from rich.table import Table
 
 from libra.plan.explain.explanation import Bound, Explanation, LenderView, PlanView, Split
 from libra.plan.explain.what_if import SAME_STEP
-from libra.plan.problem import Prediction, Proof
+from libra.plan.solution import Prediction, Proof
 from libra.report.tables import number, whole
 from libra.report.words import BOTTLENECK_WORDS, PART_WORDS, cell, duration, percent, plural, signed_percent
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from libra.plan.problem import Bottleneck
+from libra.plan.solution import Bottleneck
 from libra.records.causes import WAITED_FOR, WORK, total
 from libra.records.run_log import RunLog, outcomes, prediction_error
 from libra.records.schema import Evaluation, PeriodRecord, StepRecord

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 if TYPE_CHECKING:  # every command reads this, to say what is wrong
-    from libra.plan.problem import Bottleneck, StepPart
+    from libra.plan.solution import Bottleneck, StepPart
     from libra.sim.outcome.definitions import Unit
 
 MISSING = "-"

@@ -141,7 +141,7 @@ def test_residence_is_no_shorter_than_decoding_alone() -> None:
     for tp in (1, 2, 4, 8):
         option = next(option for option in options_of(QWEN_14B) if option.devices == tp)
         assert option.residence[1] >= 400 * profile.grid(tp).decode_seconds(1, 1000)
-        assert option.residence[0] < option.residence[1] == pytest.approx(option.alone(1))
+        assert option.residence[0] < option.residence[1] == pytest.approx(option.stays.alone(1))
 
 
 def test_all_engines_stall_for_the_whole_weights() -> None:
@@ -198,7 +198,7 @@ def test_lines_are_the_seconds_of_the_longest_that_is_slowed(staleness: int, slo
     )
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     for last, wanted in enumerate(MemberSeconds.of(timing, THREE).longest(draws, slowed)):
-        found = max(waits + slowed * generates for generates, waits in option.lines(last))
+        found = max(waits + slowed * generates for generates, waits in option.stays.lines(last))
         assert wanted * (1 - 1e-3) <= found <= wanted * (1.001 if slowed in (1, 2, 4, 8, 32) else 1.03)
 
 

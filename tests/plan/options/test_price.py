@@ -22,7 +22,8 @@ from libra.plan.options.price import (
     step_parts,
     training_option,
 )
-from libra.plan.problem import Pool, Prediction, Problem, StepPart, TrainingOption
+from libra.plan.problem import Pool, Problem, TrainingOption
+from libra.plan.solution import Prediction, StepPart
 
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))
 SYNC = replace(PROBLEM, staleness=0)
@@ -329,7 +330,7 @@ def test_the_longest_trajectory_has_what_the_others_leave_of_its_engine(problem:
         step = max(its.load, (its.residence + fixed) / batches)
         assert step <= (its.load + (its.alone + fixed) / batches) * (1 + 1e-9)
         own = [j for j, peak in enumerate(overlapping.peaks) if bucket.above < peak <= bucket.up_to]
-        for generates, waits in its.option.lines(own[-1]):
+        for generates, waits in its.option.stays.lines(own[-1]):
             if generates and bucket.above == 0:  # they begin and end there
                 assert its.residence >= (waits + generates / (1 - its.load / step)) * (1 - 1e-9)
 

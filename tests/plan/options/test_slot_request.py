@@ -16,7 +16,8 @@ from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.price import bucket_prices, price
 from libra.plan.options.slots import EngineShape, LentSlots, SlotCounts, SlotRequest
-from libra.plan.problem import InfeasiblePlanError, Pool, Prediction, TrainingOption
+from libra.plan.problem import InfeasiblePlanError, Pool, TrainingOption
+from libra.plan.solution import Prediction
 
 MORE_STALE = replace(REQUEST, workload=replace(WORKLOAD, max_staleness=3))
 SLOW_TRAINER = replace(MORE_STALE, profile=replace(PROFILE, train=replace(PROFILE.train, per_token=1e-3)))

@@ -27,7 +27,8 @@ from libra.plan.options.menu import Rejected
 from libra.plan.options.price import own_training, price
 from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import Plan, require_answer
-from libra.plan.problem import InfeasiblePlanError, Problem, Solution
+from libra.plan.problem import InfeasiblePlanError, Problem
+from libra.plan.solution import Solution
 
 RUNNERS_UP = 3
 

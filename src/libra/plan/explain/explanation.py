@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libra.plan.problem import Bottleneck, Family, Prediction, Proof, StepPart
+from libra.plan.problem import Family
+from libra.plan.solution import Bottleneck, Prediction, Proof, StepPart
 
 
 @dataclass(frozen=True, slots=True)

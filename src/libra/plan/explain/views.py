@@ -115,13 +115,13 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
         return f"engines there hold {holds:,} tokens at most, fewer than what they would serve"
     step = price(problem, allocation).step
     left = (1 + problem.staleness) * step - fixed_seconds(problem, own_training(problem, allocation))
-    least = min(max(option.residence[0], option.alone(0)) for option in engines)
+    least = min(max(option.residence[0], option.stays.alone(0)) for option in engines)
     if least > left:
         return (
             f"too slow there: the longest trajectory of a bucket takes {least:,.2f} s even by itself, and a step of"
             f" {step:,.2f} s leaves it {left:,.2f} s"
         )
-    stall, alone = min((option.stall, option.alone(0)) for option in engines)
+    stall, alone = min((option.stall, option.stays.alone(0)) for option in engines)
     return (
         f"too slow there: of a step of {step:,.2f} s, loading new weights takes {stall:,.2f} s and the longest"
         f" trajectory {alone:,.2f} s by itself; the rest is too little for the shortest class"

@@ -133,5 +133,5 @@ def ample_step(problem: Problem) -> float:
     )
     # A trajectory may be on any two of them.
     classes = range(len(problem.peaks))
-    longest = max(max(*option.residence, *map(option.alone, classes)) for option in problem.engines)
+    longest = max(max(*option.residence, *map(option.stays.alone, classes)) for option in problem.engines)
     return 2 * (train + generate + 2 * longest)

@@ -26,7 +26,8 @@ from libra.plan.model.feasibility import all_devices_conflict, ample_step, requi
 from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
 from libra.plan.model.solve import ROUNDING, SHORTEST, STEP_TOLERANCE, what_runs
 from libra.plan.options.price import infeasibility, price, solution
-from libra.plan.problem import Problem, Solution, TrainingOption
+from libra.plan.problem import Problem, TrainingOption
+from libra.plan.solution import Solution
 from libra.plan.transition import joins
 
 

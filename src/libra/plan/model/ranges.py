@@ -7,16 +7,16 @@ is longer. The numbers agree with `libra.plan.options.price` to a relative 1e-9,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import fixed_seconds
-from libra.plan.problem import EngineOption, Lines, Problem, TrainingOption
+from libra.plan.problem import EngineOption, Problem, TrainingOption
+from libra.plan.stays import Stays, least
 
 Range = tuple[int, int, int]  # shape, first class, last class
 
@@ -56,7 +56,7 @@ class RangeTable:
         self._refreshes = bool(self._refresh.any())
         self._stall = np.array([option.stall for option in options])[:, None]
         # What longer classes leave in a first range.
-        self._leaving = [problem.elsewhere.begun_on(option, self._recall) for option in options]
+        self._leaving = [problem.elsewhere.begun_on(option.stays, self._recall) for option in options]
         self._times: dict[int | None, _Times] = {}
         forgets = np.array([bool(option.refill) for option in options])
         self._forgets = np.flatnonzero(forgets[self._entries[0]])
@@ -82,9 +82,7 @@ class RangeTable:
                 forgotten = self._forgetting(asked[:, self._forgets], usable[self._forgets]).max(axis=0)
                 count[self._forgets] = np.maximum(count[self._forgets], forgotten)
             count = np.maximum(1.0, np.ceil(count * (1 - _SLACK)))
-        kept = (usable > 0) & (times.residence <= limit) & (count < NEVER)
-        if begin is not None:
-            kept &= (first > 0) | np.array([it.shape == self.problem.shapes[begin] for it in self._options])[option]
+        kept = times.possible & (usable > 0) & (times.residence <= limit) & (count < NEVER)
         table = np.full(self._tables, NEVER, dtype=np.int64)
         table[self._entries] = np.where(kept, count, NEVER)
         return table if len(self._starts) == len(table) else np.minimum.reduceat(table, self._starts)
@@ -92,10 +90,14 @@ class RangeTable:
     def _times_of(self, begin: int | None) -> _Times:
         """Each worked out once: a search needs few of the shapes."""
         if begin not in self._times:
-            shapes = self.problem.shapes if begin is None else [self.problem.shapes[begin]]
-            there = _least([self.problem.begins(shape) for shape in shapes])
-            later = [option.begun_on(there, self._recall) for option in self._options]
-            self._times[begin] = _times((self._options, later, self._leaving), self._entries, self.problem.expected)
+            shapes = self.problem.shapes if begin is None else (self.problem.shapes[begin],)
+            own = [option.stays for option in self._options]
+            there = least([self.problem.begins(shape) for shape in shapes])
+            later = [stays.begun_on(there, self._recall) for stays in own]
+            begins = np.array([option.shape in shapes for option in self._options])
+            option, first, _ = self._entries
+            stays = (own, later, self._leaving)
+            self._times[begin] = _times(stays, self._entries, self.problem.expected, (first > 0) | begins[option])
         return self._times[begin]
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
@@ -142,23 +144,29 @@ class RangeTable:
 class _Times:
     """Seconds of the longest trajectories of options: of those that begin there, and of those that go on there."""
 
+    possible: NDArray[np.bool_]  # [entry] whether a first range may be of its shape
     residence: Floats  # [entry]
     # Those that are wholly on an option's engines, those that go on there, and those that leave.
     generates: Floats  # [line, which of these, option, class]
     waits: Floats
 
 
-def _times(options: tuple[Sequence[EngineOption], ...], entries: tuple[Ints, ...], expected: Sequence[bool]) -> _Times:
-    first, later, leaving = (np.array([it.residence for it in its]) * np.array(expected) for its in options)
+def _times(
+    stays: tuple[Sequence[Stays], ...],
+    entries: tuple[Ints, ...],
+    expected: Sequence[bool],
+    possible: NDArray[np.bool_],
+) -> _Times:
+    first, later, leaving = (np.array([it.residence for it in its]) * np.array(expected) for its in stays)
     longest = np.stack([np.maximum(_longest(first), _longest_beyond(leaving, 0.0)[:, None, :]), _longest(later)])
     option, begins, last = entries
-    lines = max(1, *(len(it.generates) for its in options for it in its))
-    generates, waits = np.zeros((2, lines, len(options), *first.shape))
-    for which, its in enumerate(options):
+    lines = max(1, *(len(it.generates) for its in stays for it in its))
+    generates, waits = np.zeros((2, lines, len(stays), *first.shape))
+    for which, its in enumerate(stays):
         for o, it in enumerate(its):
             for line, (generated, waited) in enumerate(zip(it.generates, it.waits, strict=True)):
                 generates[line, which, o], waits[line, which, o] = generated, waited
-    return _Times(longest[np.minimum(begins, 1), option, begins, last], generates, waits)
+    return _Times(possible, longest[np.minimum(begins, 1), option, begins, last], generates, waits)
 
 
 def _longest_beyond(seconds: Floats, nothing: float) -> Floats:
@@ -166,21 +174,6 @@ def _longest_beyond(seconds: Floats, nothing: float) -> Floats:
     none = np.full((len(seconds), 1), nothing)
     after = np.concatenate((seconds[:, 1:], none), axis=1)
     return np.asarray(np.maximum.accumulate(after[:, ::-1], axis=1)[:, ::-1])
-
-
-def _least(options: Sequence[EngineOption]) -> EngineOption:
-    """Begun on it, no trajectory takes longer than begun on one of the options."""
-    nothing = (0.0,) * len(options[0].residence)
-
-    def least(tables: Iterable[Lines]) -> Lines:
-        return tuple(tuple(map(min, zip(*rows, strict=True))) for rows in zip_longest(*tables, fillvalue=nothing))
-
-    return replace(
-        options[0],
-        residence=least([(it.residence,) for it in options])[0],
-        generates=least(it.generates for it in options),
-        waits=least(it.waits for it in options),
-    )
 
 
 def most_buckets(problem: Problem) -> int:

@@ -100,7 +100,7 @@ class Relaxation:
         return left
 
     def reduced(self, candidate: Candidate) -> Candidate | None:
-        """What is left of a candidate that needs more engines than before; None where that is nothing."""
+        """The candidate without ranges that are in no plan by now; None where it is in none itself."""
         return next(self._reduced([candidate], self._weights), None)
 
     def _promising(self, step: float) -> Iterator[Candidate]:

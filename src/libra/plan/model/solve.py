@@ -19,7 +19,8 @@ from libra.plan.model.feasibility import all_devices_conflict, ample_step, requi
 from libra.plan.model.ranges import NEVER, Counts, Floats, RangeTable, make_allocation, most_buckets, present_ranges
 from libra.plan.model.relaxation import Candidate, Relaxation, cheapest_cover
 from libra.plan.options.price import infeasibility, price, solution, total_devices
-from libra.plan.problem import InfeasiblePlanError, Problem, Solution
+from libra.plan.problem import InfeasiblePlanError, Problem
+from libra.plan.solution import Solution
 
 STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
 SHORTEST = 1e-6  # seconds; steps are not told apart below it
@@ -138,15 +139,14 @@ class _Search:
                     yield choice
 
     def _begun(self, candidate: Candidate, begin: int, step: float) -> _Choice | None:
-        """What is left of a candidate where the first range is of the shape `begin`; None where that is nothing."""
+        """The candidate with a first range of the shape `begin`, reduced again; None where no plan is left."""
         training, possible = candidate.training, candidate.engines < NEVER
         if not possible[begin, 0].any():
             return None
-        keeps = self._tried is not None and self._present is not None and self._present[0][0] == begin
-        table = self._tried if keeps and self._tried is not None else self._untried
-        engines = np.where(possible, table.engines(training, step, begin), NEVER)
+        tried = self._tried if self._present is not None and self._present[0][0] == begin else None
+        engines = np.where(possible, (tried or self._untried).engines(training, step, begin), NEVER)
         left = self._relaxation.reduced(Candidate(training, engines))
-        if left is None or not keeps:
+        if left is None or tried is None:
             return None if left is None else (left, None)
         untried = self._untried.engines(training, step, begin)
         return Candidate(training, np.where(left.engines < NEVER, untried, NEVER)), left.engines

@@ -9,23 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.problem import (
-    Bottleneck,
-    EngineOption,
-    Prediction,
-    Problem,
-    Proof,
-    Solution,
-    SolverStatus,
-    StepPart,
-    TrainingOption,
-)
+from libra.plan.problem import EngineOption, Problem, TrainingOption
+from libra.plan.solution import Bottleneck, Prediction, Proof, Solution, SolverStatus, StepPart
+from libra.plan.stays import Stays
 
 Floats = NDArray[np.float64]
 
@@ -191,15 +182,18 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
         own = (peaks > bucket.above) & (peaks <= bucket.up_to)
         served = routers * own + (1 - routers if bucket.above == 0 else 0.0)  # [router, class] shares of work
         options = [option for option in problem.options(bucket.shape) if option.holds >= bucket.up_to]
-        stays = [_stays(problem, bucket, option, begin, recall) for option in options]
-        priced = partial(_bucket_price, problem, training, engines=bucket.engines, served=served)
-        candidates = [priced(option, stays=its) for option, its in zip(options, stays, strict=True)]
+        candidates = [
+            _bucket_price(
+                problem, training, it, bucket.engines, served, _longest(problem, bucket, it.stays, begin, recall)
+            )
+            for it in options
+        ]
         found.append(min(candidates, key=lambda c: (max(c.load, bucket_latency(problem, training, c)), c.load)))
     return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stays:
+class _Longest:
     """The longest trajectories that a bucket has, by themselves and beside others."""
 
     residence: float  # seconds, by itself, of those that a typical step has
@@ -210,18 +204,18 @@ class _Stays:
         return max([self.residence, *(generates + waits for generates, waits in self.lines)])
 
 
-def _stays(
-    problem: Problem, bucket: Bucket, option: EngineOption, begin: EngineOption, recall: Sequence[Sequence[float]]
-) -> _Stays:
+def _longest(
+    problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
+) -> _Longest:
     """Those of the bucket's classes; in the first bucket also those of longer classes, for which it has a part."""
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
     longer = [j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to]
-    parts = [(option, own, own[-1:])]
+    parts = [(stays, own, own[-1:])]
     if bucket.above > 0:
-        parts = [(option.begun_on(begin, recall), own, own[-1:])]
+        parts = [(stays.begun_on(begin, recall), own, own[-1:])]
     elif longer:
-        parts.append((problem.elsewhere.begun_on(option, recall), longer, longer))
-    return _Stays(
+        parts.append((problem.elsewhere.begun_on(stays, recall), longer, longer))
+    return _Longest(
         max((its.residence[j] for its, classes, _ in parts for j in classes if problem.expected[j]), default=0.0),
         tuple(line for its, _, lasts in parts for last in lasts for line in its.lines(last)),
     )
@@ -240,20 +234,19 @@ def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPri
 
 
 def _bucket_price(
-    problem: Problem, training: TrainingOption, option: EngineOption, engines: int, served: Floats, stays: _Stays
+    problem: Problem, training: TrainingOption, option: EngineOption, engines: int, served: Floats, longest: _Longest
 ) -> BucketPrice:
     fixed = fixed_seconds(problem, training)
-    longest, lines, alone = stays.residence, stays.lines, stays.alone
     loads = _loads(option, engines, served)
-    step = max(load.shortest_step(option, lines, fixed, problem.staleness) for load in loads)
-    late = (longest + fixed) / (1 + problem.staleness)
+    step = max(load.shortest_step(option, longest.lines, fixed, problem.staleness) for load in loads)
+    late = (longest.residence + fixed) / (1 + problem.staleness)
     if problem.synchronous:
-        return BucketPrice(option, step - fixed, alone, alone)
+        return BucketPrice(option, step - fixed, longest.alone, longest.alone)
     step = max(step, late)
     # Where others slow the longest trajectory, the shortest step has no time but for what it takes.
-    slowed = any(generates for generates, _ in lines)
-    residence = (1 + problem.staleness) * step - fixed if slowed else alone
-    return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, alone)
+    slowed = any(generates for generates, _ in longest.lines)
+    residence = (1 + problem.staleness) * step - fixed if slowed else longest.alone
+    return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, longest.alone)
 
 
 @dataclass(frozen=True, slots=True)
