@@ -155,15 +155,13 @@ def price_all(cases: Iterable[Case], batches: tuple[int, int], factors: BatchFac
             continue
 
 
-def price_case(
-    case: Case, batches: tuple[int, int], factors: BatchFactors = BATCH, *, unknown_at_first: bool = False
-) -> Priced:
+def price_case(case: Case, batches: tuple[int, int], factors: BatchFactors = BATCH) -> Priced:
     """Plan for the case and simulate batches, from the fewest to the most. Raises `InfeasiblePlanError`."""
     plan, menu = plan_case(case, factors)
     fewest, most = batches
     rollouts: list[Rollout] = []
     while len(rollouts) < fewest or (len(rollouts) < most and _standard_error(rollouts) > _STANDARD_ERROR):
-        rollouts.append(roll_out(plan, case.batch(len(rollouts)), unknown_at_first=unknown_at_first))
+        rollouts.append(roll_out(plan, case.batch(len(rollouts))))
     return Priced(case, plan, menu.problem, tuple(rollouts))
 
 

@@ -6,6 +6,7 @@ Invariant: the planner is told of the case's observed trajectories and of nothin
 from __future__ import annotations
 
 from benchmarks.rollout_price_cases import Case
+from libra.choose.recall import with_recall
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
@@ -15,6 +16,12 @@ from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import Planner
 from libra.plan.solution import Solution
+from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
+from libra.sim.of_plan import teach
+from libra.trajectory import Trajectory
+
+_REPLAYED = 4_096  # observed trajectories that a router learns from, or is measured on
 
 
 def request_of(case: Case) -> ClusterRequest:
@@ -31,6 +38,23 @@ def plan_case(case: Case, factors: BatchFactors = BATCH) -> tuple[Plan, Menu]:
     request = request_of(case)
     menu = request.menu(factors)
     return plan_of(request, menu, solve(menu.problem)), menu
+
+
+def routed_case(case: Case) -> tuple[Plan, Menu]:
+    """As `plan_case`, by what the recipe's router gets right of the observed trajectories, as `libra plan` does."""
+    request, menu, best = with_recall(request_of(case), _replayed(case), policy_named(case.recipe.router, seed=0))
+    return answer(request, menu, best), menu
+
+
+def taught_router(case: Case) -> Policy:
+    """The recipe's router, after it has learned from observed trajectories."""
+    router = policy_named(case.recipe.router, seed=0)
+    teach(router, _replayed(case))
+    return router
+
+
+def _replayed(case: Case) -> tuple[Trajectory, ...]:
+    return case.observed()[:_REPLAYED]
 
 
 def plan_of(request: ClusterRequest, menu: Menu, chosen: Solution | Allocation) -> Plan:

@@ -30,11 +30,11 @@ class Rollout:
     preemptions: int
 
 
-def roll_out(plan: Plan, batch: tuple[Trajectory, ...], *, unknown_at_first: bool = False) -> Rollout:
-    """All of the batch at once, on empty engines that have their weights. `unknown_at_first`: see `Oracle`."""
+def roll_out(plan: Plan, batch: tuple[Trajectory, ...]) -> Rollout:
+    """All of the batch at once, on empty engines that have their weights."""
     limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
     workload = Replay(batch)
-    engines, oracle = planned_engines(plan), Oracle(batch, limits, unknown_at_first)
+    engines, oracle = planned_engines(plan), Oracle(batch, limits)
     pairs = any(it.role is not COLOCATED for it in engines)
     cluster = SimCluster(
         engines,
@@ -58,14 +58,9 @@ def roll_out(plan: Plan, batch: tuple[Trajectory, ...], *, unknown_at_first: boo
 
 class Oracle:
     """Knows how long each trajectory will be, and sends it to that engine of its bucket which has the fewest tokens to
-    generate; there it stays.
+    generate; there it stays."""
 
-    With `unknown_at_first` the first turn is in the first bucket wherever that holds it, as if nothing could be known
-    before a tool has returned.
-    """
-
-    def __init__(self, batch: Iterable[Trajectory], limits: tuple[int, ...], unknown_at_first: bool = False) -> None:
-        self._unknown_at_first = unknown_at_first
+    def __init__(self, batch: Iterable[Trajectory], limits: tuple[int, ...]) -> None:
         self._trajectories = {trajectory.id: trajectory for trajectory in batch}
         self._limits = limits
         self._load: dict[str, int] = {}  # of an engine: tokens that its trajectories generate in all
@@ -73,11 +68,7 @@ class Oracle:
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement:
         trajectory = self._trajectories[request.trajectory_id]
-        if not self._unknown_at_first:
-            return self._put(trajectory, self._own(trajectory), fleet)
-        first = trajectory.prompt_tokens + trajectory.turns[0].generated_tokens
-        held = max(instance.capacity_tokens for instance in fleet.instances if instance.bucket == 0)
-        return self._put(trajectory, 0 if first <= held else self._own(trajectory), fleet)
+        return self._put(trajectory, self._own(trajectory), fleet)
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement:
         trajectory = self._trajectories[request.trajectory_id]

@@ -1,7 +1,8 @@
 """Steps of a whole post-training run of a case, simulated.
 
-Invariant: engines, trainers, staleness and times are the plan's, and the router makes no mistake; training takes what
-the very lengths of each batch cost. So what differs from the price is rollout, overlap and waiting.
+Invariant: engines, trainers, staleness and times are the plan's; its router has learned from what the planner has seen,
+and from nothing that is simulated. Training takes what the very lengths of each batch cost. So what differs from the
+price is rollout, overlap, waiting and what the router gets wrong.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from benchmarks.rollout_price_cases import Case
+from benchmarks.rollout_price_plan import taught_router
 from libra.plan.plan import Plan
-from libra.route.oracle import Oracle
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
@@ -34,11 +35,10 @@ class Steps:
 
 @dataclass(slots=True)
 class CaseEpisodes:
-    """The case's batches as groups, one after the other from `first` on; they do not drift. Remembers what it gave."""
+    """The case's batches as groups, one after the other from `first` on; they do not drift."""
 
     case: Case
     first: int = 0
-    known: dict[str, Trajectory] = field(default_factory=dict)
     samples_per_prompt: int = field(init=False)
     max_context: int = field(init=False)
     _batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
@@ -53,12 +53,10 @@ class CaseEpisodes:
             self._batches[batch] = self.case.batch(self.first + batch)
         size = self.samples_per_prompt
         drawn = self._batches[batch][position * size : (position + 1) * size]
-        group = tuple(
+        return tuple(
             replace(trajectory, id=f"{number}/{sample}", prompt_id=str(number), policy_version=version)
             for sample, trajectory in enumerate(drawn)
         )
-        self.known.update({trajectory.id: trajectory for trajectory in group})
-        return group
 
 
 def measured_steps(staleness: int) -> tuple[int, int]:
@@ -71,7 +69,7 @@ def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: i
     """Mean seconds of a step under the plan, its first ones left out. `measured` steps count, if not those of
     `measured_steps`; batches are those of the case from the `first` on."""
     episodes = CaseEpisodes(case, first)
-    system = System("oracle", plan, lambda: Oracle(episodes.known))
+    system = System(case.recipe.router, plan, lambda: taught_router(case))
     ahead, usual = measured_steps(case.recipe.staleness)
     count = usual if measured is None else measured
     steps = simulate_posttraining(system, episodes, ahead + count + ahead).steps[: ahead + count]

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.evaluation.neighbours import neighbours
 from benchmarks.evaluation.step_price_cell import GPU_KINDS, SAMPLES
 from benchmarks.rollout_price_cases import make_case
-from benchmarks.rollout_price_plan import plan_case, plan_of
+from benchmarks.rollout_price_plan import plan_of, routed_case
 from benchmarks.rollout_price_steps import simulate_steps
 
 _MEASURED = 10  # steps
@@ -22,7 +22,7 @@ _FRESH_MEASURED = 20
 def near(family: str, seed: int, staleness: int) -> dict[str, Any]:
     """Simulated seconds of a step of the plan and of each of its neighbours. Raises `InfeasiblePlanError`."""
     case = make_case(family, seed, staleness, gpus=GPU_KINDS, samples=SAMPLES)
-    plan, menu = plan_case(case)
+    plan, menu = routed_case(case)
     request = plan.request
     assert request.kind == "cluster" and plan.layout is not None
     others = [(it.what, plan_of(request, menu, it.allocation)) for it in neighbours(menu.problem, plan.allocation)]

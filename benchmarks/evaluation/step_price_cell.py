@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.rollout_price_cases import TESTED, make_case
-from benchmarks.rollout_price_plan import plan_case
+from benchmarks.rollout_price_plan import routed_case
 from benchmarks.rollout_price_steps import simulate_steps
 from libra.plan.problem import InfeasiblePlanError
 
@@ -26,7 +26,7 @@ def step(family: str, seed: int, staleness: int) -> dict[str, Any]:
     for draw in range(_DRAWS):
         case = make_case(family, seed + draw * _ANOTHER, staleness, gpus=GPU_KINDS, samples=SAMPLES)
         try:
-            plan, _ = plan_case(case)
+            plan, _ = routed_case(case)
         except InfeasiblePlanError:
             continue
         simulated = simulate_steps(case, plan)

@@ -7,7 +7,6 @@ was compared with. The same arguments give the same plan where the race is given
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -16,18 +15,16 @@ from libra.choose.effort import Effort
 from libra.choose.expectation import expected_steps
 from libra.choose.intervals import mean_and_error
 from libra.choose.race import Standings, race
-from libra.choose.recall import measured_recall
+from libra.choose.recall import with_recall
 from libra.choose.rehearsal import Rehearsals
-from libra.plan.loan import solve_loans
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.menu import Menu
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan, answer
 from libra.plan.problem import Problem
 from libra.plan.simulated import Finalist, RehearsedStep
 from libra.plan.solution import Solution
-from libra.route.catalogue import ignores_buckets, policy_named
+from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
@@ -67,7 +64,14 @@ def choose_plan(
     finished = [trajectory for trajectory in log if trajectory.finished]
     began = monotonic()
     tell(ChoiceProgress("solving"))
-    request, menu, best = _measured(request, finished, policy, effort.seed, solved, tell)
+    request, menu, best = with_recall(
+        request,
+        finished,
+        policy,
+        seed=effort.seed,
+        solved=solved,
+        measuring=lambda: tell(ChoiceProgress("measuring what the router gets right")),
+    )
     kinds = candidates(menu, best, solved)
     plans = [answer(request, menu, it.solution, placed) for it in kinds]
     teach(policy, finished)
@@ -88,27 +92,6 @@ def choose_plan(
             standings = standings.with_samples(dict(sampler.upto({chosen: samples + 1})))
     finalists = _finalists(standings, kinds, chosen, request.recipe.router, steps, effort.seed)
     return replace(plans[chosen], simulated=finalists[0].simulated, finalists=finalists)
-
-
-def _measured(
-    request: ClusterRequest,
-    log: Sequence[Trajectory],
-    policy: Policy,
-    seed: int,
-    solved: Callable[[Problem], Solution],
-    tell: Callable[[ChoiceProgress], None],
-) -> tuple[ClusterRequest, Menu, Solution]:
-    """The request with what its router gets right, its menu, and the optimum of that."""
-    menu = request.menu()
-    best = solve_loans(menu, solved)
-    known = request.recipe.router_hit is not None or ignores_buckets(request.recipe.router)
-    if known or len(best.allocation.buckets) == 1:
-        return request, menu, best
-    tell(ChoiceProgress("measuring what the router gets right"))
-    recall = measured_recall(answer(request, menu, best), request.classes, log, deepcopy(policy), seed)
-    request = replace(request, recall=recall)
-    menu = request.menu()
-    return request, menu, solve_loans(menu, solved)
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:

@@ -5,14 +5,23 @@ Invariant: the policy has learned from none of the prompts on which it is measur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.lengths import TrajectoryClass
-from libra.plan.plan import Plan
+from libra.plan.loan import solve_loans
+from libra.plan.model.solve import solve
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import Menu
+from libra.plan.plan import Plan, answer
+from libra.plan.problem import Problem
+from libra.plan.solution import Solution
 from libra.route.bucket import bucket_of
+from libra.route.catalogue import ignores_buckets
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.result import SimulationResult
@@ -48,6 +57,32 @@ def measured_recall(
     result = simulate_plan(plan, unknown, policy, learned=known, seed=seed)
     limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
     return shrunk(*_by_class(result, classes, limits))
+
+
+def with_recall(
+    request: ClusterRequest,
+    log: Sequence[Trajectory],
+    policy: Policy,
+    *,
+    seed: int = 0,
+    solved: Callable[[Problem], Solution] = solve,
+    measuring: Callable[[], None] = lambda: None,
+) -> tuple[ClusterRequest, Menu, Solution]:
+    """The request with the recall of its router, its menu and the optimum of that.
+
+    The recall is measured on the optimum of a router that misses nothing, where that has several buckets; a recall that
+    the recipe gives stays. `measuring` is called before. Raises `InfeasiblePlanError`.
+    """
+    menu = request.menu()
+    best = solve_loans(menu, solved)
+    known = request.recipe.router_hit is not None or ignores_buckets(request.recipe.router)
+    if known or len(best.allocation.buckets) == 1:
+        return request, menu, best
+    measuring()
+    recall = measured_recall(answer(request, menu, best), request.classes, log, deepcopy(policy), seed)
+    request = replace(request, recall=recall)
+    menu = request.menu()
+    return request, menu, solve_loans(menu, solved)
 
 
 def _by_class(

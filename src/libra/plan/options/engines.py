@@ -30,9 +30,6 @@ from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
-# Of batches that overlap, one that waits for a long trajectory gives time to those behind it: with 0 each waits for its
-# own, with 1 all of them for the same one. Chosen between, not fitted.
-_SHARED_WAIT = 1 / 3
 # Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
 # the one before: tools hardly count there.
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
@@ -201,7 +198,7 @@ def _batch_prices(
     prices = {
         "work": tuple(zip(*work, strict=True)),
         "refresh": tuple(refresh),
-        **residences(members.more(generates=again), awaited(recipe)),
+        **residences(members.more(generates=again), recipe.batch),
     }
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
@@ -212,11 +209,6 @@ def _batch_prices(
         for count, cls in zip(expected, classes, strict=True)
     ]
     return {**prices, "refill": tuple(refill_all), "kv_occupancy": tuple(caches)}
-
-
-def awaited(recipe: Recipe) -> float:
-    """Trajectories among which the longest is that a step waits for."""
-    return float((1 + recipe.staleness) ** _SHARED_WAIT * recipe.batch)
 
 
 def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:

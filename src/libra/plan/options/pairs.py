@@ -31,7 +31,7 @@ from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
 from libra.lengths.members import Member
-from libra.plan.options.engines import PricedEngine, awaited, engine_kv_tokens, priced_engine, residences
+from libra.plan.options.engines import PricedEngine, engine_kv_tokens, priced_engine, residences
 from libra.plan.options.menu import PairHalf, PrefillDecodePair, Rejected
 from libra.plan.problem import EngineOption
 
@@ -206,7 +206,7 @@ def _option(
         stall=max(weight_sync(weights, 1, 1, fabric(it.nodes)).stall for it in (prefill, decode)),
         work=tuple(zip(*rows, strict=True)),
         refresh=(0.0,) * len(classes),
-        **residences(members, awaited(recipe)),
+        **residences(members, recipe.batch),
         refill=tuple(refill) if any(refill) else (),
         kv_occupancy=tuple(occupancy) if any(refill) else (),
         prefill=(pair.prefill.pool, pair.prefill.devices),
