@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from libra.config.sealed_line import sealed
 from libra.exec.journal import (
     AnyEntry,
     CheckpointWritten,
@@ -32,7 +33,6 @@ from libra.exec.journal import (
 )
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
-from libra.records.files import sealed
 
 ENTRIES: list[AnyEntry] = [
     SessionStarted(3),

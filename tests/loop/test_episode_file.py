@@ -13,9 +13,10 @@ from fakes.small_run import episode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.config.sealed_line import sealed
 from libra.loop.episode_file import EpisodeFile, EpisodeFileError, EpisodeGroup, History, TakenBatch, read_history
 from libra.loop.rollout import Episode
-from libra.records.files import DiskError, LineFile, sealed
+from libra.records.files import DiskError, LineFile
 
 
 class Run:

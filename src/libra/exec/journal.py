@@ -15,9 +15,10 @@ from types import MappingProxyType
 
 import msgspec
 
+from libra.config.sealed_line import sealed, unsealed
 from libra.plan.allocation import Allocation
 from libra.plan.transition import IDLE, Duty, Move, Role
-from libra.records.files import LineFile, sealed, unsealed, whole_lines
+from libra.records.files import LineFile, whole_lines
 
 
 class JournalError(ValueError):

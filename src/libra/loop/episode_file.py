@@ -21,8 +21,9 @@ from pathlib import Path
 
 import msgspec
 
+from libra.config.sealed_line import sealed, unsealed
 from libra.loop.rollout import Episode
-from libra.records.files import LineFile, drop_partial_line, sealed, unsealed, whole_lines
+from libra.records.files import LineFile, drop_partial_line, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"
 _PATTERN = "episodes-*.jsonl"
