@@ -172,7 +172,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     state = save(tmp_path) / "state.json"
     state.write_text(state.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
     seal(state.parent)
-    with pytest.raises(ConfigError, match="format 1 is not the 3 of this version of libra"):
+    with pytest.raises(ConfigError, match=f"format 1 is not the {FORMAT} of this version of libra"):
         latest_checkpoint(tmp_path)
 
 

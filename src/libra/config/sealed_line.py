@@ -1,7 +1,9 @@
 """Lines of JSON that carry their own checksum.
 
 Invariant: `crc`, the first key of a sealed line, is the CRC-32 of the line without it, in eight hexadecimal digits. A
-changed byte is found, and any reader of JSON lines still reads sealed ones.
+changed byte is found, and any reader of JSON lines still reads sealed ones. In a chain the checksum continues that of
+the line before, seal included, so a line that is missing, moved or repeated is found. A chain that is cut off after one
+of its lines is whole.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ _SEAL_BYTES = len(_SEAL % 0)
 _HEAD = b'{"crc":"'
 
 
-def sealed(line: bytes) -> bytes:
-    """A line of JSON, an object with at least one key, with its checksum."""
-    return _SEAL % zlib.crc32(line) + line[1:]
+def sealed(line: bytes, after: bytes = b"") -> bytes:
+    """A line of JSON, an object with at least one key, with its checksum; in a chain it follows the sealed line
+    `after`."""
+    return _SEAL % zlib.crc32(line, zlib.crc32(after)) + line[1:]
 
 
-def unsealed(line: bytes) -> bytes:
+def unsealed(line: bytes, after: bytes = b"") -> bytes:
     """The line without its checksum. Raises `ValueError` where it has none, or a wrong one."""
     plain = b"{" + line[_SEAL_BYTES:]
-    if sealed(plain) != line:
-        raise ValueError("the line does not match its checksum")
+    if sealed(plain, after) != line:
+        follows = ", or does not follow the line before" if after else ""
+        raise ValueError(f"the line does not match its checksum{follows}")
     return plain
 
 

@@ -42,7 +42,7 @@ from libra.records.schema import (
 )
 
 _STATE = "state.json"
-FORMAT = 3  # the files are listed in a manifest, and the lines of journal and episodes have checksums
+FORMAT = 4  # the files are listed in a manifest, and the lines of journal and episodes are chains of checksums
 _NUMBERED = re.compile(r"checkpoint-(\d{1,12})")
 _KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the one before
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from libra.config.input_file import read_input
+from libra.config.sealed_line import sealed
 
 _BLOCK = 1 << 16  # bytes read at a time when looking for the last newline
 _REMEDIES = {
@@ -90,6 +91,22 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class ChainedFile(LineFile):
+    """A `LineFile` of sealed lines, a chain from the first one on."""
+
+    def __init__(self, path: Path) -> None:
+        with writing(path):
+            lines = whole_lines(path) if path.exists() else []
+        self._last = lines[-1] if lines else b""
+        super().__init__(path)
+
+    def append(self, line: bytes) -> None:
+        """One line of JSON, without its checksum and its newline."""
+        line = sealed(line, self._last)
+        super().append(line)
+        self._last = line
 
 
 def whole_lines(path: Path) -> list[bytes]:
