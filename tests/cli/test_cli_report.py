@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -51,6 +52,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert_refused(libra("report", tmp_path / "none"), f"{tmp_path / 'none'}: no such directory")
     assert_refused(libra("report", tmp_path), f"{tmp_path}: holds no run")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_fifo_in_place_of_the_lock_is_not_waited_for(run: Path) -> None:
+    (run / "lock").unlink(missing_ok=True)
+    os.mkfifo(run / "lock")
+    assert libra("report", run).exit_code == 0
 
 
 def test_damage_before_the_last_line_is_one_line_that_names_it(run: Path) -> None:

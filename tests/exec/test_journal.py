@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from libra.config.sealed_line import sealed
 from libra.exec.journal import (
     AnyEntry,
     CheckpointWritten,
@@ -32,7 +34,6 @@ from libra.exec.journal import (
 )
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
-from libra.records.files import sealed
 
 ENTRIES: list[AnyEntry] = [
     SessionStarted(3),
@@ -50,6 +51,14 @@ ENTRIES: list[AnyEntry] = [
     TransitionDropped("rollout-1 could not become rollout:long"),
     RunEnded(8),
 ]
+
+
+def chain(*lines: bytes) -> bytes:
+    """Content of a journal that has these lines."""
+    found = [b""]
+    for line in lines:
+        found.append(sealed(line, found[-1]))
+    return b"\n".join([*found[1:], b""])
 
 
 def written(path: Path, entries: list[AnyEntry]) -> None:
@@ -73,11 +82,11 @@ def test_a_commit_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pyte
     journal.note(WeightsPublished(1))
     journal.commit(CheckpointWritten(1))
     lines = (b'{"kind":"step","version":1}', b'{"kind":"checkpoint","step":1}')
-    assert synced == [b"".join(sealed(line) + b"\n" for line in lines)]
+    assert synced == [chain(*lines)]
     journal.close()
 
 
-WHOLE = b"".join(sealed(msgspec.json.encode(entry)) + b"\n" for entry in ENTRIES)
+WHOLE = chain(*map(msgspec.json.encode, ENTRIES))
 
 
 @settings(max_examples=50, deadline=None)
@@ -111,9 +120,8 @@ def test_cut_anywhere_the_whole_lines_are_kept_and_more_can_be_written(
 )
 def test_a_damaged_line_in_the_middle_is_an_error(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    first, second = (sealed(msgspec.json.encode(entry)) for entry in ENTRIES[:2])
-    line = sealed(damage) if damage.endswith(b"}") else damage
-    path.write_bytes(b"\n".join([first, line, second]) + b"\n")
+    first, second = map(msgspec.json.encode, ENTRIES[:2])
+    path.write_bytes(chain(first, damage, second) if damage.endswith(b"}") else chain(first) + damage + b"\n")
     with pytest.raises(JournalError, match=r"journal\.jsonl:2: .* the journal is damaged"):
         list(read_journal(path))
 
@@ -131,6 +139,26 @@ def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b":4}", b":5}"))
     with pytest.raises(JournalError, match=r"journal\.jsonl:1: the line does not match its checksum"):
         list(read_journal(path))
+
+
+@given(st.lists(st.integers(0, len(ENTRIES) - 1), min_size=1, max_size=len(ENTRIES)))
+@example([0, 1, 3, 4])  # one is missing
+@example([1, 2])  # the first one is
+@example([0, 2, 1, 3])  # two changed places
+@example([0, 1, 1, 2])  # one is there twice
+def test_lines_that_do_not_follow_each_other_are_found(order: list[int]) -> None:
+    lines = WHOLE.splitlines(keepends=True)
+    follow = next((number for number, at in enumerate(order) if number != at), len(order))
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "journal.jsonl"
+        path.write_bytes(b"".join(lines[at] for at in order))
+        entries = read_journal(path)
+        assert [next(entries) for _ in range(follow)] == ENTRIES[:follow]
+        if follow == len(order):
+            assert list(entries) == []
+            return
+        with pytest.raises(JournalError, match=rf"journal\.jsonl:{follow + 1}: the line does not match its checksum"):
+            next(entries)
 
 
 def test_a_move_that_never_began_is_refused() -> None:

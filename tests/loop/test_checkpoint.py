@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from fakes.small_run import episode, rows
 
 from libra.backends.protocols import Trainer
+from libra.config.sealed_line import unsealed
 from libra.config.yaml_file import ConfigError
 from libra.exec.journal import JournalReplay
 from libra.exec.pool import make_pool
@@ -34,7 +36,7 @@ from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import TRAIN, Duty, Role
 from libra.records.files import DiskError
 from libra.records.manifest import seal
-from libra.records.schema import Evaluation, PeriodRecord, StepRecord
+from libra.records.schema import Evaluation, PeriodRecord, RecordFormatError, StepRecord
 
 STATE = RunState(3, 12.5, {"seen": 7}, {"policy": "some"}, Evaluation("start", 0, 8, 0.25, 0.5, 2.0))
 
@@ -170,7 +172,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     state = save(tmp_path) / "state.json"
     state.write_text(state.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
     seal(state.parent)
-    with pytest.raises(ConfigError, match="format 1 is not the 3 of this version of libra"):
+    with pytest.raises(ConfigError, match=f"format 1 is not the {FORMAT} of this version of libra"):
         latest_checkpoint(tmp_path)
 
 
@@ -228,6 +230,33 @@ def test_torn_lines_are_left_out_and_told_of(recorder: Recorder) -> None:
     assert [row["text"] for row in rows(directory, "events")] == ["one"]
     assert missing_trajectories(directory, finished) == finished[1:]
     assert cut_back(directory, 2) == Recorded(2, 4.0, 0)
+
+
+@pytest.mark.parametrize("name", ["metrics", "periods", "events", "trajectories"])
+def test_a_record_that_was_changed_is_refused_by_file_and_line(recorder: Recorder, name: str) -> None:
+    for number in (1, 2, 3):
+        recorder.step(replace(STEP, step=number, time=2.0 * number))
+        recorder.period(replace(PERIOD, period=number))
+        recorder.event("warning", None, f"number {number}")
+        recorder.episode(episode(0, number))
+    path = recorder.directory / f"{name}.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    changed = second[:20] + second[20:].replace(b"2", b"1")  # still a record, though another one
+    assert changed != second and json.loads(changed)
+    path.write_bytes(first + changed + third)
+    with pytest.raises(RecordFormatError, match=rf"{name}\.jsonl:2: the line does not match its checksum; remove"):
+        cut_back(recorder.directory, 3)
+    assert path.read_bytes() == first + changed + third
+
+
+def test_records_of_before_they_had_checksums_are_read(recorder: Recorder) -> None:
+    recorder.step(STEP)
+    recorder.episode(episode(0, 0))
+    for name in ("metrics", "trajectories"):
+        path = recorder.directory / f"{name}.jsonl"
+        path.write_bytes(unsealed(path.read_bytes().rstrip()) + b"\n")
+    assert cut_back(recorder.directory, STEP.step).step == STEP.step
+    assert missing_trajectories(recorder.directory, [episode(0, 0)]) == []
 
 
 def test_what_is_cut_back_is_on_disk_before_it_takes_its_name(

@@ -13,9 +13,10 @@ from fakes.small_run import episode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.config.sealed_line import sealed
 from libra.loop.episode_file import EpisodeFile, EpisodeFileError, EpisodeGroup, History, TakenBatch, read_history
 from libra.loop.rollout import Episode
-from libra.records.files import DiskError, LineFile, sealed
+from libra.records.files import DiskError, LineFile
 
 
 class Run:
@@ -239,21 +240,29 @@ def test_a_segment_that_was_cut_off_in_its_first_line_is_made_anew(run: Run) -> 
     run.go_on()
 
 
-HEAD = sealed(b'{"kind":"segment","step":0,"groups":[]}') + b"\n"
-STARTED = sealed(b'{"kind":"started","group":0,"version":0}') + b"\n"
+HEAD = sealed(b'{"kind":"segment","step":0,"groups":[]}')
+STARTED = sealed(b'{"kind":"started","group":0,"version":0}', HEAD)
+STARTED_TWICE = sealed(b'{"kind":"started","group":0,"version":0}', STARTED)
 TAKEN = b'{"kind":"taken","version":%d,"groups":%b}'
 DAMAGES = [
-    (b"nonsense\n", "2: .*the file is damaged"),
-    (STARTED.replace(b'"version":0', b'"version":1'), "2: the line does not match its checksum; the file is damaged"),
-    (sealed(TAKEN % (2, b"[]")) + b"\n", "2: version 2 does not follow 0; the file is damaged"),
-    (sealed(TAKEN % (1, b"[3]")) + b"\n", "2: a batch of group 3, which was not started, or trained on"),
-    (STARTED + STARTED, "3: group 0 was started before"),
+    ([b"nonsense"], "2: .*the file is damaged"),
+    (
+        [STARTED.replace(b'"version":0', b'"version":1')],
+        "2: the line does not match its checksum.*; the file is damaged",
+    ),
+    ([STARTED, STARTED], "3: the line does not match its checksum, or does not follow the line before; the file is"),
+    ([STARTED_TWICE], "2: the line does not match its checksum, or does not follow the line before; the file is"),
+    ([sealed(TAKEN % (2, b"[]"), HEAD)], "2: version 2 does not follow 0; the file is damaged"),
+    ([sealed(TAKEN % (1, b"[3]"), HEAD)], "2: a batch of group 3, which was not started, or trained on"),
+    ([STARTED, STARTED_TWICE], "3: group 0 was started before"),
 ]
 
 
 @pytest.mark.parametrize(("lines", "message"), DAMAGES)
-def test_what_cannot_have_happened_is_refused_by_file_and_line(lines: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "episodes-00000.jsonl").write_bytes(HEAD + lines)
+def test_what_cannot_have_happened_is_refused_by_file_and_line(
+    lines: list[bytes], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "episodes-00000.jsonl").write_bytes(b"\n".join([HEAD, *lines, b""]))
     with pytest.raises(EpisodeFileError, match=rf"episodes-00000\.jsonl:{message}"):
         read_history(tmp_path, 0)
 
@@ -275,7 +284,7 @@ def test_an_episode_that_cannot_be_is_refused(run: Run, wrong: object, message: 
 
 
 def test_a_file_that_does_not_begin_with_its_head_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "episodes-00000.jsonl").write_bytes(STARTED)
+    (tmp_path / "episodes-00000.jsonl").write_bytes(sealed(b'{"kind":"started","group":0,"version":0}') + b"\n")
     with pytest.raises(EpisodeFileError, match=r"episodes-00000\.jsonl:1: not the head of a segment"):
         read_history(tmp_path, 0)
 

@@ -21,6 +21,7 @@ from serve.processes import EXAMPLES, LIBRA, ended, one_engine, start
 from typer.testing import CliRunner
 
 from libra.cli.app import app
+from libra.config.sealed_line import unsealed
 from libra.route.cmlfq import CMLFQ
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
@@ -56,6 +57,7 @@ def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
             router.send_signal(signal.SIGTERM)
             assert router.wait(timeout=30) == 0
             assert [it.id for it in read_trajectories(log)] == [f"t{it}" for it in range(number + 1)]
+            assert all(unsealed(line) for line in log.read_bytes().splitlines())
             assert json.loads(state.read_text(encoding="utf-8"))["policy"] == "cmlfq"
             options = options[2:]
 

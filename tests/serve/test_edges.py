@@ -288,6 +288,13 @@ def test_a_token_file_is_refused(tmp_path: Path, content: str, mode: int, says: 
     assert read_token(file) == "abc"
 
 
+def test_a_token_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ValueError, match="the token cannot be read; give a regular file"):
+            read_token(path)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_an_emulated_engine_is_behind_the_same_guard(path: str) -> None:
     async with emulated("e") as (base, _), ClientSession(base) as session:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.config.sealed_line import sealed
 from libra.trajectory import (
     Trajectory,
     TrajectoryFormatError,
@@ -64,6 +65,15 @@ def test_a_written_file_reads_back_equal(tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     write_trajectories(path, written)
     assert list(read_trajectories(path)) == written
+
+
+def test_lines_with_and_without_checksums_are_read_from_one_file(tmp_path: Path) -> None:
+    path, plain = tmp_path / "log.jsonl", dump_trajectory(SHORT).encode()
+    path.write_bytes(plain + b"\n" + sealed(plain) + b"\n" + plain + b"\n")
+    assert list(read_trajectories(path)) == [SHORT] * 3
+    path.write_bytes(plain + b"\n" + sealed(plain).replace(b'"prompt_tokens":', b'"prompt_tokens":1') + b"\n")
+    with pytest.raises(TrajectoryFormatError, match=r"log\.jsonl:2: the line does not match its checksum; remove"):
+        list(read_trajectories(path))
 
 
 def test_the_sample_is_what_dump_writes_up_to_the_order_of_keys() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,6 @@ from libra.cli.errors import bad_input, require
 from libra.cli.output import check_writable
 
 if TYPE_CHECKING:
-    from libra.records.files import LineFile
     from libra.route.policy import Policy
     from libra.serve.gateway.config import GatewayConfig
     from libra.trajectory import Trajectory
@@ -93,12 +91,19 @@ async def _serve(
     file: GatewayConfig, policy: Policy, host: str, port: int, token: str | None, log: Path | None, as_json: bool
 ) -> None:
     from libra.config.listeners import GATEWAY
+    from libra.config.sealed_line import sealed
     from libra.records.files import LineFile
     from libra.serve.gateway.server import Gateway
     from libra.serve.http import serve
+    from libra.trajectory import dump_trajectory
 
     written = None if log is None else LineFile(log)
-    gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it), token is not None)
+
+    def record(finished: Trajectory) -> None:
+        if written is not None:
+            written.append(sealed(dump_trajectory(finished).encode()))
+
+    gateway = Gateway(file, policy, record, token is not None)
 
     def announce(base: str) -> None:
         healthy, count = len(gateway.upstreams.instances), len(file.engines)
@@ -112,7 +117,3 @@ async def _serve(
     finally:
         if written is not None:
             written.close()
-
-
-def _append(file: LineFile, trajectory: Trajectory) -> None:
-    file.append(json.dumps(asdict(trajectory)).encode())

@@ -1,23 +1,25 @@
 """An append-only record of what the controller intended and what came of it, and its replay.
 
-Invariant: a committed entry is on disk before the controller acts on it; an interrupted last line is ignored on
-reading, every other damaged line is an error, which the checksum of each line finds. The replay is a pure function of
-the entries: for a journal without an interrupted move it is what the controller held in memory; a move that was under
-way is named, and nothing is guessed of how far it came.
+Invariant: a committed entry is on disk before the controller acts on it. An interrupted last line is ignored on
+reading; any other line that is damaged, missing or moved is an error, which the chain of checksums finds. The replay is
+a pure function of the entries: for a journal without an interrupted move it is what the controller held in memory; a
+move that was under way is named, and nothing is guessed of how far it came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
+from libra.config.sealed_line import unsealed
 from libra.plan.allocation import Allocation
 from libra.plan.transition import IDLE, Duty, Move, Role
-from libra.records.files import LineFile, sealed, unsealed, whole_lines
+from libra.records.files import ChainedFile, whole_lines
 
 
 class JournalError(ValueError):
@@ -129,11 +131,11 @@ class Journal:
     """JSON lines, one an entry. Raises `DiskError` where a line cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
+        self._file = ChainedFile(path)
 
     def note(self, entry: Entry) -> None:
         """Record something that may be lost with the machine, though not with the controller."""
-        self._file.append(sealed(msgspec.json.encode(entry)))
+        self._file.append(msgspec.json.encode(entry))
 
     def commit(self, entry: Entry) -> None:
         """Record something that a restarted controller must know; on disk when this returns."""
@@ -151,9 +153,9 @@ def read_journal(path: Path) -> Iterator[AnyEntry]:
         lines = whole_lines(path)
     except OSError as error:
         raise JournalError(f"{path}: {error.strerror}; start a new run") from None
-    for number, line in enumerate(lines, start=1):
+    for number, (before, line) in enumerate(pairwise([b"", *lines]), start=1):
         try:
-            yield decoder.decode(unsealed(line))
+            yield decoder.decode(unsealed(line, before))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise JournalError(f"{path}:{number}: {error}; the journal is damaged, start a new run") from None
 

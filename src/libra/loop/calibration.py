@@ -16,6 +16,7 @@ import libra
 from libra.backends.machine import COMPUTING, versions
 from libra.backends.transport.messages import Precision
 from libra.config.cache import cache_directory, cache_key
+from libra.config.input_file import read_input
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import load_profile, save_profile
@@ -58,7 +59,7 @@ def _digest_of(code: Path) -> str:
     digest = hashlib.sha256()
     for path in sources:
         digest.update(f"{path.relative_to(code)}\n".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        digest.update(hashlib.sha256(read_input(path)).digest())
     return digest.hexdigest()
 
 

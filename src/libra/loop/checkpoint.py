@@ -21,6 +21,7 @@ import msgspec
 
 from libra.backends.protocols import Trainer
 from libra.config.run import ConfigError
+from libra.config.sealed_line import opened
 from libra.exec.journal import JournalReplay, read_journal, replay
 from libra.exec.pool import Worker, bucket_limits, current_allocation
 from libra.loop.episode_file import History, read_history
@@ -41,7 +42,7 @@ from libra.records.schema import (
 )
 
 _STATE = "state.json"
-FORMAT = 3  # the files are listed in a manifest, and the lines of journal and episodes have checksums
+FORMAT = 4  # the files are listed in a manifest, and the lines of journal and episodes are chains of checksums
 _NUMBERED = re.compile(r"checkpoint-(\d{1,12})")
 _KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the one before
 
@@ -242,8 +243,8 @@ def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[E
     path, written = directory / "trajectories.jsonl", set[str]()
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            written.add(_id.decode(line).id)
-        except msgspec.DecodeError as error:
+            written.add(_id.decode(opened(line)).id)
+        except (msgspec.DecodeError, ValueError) as error:
             raise RecordFormatError(f"{path}:{number}: {error}") from None
     return [episode for episode in episodes if episode.trajectory.id not in written]
 
@@ -256,24 +257,31 @@ _id = msgspec.json.Decoder(_Id)
 
 
 def _keep(path: Path, records: Sequence[Record]) -> None:
-    write_whole(path, "".join(record.to_json() + "\n" for record in records))
+    write_whole(path, b"".join(record.to_line() + b"\n" for record in records))
 
 
 def _drop_torn(path: Path) -> int:
-    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file."""
+    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file.
+    Raises `RecordFormatError` at an object that does not match its checksum."""
     if not path.exists():
         return 0
     with writing(path):
         drop_partial_line(path)
     lines = whole_lines(path)
-    kept = [line for line in lines if _is_object(line)]
+    kept = [line for number, line in enumerate(lines, start=1) if _is_object(line, f"{path}:{number}")]
     if len(kept) < len(lines):
         write_whole(path, b"".join(line + b"\n" for line in kept))
     return len(lines) - len(kept)
 
 
-def _is_object(line: bytes) -> bool:
+def _is_object(line: bytes, where: str) -> bool:
     try:
-        return isinstance(msgspec.json.decode(line), dict)
+        if not isinstance(msgspec.json.decode(line), dict):
+            return False
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
+    try:
+        opened(line)
+    except ValueError as error:
+        raise RecordFormatError(f"{where}: {error}") from None
+    return True

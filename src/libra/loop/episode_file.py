@@ -7,8 +7,9 @@ after it are taken again, of the same episodes in the same order, and the groups
 were. No episode is of a version that no batch before it makes.
 
 Every line is with the operating system when it is written, so it outlives the controller; `sync`, once a step and off
-the event loop, makes it outlive the machine. Each carries a checksum. With every checkpoint a new segment begins; when
-the checkpoint is complete, the segments that neither it nor the checkpoint before needs are deleted.
+the event loop, makes it outlive the machine. The lines of a file are a chain of checksums. With every checkpoint a new
+segment begins; when the checkpoint is complete, the segments that neither it nor the checkpoint before needs are
+deleted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
+from libra.config.sealed_line import unsealed
 from libra.loop.rollout import Episode
-from libra.records.files import LineFile, drop_partial_line, sealed, unsealed, whole_lines
+from libra.records.files import ChainedFile, LineFile, drop_partial_line, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"
 _PATTERN = "episodes-*.jsonl"
@@ -105,8 +108,8 @@ class EpisodeFile:
         self._started_in = {group.number: (group.started_at, first) for group in groups}
         self._needed = first  # the oldest segment that the newest checkpoint needs
         self._needed_before = first  # that the checkpoint before needs
-        self._unsynced: list[LineFile] = []
-        self._file = LineFile(self._path(self._number))
+        self._unsynced: list[ChainedFile] = []
+        self._file = ChainedFile(self._path(self._number))
         if not segments:
             self._append(_Segment(step, ()))
 
@@ -128,9 +131,9 @@ class EpisodeFile:
         """A checkpoint of `step`, later than any complete one, is being made: what was written so far is in it, what
         follows is not."""
         number = self._number + 1
-        file = LineFile(self._path(number))
+        file = ChainedFile(self._path(number))
         try:  # nothing may follow in a file that has no head
-            file.append(sealed(msgspec.json.encode(_Segment(step, self._under_way()))))
+            file.append(msgspec.json.encode(_Segment(step, self._under_way())))
         except BaseException:
             file.close()
             raise
@@ -160,7 +163,7 @@ class EpisodeFile:
         return tuple((group, version) for group, (version, _) in self._started_in.items())
 
     def _append(self, line: _Line) -> None:
-        self._file.append(sealed(msgspec.json.encode(line)))
+        self._file.append(msgspec.json.encode(line))
 
     def _path(self, number: int) -> Path:
         return self._directory / _NAME.format(number)
@@ -279,9 +282,9 @@ def _read(path: Path) -> Iterator[tuple[int, _Line]]:
         lines = whole_lines(path)
     except OSError as error:
         raise EpisodeFileError(f"{path}: {error.strerror}; start again with --overwrite") from None
-    for number, text in enumerate(lines, start=1):
+    for number, (before, text) in enumerate(pairwise([b"", *lines]), start=1):
         try:
-            yield number, _decoder.decode(unsealed(text))
+            yield number, _decoder.decode(unsealed(text, before))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise EpisodeFileError(
                 f"{path}:{number}: {error}; the file is damaged, start again with --overwrite"

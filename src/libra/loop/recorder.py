@@ -16,6 +16,7 @@ from pathlib import Path
 
 from libra.backends.protocols import StepResult
 from libra.backends.vllm.kv_handover import ContextMoves
+from libra.config.sealed_line import sealed
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
 from libra.loop.metrics import Tally
@@ -107,7 +108,7 @@ class Recorder:
         self.messages.append(f"{worker}: {text}" if worker else text)
 
     def episode(self, episode: Episode) -> None:
-        self._files["trajectories"].append(dump_trajectory(episode.trajectory).encode())
+        self._files["trajectories"].append(sealed(dump_trajectory(episode.trajectory).encode()))
         if episode.trajectory.id == self._followed:
             self._followed = None
 
@@ -139,7 +140,7 @@ class Recorder:
                     "kv_seconds": round(change.seconds, 6),
                     "kv": change.why,
                 }
-            self._files["routing"].append(json.dumps(entry).encode())
+            self._files["routing"].append(sealed(json.dumps(entry).encode()))
 
     def turns(self, worker: str, change: int) -> None:
         """The number of turns at an engine changes."""
@@ -302,7 +303,7 @@ class Recorder:
                 timeline.turns(worker, running, now)
 
     def _write(self, name: str, record: Record) -> None:
-        self._files[name].append(record.to_json().encode())
+        self._files[name].append(record.to_line())
 
 
 def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:

@@ -2,22 +2,20 @@
 
 A line of a `LineFile` is whole or it is not there: what a kill or a full disk cut off is dropped when the file is
 opened again, and left out by readers before that. What cannot be written is a `DiskError`, which names the file and
-the remedy; the error of the operating system names none. A sealed line is a JSON object that carries its own checksum.
+the remedy; the error of the operating system names none.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from libra.config.input_file import read_input
+from libra.config.sealed_line import sealed
 
-_SEAL = b'{"crc":"%08x",'
-_SEAL_BYTES = len(_SEAL % 0)
 _BLOCK = 1 << 16  # bytes read at a time when looking for the last newline
 _REMEDIES = {
     errno.ENOSPC: "free some space on its disk",
@@ -95,23 +93,26 @@ class LineFile:
         self._file.close()
 
 
+class ChainedFile(LineFile):
+    """A `LineFile` of sealed lines, a chain from the first one on."""
+
+    def __init__(self, path: Path) -> None:
+        with writing(path):
+            lines = whole_lines(path) if path.exists() else []
+        self._last = lines[-1] if lines else b""
+        super().__init__(path)
+
+    def append(self, line: bytes) -> None:
+        """One line of JSON, without its checksum and its newline."""
+        line = sealed(line, self._last)
+        super().append(line)
+        self._last = line
+
+
 def whole_lines(path: Path) -> list[bytes]:
     """All lines that were finished, without their newlines. Raises `OSError`, also where it is not a regular file."""
     *lines, _interrupted = read_input(path).split(b"\n")
     return lines
-
-
-def sealed(line: bytes) -> bytes:
-    """A line of JSON, an object with at least one key, with its CRC-32 as the first key."""
-    return _SEAL % zlib.crc32(line) + line[1:]
-
-
-def unsealed(line: bytes) -> bytes:
-    """The line without its checksum. Raises `ValueError` where it has none, or a wrong one."""
-    plain = b"{" + line[_SEAL_BYTES:]
-    if sealed(plain) != line:
-        raise ValueError("the line does not match its checksum")
-    return plain
 
 
 def drop_partial_line(path: Path) -> None:

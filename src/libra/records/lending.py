@@ -16,6 +16,7 @@ from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from libra.config.json_line import line_problem
 from libra.config.run import LendingRule
+from libra.config.sealed_line import opened
 from libra.lend.gate import Gate, Grant, Reason, Refusal, ServingView, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst, TimeSlices
@@ -174,8 +175,8 @@ _LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discrimina
 def are_terms(line: bytes) -> bool:
     """Whether it is the first line of such a file."""
     try:
-        return isinstance(_LINES.validate_json(line, strict=True), LendingTerms)
-    except ValidationError:
+        return isinstance(_LINES.validate_json(opened(line), strict=True), LendingTerms)
+    except ValueError:
         return False
 
 
@@ -183,13 +184,15 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
     """Its lines; one that was cut off at the end is left out. Raises `RecordFormatError`."""
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            said = _LINES.validate_json(line, strict=True)
+            said = _LINES.validate_json(opened(line), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             wrong = "" if first["type"].startswith("union_tag") else f" ({line_problem(first)})"
             raise RecordFormatError(
                 f"{path}:{number}: no line of a record of a loan{wrong}; give the `record` of a loan as it was written"
             ) from None
+        except ValueError as error:
+            raise RecordFormatError(f"{path}:{number}: {error}") from None
         if number == 1 and not isinstance(said, LendingTerms):
             raise RecordFormatError(f"{path}:1: a record of a loan begins with its terms; give one as it was written")
         yield said

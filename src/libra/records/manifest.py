@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from libra.records.files import sealed, unsealed, write_whole, writing
+from libra.config.sealed_line import sealed, unsealed
+from libra.records.files import write_whole, writing
 
 MANIFEST = "manifest.json"
 _MOST_BYTES = 1 << 20  # of a manifest

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from libra.config.input_file import open_input
+from libra.config.sealed_line import opened, sealed
 from libra.plan.solution import Bottleneck
 from libra.plan.transition import Role
 from libra.records.causes import Cause
@@ -59,6 +60,10 @@ class Record:
     def to_json(self) -> str:
         """The record as one line, without the newline."""
         return _adapter(type(self)).dump_json(self).decode()
+
+    def to_line(self) -> bytes:
+        """The record as a line of a file: with its checksum, without the newline."""
+        return sealed(_adapter(type(self)).dump_json(self))
 
     def __post_init__(self) -> None:
         _require_finite(self)
@@ -323,13 +328,16 @@ def _require_finite(record: Any) -> None:
 
 
 def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
-    """One JSON object to a record; `where` (for example `metrics.jsonl:12`) opens the error message."""
+    """One JSON object, with a checksum or without, to a record; `where` (as in `metrics.jsonl:12`) opens the error
+    message."""
     try:
-        record: R = _adapter(kind).validate_json(text, strict=True)
+        record: R = _adapter(kind).validate_json(opened(text), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
         raise RecordFormatError(f"{where}: {field}: {first['msg']}") from None
+    except ValueError as error:
+        raise RecordFormatError(f"{where}: {error}") from None
     return record
 
 

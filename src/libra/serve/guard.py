@@ -8,6 +8,7 @@ not send to another origin without asking it first. A listener that other machin
 from __future__ import annotations
 
 import hmac
+import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
+from libra.config.input_file import open_input
 from libra.config.listeners import is_local
 from libra.serve.answers import RefusedRequest
 
@@ -78,9 +80,12 @@ class Guard:
 def read_token(path: Path) -> str:
     """Read a bearer token from a file that only its owner can read. Raises ValueError."""
     try:
-        token, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
+        with open_input(path) as file:
+            token, mode = file.read().decode().strip(), os.fstat(file.fileno()).st_mode
     except (OSError, UnicodeError):
-        raise ValueError(f"{path}: the token cannot be read; give a file with one line of printable ASCII") from None
+        raise ValueError(
+            f"{path}: the token cannot be read; give a regular file with one line of printable ASCII"
+        ) from None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"{path}: holds no token: one line of printable ASCII without spaces, which is not shown here")
     if mode & 0o077:

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from libra.config.input_file import MOST, open_input
 from libra.config.json_line import line_problem
+from libra.config.sealed_line import opened
 
 ToolStatus = Literal["ok", "error", "timeout", "unknown"]
 
@@ -175,15 +176,19 @@ def _adapter() -> TypeAdapter[Trajectory]:
 
 
 def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
-    """One JSON line to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the error message.
+    """One JSON line, with a checksum or without, to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the
+    error message.
 
     Fields that are not Libra's own are ignored, as logs of other systems have them; one that reads like an optional
     field with a typo is refused.
     """
     try:
+        line = opened(line)
         return _adapter().validate_json(line, strict=True)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
+    except ValueError as error:
+        raise TrajectoryFormatError(f"{where}: {error}") from None
     unknown = [problem["loc"] for problem in problems if problem["type"] == "unexpected_keyword_argument"]
     if len(unknown) < len(problems):
         first = next(problem for problem in problems if problem["type"] != "unexpected_keyword_argument")

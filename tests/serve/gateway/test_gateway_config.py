@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from base64 import b64encode
 from pathlib import Path
 from traceback import format_exception
@@ -124,6 +125,11 @@ def test_an_engine_is_told_its_secret_and_nobody_else(
         ({"engines": [engine(basic_auth=SECRET)]}, "engines.0: basic_auth is no user:password"),
         ({"engines": [engine(api_key_env=SECRET)]}, "engines.0.api_key_env: the variable is not set"),
         ({"engines": [engine(api_key_file=SECRET)]}, "engines.0.api_key_file: the file cannot be read"),
+        (
+            {"engines": [engine(api_key_file="fifo")]},
+            "engines.0.api_key_file: the file cannot be read, or is no regular",
+        ),
+        ({"engines": [engine(api_key_file="/dev/zero")]}, "engines.0.api_key_file: the file cannot be read, or is no"),
         ({"engines": [engine(api_key_file="odd")]}, "engines.0.api_key_file: what it holds must be one line"),
         ({"engines": [engine(url=f"ftp://me:{SECRET}@a/v1")]}, "engines.0.url: must begin with http:// or https://"),
         ({"engines": [engine(url=f"http://me:{SECRET}/2@a/v1")]}, "engines.0.url: holds an @"),
@@ -135,6 +141,7 @@ def test_an_engine_is_told_its_secret_and_nobody_else(
 )
 def test_no_message_shows_a_secret(tmp_path: Path, text: Any, says: str) -> None:
     (tmp_path / "odd").write_bytes(b"\xff" + SECRET.encode())
+    os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, text if isinstance(text, str) else yaml.safe_dump(text))
     assert says in str(error.value) and SECRET not in "".join(format_exception(error.value))

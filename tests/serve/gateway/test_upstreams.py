@@ -36,7 +36,7 @@ def last_error(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: bool) -> None:
     async with staged(engines=1, scripted=[Scripted(say_nothing)], engine_timeout_seconds=0.3) as stage:
-        stage.mark("e0", healthy=False)  # the turn goes to the other, which hangs
+        stage.engine("e0").load_tokens += 1  # so the turn goes to the other, which hangs
         turn = asyncio.create_task(stage.session.post("/v1/completions", json=BODY | {"stream": stream}))
         async with asyncio.timeout(10):
             while not stage.engine("s0").in_flight:

@@ -52,7 +52,7 @@ class LendingRecord:
         self._file: LineFile | None = LineFile(path)
         self._told, self._lines = told, list[LendingLine]()
         self.lost = 0  # lines
-        self._file.append(terms.to_json().encode())
+        self._file.append(terms.to_line())
 
     def append(self, line: LendingLine) -> None:
         if self._file is not None:
@@ -63,10 +63,10 @@ class LendingRecord:
     def flush(self, *, all_of_it: bool = False) -> None:
         if self._file is None or len(self._lines) < (1 if all_of_it else _LINES):
             return
-        text, kept = "\n".join(line.to_json() for line in self._lines), len(self._lines)
+        lines, kept = b"\n".join(line.to_line() for line in self._lines), len(self._lines)
         self._lines.clear()
         try:
-            self._file.append(text.encode())
+            self._file.append(lines)
         except DiskError as error:
             self._file.close()
             self._file, self.lost = None, kept

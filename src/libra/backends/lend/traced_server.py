@@ -110,7 +110,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
                     request.first = now
                 request.tokens += len(output.outputs[0].token_ids)
                 if output.finished:
-                    served.append(_ended(live.pop(output.request_id), now, origin).to_json().encode())
+                    served.append(_ended(live.pop(output.request_id), now, origin).to_line())
 
 
 def _arrivals(start: StartServer) -> Iterator[_Arrival]:

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from libra.config.input_file import read_input
 from libra.config.yaml_file import Section, read_section, refusal
 from libra.route.catalogue import policy_named
 from libra.route.cmlfq import CMLFQ
@@ -155,7 +156,8 @@ def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSect
         return engine
     # Neither name is shown: a user may have put the token itself there by mistake.
     if secret is None:
-        missing = "variable is not set" if key == "api_key_env" else f"file cannot be read (from {folder.absolute()})"
+        unread = f"file cannot be read, or is no regular file (from {folder.absolute()})"
+        missing = "variable is not set" if key == "api_key_env" else unread
         raise ValueError(f"engines.{index}.{key}: the {missing}; have it hold the token of engine {engine.name}")
     try:
         _require_sendable(secret)
@@ -166,7 +168,7 @@ def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSect
 
 def _content(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return read_input(path).decode(errors="replace").strip()
     except OSError:
         return None
 
