@@ -256,10 +256,30 @@ class Problem:
             require_at_least(1, most_buckets=self.most_buckets)
         if self.colocated and self.staleness:
             raise ValueError(f"staleness is {self.staleness}; colocated training is synchronous: set it to 0")
+        self._require_classes()
+        self._require_pools()
+        self._require_distinct_options()
+        _require_costs("problem", switch=(self.switch,))
+
+    def _require_classes(self) -> None:
+        """Raises ValueError unless classes are ordered and every row lists them all."""
         if not self.peaks:
             raise ValueError("there is no class; a problem needs at least one trajectory class")
         if any(shorter > longer for shorter, longer in pairwise(self.peaks)) or self.peaks[-1] > self.longest_context:
             raise ValueError("peaks are not ordered; sort the classes, shortest first, none above longest_context")
+        recall = (*self.recall_known, *self.recall_possible)
+        rows = (self.expected, *recall, *(option.residence for option in self.engines))
+        if any(len(row) != len(self.peaks) for row in rows):
+            raise ValueError(
+                f"there are {len(self.peaks)} classes; expected, recall and every engine option must list them all"
+            )
+        if not all(0 <= part <= 1 for row in recall for part in row):
+            raise ValueError("recall holds fractions of 0 to 1")
+        if not set(self.recall_known) <= set(self.recall_possible):
+            raise ValueError("recall_possible must list every router of recall_known: what is known is also possible")
+
+    def _require_pools(self) -> None:
+        """Raises ValueError unless every option is on a pool that there is, and pools that serve keep to their part."""
         pools = {pool.name for pool in self.pools}
         if len(pools) < len(self.pools):
             raise ValueError("two pools have the same name; name each once")
@@ -276,6 +296,9 @@ class Problem:
                     f"{engine.name} is lent and holds the longest context of {self.longest_context} tokens; engines of"
                     " one's own must serve that: let it hold less"
                 )
+
+    def _require_distinct_options(self) -> None:
+        """Raises ValueError where two options cannot be told apart."""
         named = [(option.layout, option.replicas) for option in self.training]
         if len(set(named)) < len(named):
             raise ValueError("two training options have the same layout and replicas; list each once")
@@ -286,23 +309,6 @@ class Problem:
                 raise ValueError(
                     f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart"
                 )
-        classes = len(self.peaks)
-        rows = (
-            self.expected,
-            *self.recall_known,
-            *self.recall_possible,
-            *(option.residence for option in self.engines),
-        )
-        if any(len(row) != classes for row in rows):
-            raise ValueError(
-                f"there are {classes} classes; expected, recall and every engine option must list them all"
-            )
-        for row in (*self.recall_known, *self.recall_possible):
-            if not all(0 <= part <= 1 for part in row):
-                raise ValueError("recall holds fractions of 0 to 1")
-        if not set(self.recall_known) <= set(self.recall_possible):
-            raise ValueError("recall_possible must list every router of recall_known: what is known is also possible")
-        _require_costs("problem", switch=(self.switch,))
 
     @property
     def synchronous(self) -> bool:

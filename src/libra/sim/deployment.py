@@ -101,27 +101,14 @@ def check_roles(
 ) -> None:
     """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
     are missing may come later."""
-    for engine in engines:
-        if engine.config.kv_tiers and engine.role.takes == "context":
-            raise ValueError(
-                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: its KV comes"
-                " from the engines that compute prompts; give them to those, or leave them out"
-            )
-        if engine.config.kv_tiers and any(refreshes):
-            raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
+    _check_tiers(engines, refreshes)
     prefill, decode = ([it for it in engines if it.role.name == role] for role in ("prefill", "decode"))
     if not prefill and not decode:
         if transfer is not None and not may_come:
             raise ValueError("kv_transfer is given, and no engine has the role prefill or decode: give them one")
         return
-    for bucket in () if may_come else sorted({engine.bucket for engine in (*prefill, *decode)}):
-        roles = {engine.role.name for engine in engines if engine.bucket == bucket}
-        for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            if role not in roles and other in roles and not (role == "prefill" and "colocated" in roles):
-                where = f" of bucket {bucket}" if any(engine.bucket for engine in engines) else ""
-                raise ValueError(
-                    f"engines{where} have the role {other}, and none has {role}: add one, or make them colocated"
-                )
+    if not may_come:
+        _check_partners(engines)
     if transfer is None:
         raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")
     first = prefill[0] if prefill else decode[0]
@@ -132,31 +119,57 @@ def check_roles(
                 f" {first.config.block_size}: KV is read block by block, so make them equal"
             )
     for engine in decode:
-        if engine.kv_bytes <= 0:
-            raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
-        config = engine.config
-        free = {
-            "drafts": config.draft_blocks,
-            "num_reserved_decode_tokens": config.blocks(config.num_reserved_decode_tokens),
-        }
-        if config.kv_blocks < config.blocks(config.max_model_len) + sum(free.values()):
-            left = " and ".join(f"{blocks} blocks free for {what}" for what, blocks in free.items() if blocks)
-            lower = (
-                "max_model_len, or num_reserved_decode_tokens"
-                if free["num_reserved_decode_tokens"]
-                else "max_model_len"
-            )
-            raise ValueError(
-                f"kv_blocks of {engine.name} is {config.kv_blocks}: KV of max_model_len {config.max_model_len} tokens"
-                f" comes only if it leaves {left}, which it never does; give more memory, or lower {lower}"
-            )
-        if transfer.push and config.num_reserved_decode_tokens < config.block_size:
-            raise ValueError(
-                f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: KV that is pushed"
-                f" would fill it, and none of it go on; give a block, {config.block_size}, or more"
-            )
+        _check_room_for_kv(engine, transfer)
     if any(refreshes):
         raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")
+
+
+def _check_tiers(engines: Sequence[EngineSpec], refreshes: Sequence[bool]) -> None:
+    for engine in engines:
+        if engine.config.kv_tiers and engine.role.takes == "context":
+            raise ValueError(
+                f"kv_tiers of {engine.name}, which has the role {engine.role.name}, are not simulated: its KV comes"
+                " from the engines that compute prompts; give them to those, or leave them out"
+            )
+        if engine.config.kv_tiers and any(refreshes):
+            raise ValueError("weight_updates.refresh with kv_tiers is not simulated: set it to false")
+
+
+def _check_partners(engines: Sequence[EngineSpec]) -> None:
+    """Raises ValueError where a bucket has one role of a pair and lacks the other."""
+    for bucket in sorted({engine.bucket for engine in engines}):
+        roles = {engine.role.name for engine in engines if engine.bucket == bucket}
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            if role not in roles and other in roles and not (role == "prefill" and "colocated" in roles):
+                where = f" of bucket {bucket}" if any(engine.bucket for engine in engines) else ""
+                raise ValueError(
+                    f"engines{where} have the role {other}, and none has {role}: add one, or make them colocated"
+                )
+
+
+def _check_room_for_kv(engine: EngineSpec, transfer: KVNetwork) -> None:
+    """Raises ValueError where KV of the longest context never comes to a decode engine."""
+    config = engine.config
+    if engine.kv_bytes <= 0:
+        raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
+    free = {
+        "drafts": config.draft_blocks,
+        "num_reserved_decode_tokens": config.blocks(config.num_reserved_decode_tokens),
+    }
+    if config.kv_blocks < config.blocks(config.max_model_len) + sum(free.values()):
+        left = " and ".join(f"{blocks} blocks free for {what}" for what, blocks in free.items() if blocks)
+        lower = (
+            "max_model_len, or num_reserved_decode_tokens" if free["num_reserved_decode_tokens"] else "max_model_len"
+        )
+        raise ValueError(
+            f"kv_blocks of {engine.name} is {config.kv_blocks}: KV of max_model_len {config.max_model_len} tokens"
+            f" comes only if it leaves {left}, which it never does; give more memory, or lower {lower}"
+        )
+    if transfer.push and config.num_reserved_decode_tokens < config.block_size:
+        raise ValueError(
+            f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: KV that is pushed"
+            f" would fill it, and none of it go on; give a block, {config.block_size}, or more"
+        )
 
 
 def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int] | None]) -> None:
