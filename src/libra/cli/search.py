@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,16 +86,9 @@ def search(
     130 interrupted.
     """
     # Imported here: `--help` must not wait for what simulating needs.
-    from rich.console import Console
-
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.live import SimulationProgress
-    from libra.report.search_table import counts, files_line, headline, search_tables
-    from libra.report.words import plural
-    from libra.sizing.found import Progress
     from libra.sizing.menu import DEFAULT, ServingMenu, load_menu
-    from libra.sizing.point_file import check_engines_directory, write_engines
-    from libra.sizing.search import answer as find
+    from libra.sizing.point_file import write_engines
     from libra.sizing.search import question_of
 
     notes: list[str] = []
@@ -102,15 +96,7 @@ def search(
         require("report")
     try:
         check_writable(output, report, reads=(cluster, requests, menu))
-        if plan and report is not None:
-            raise ValueError("--report is for a search; leave it out with --plan")
-        if engines_out is not None:
-            if plan:
-                raise ValueError(
-                    "--engines-out is for a search: a file of engines has no route by what each engine serves; leave it"
-                    " out with --plan"
-                )
-            check_engines_directory(engines_out)
+        _check_outputs(plan, report, engines_out)
         file = DEFAULT if menu is None else load_menu(menu)
         question = question_of(
             cluster,
@@ -129,14 +115,7 @@ def search(
         if plan:
             _mix(question, ServingMenu(file), processes, output, as_json, notes)
             return
-        with SimulationProgress(sys.stderr) as shown:
-
-            def tell(moment: Progress) -> None:
-                best = "" if moment.best is None else f"; best: {moment.best.candidate}"
-                done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
-                shown.tell(done + shown.left(moment.out + moment.simulated, moment.candidates) + best)
-
-            found = find(question, ServingMenu(file), jobs=processes, progress=tell)
+        found = _found(question, ServingMenu(file), processes)
         if found.told and (caution := found.caution()) is not None:
             notes.append(caution)
         text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
@@ -157,18 +136,57 @@ def search(
     if as_json:
         typer.echo(text, nl=False)
     else:
-        console = Console()
-        for line in (headline(found), counts(found)):
-            console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
-        for table in search_tables(found, files):
-            console.print(table)
-        if files:
-            console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
+        _print(found, files)
     tell_notes(notes, err=as_json)
     if found.points and not found.told:
         infeasible(ValueError(found.caution()), "no rate can be told")
     if not found.points:
         infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
+
+
+def _check_outputs(plan: bool, report: Path | None, engines_out: Path | None) -> None:
+    """Raises ValueError for an output that the answer does not have."""
+    from libra.sizing.point_file import check_engines_directory
+
+    if plan and report is not None:
+        raise ValueError("--report is for a search; leave it out with --plan")
+    if plan and engines_out is not None:
+        raise ValueError(
+            "--engines-out is for a search: a file of engines has no route by what each engine serves; leave it"
+            " out with --plan"
+        )
+    if engines_out is not None:
+        check_engines_directory(engines_out)
+
+
+def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnswer:
+    from libra.report.live import SimulationProgress
+    from libra.report.words import plural
+    from libra.sizing.found import Progress
+    from libra.sizing.search import answer
+
+    with SimulationProgress(sys.stderr) as shown:
+
+        def tell(moment: Progress) -> None:
+            best = "" if moment.best is None else f"; best: {moment.best.candidate}"
+            done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
+            shown.tell(done + shown.left(moment.out + moment.simulated, moment.candidates) + best)
+
+        return answer(question, menu, jobs=jobs, progress=tell)
+
+
+def _print(found: SizingAnswer, files: Sequence[Path]) -> None:
+    from rich.console import Console
+
+    from libra.report.search_table import counts, files_line, headline, search_tables
+
+    console = Console()
+    for line in (headline(found), counts(found)):
+        console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+    for table in search_tables(found, files):
+        console.print(table)
+    if files:
+        console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
 
 
 def _mix(

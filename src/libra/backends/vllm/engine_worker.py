@@ -32,79 +32,106 @@ from libra.cost.engine_memory import BLOCK_TOKENS
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
     """Until `Stop`, or until the controller goes away."""
-    lent = None if start.loan is None else BorrowingEngine(start.loan)
-    engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
-    if lent is not None:
-        lent.lend(engine)
-    pacer = Pacer(start.share, start.cores)
+    worker = _EngineWorker(channel, start, descriptor)
     channel.send(Ready(seconds=time.monotonic() - began))
-    busy_seconds, report = 0.0, Report(time.monotonic())
+    while worker.turn():
+        pass
 
-    def tell(now: float) -> None:
-        channel.send(report.take(now, busy_seconds, None if lent is None else lent.state()))
 
-    while True:
+class _EngineWorker:
+    """The engine with its channel, its pace and, on a device that is lent, its loan."""
+
+    def __init__(self, channel: WorkerChannel, start: StartEngine, descriptor: int) -> None:
+        self._channel, self._descriptor = channel, descriptor
+        self._lent = None if start.loan is None else BorrowingEngine(start.loan)
+        self._engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
+        if self._lent is not None:
+            self._lent.lend(self._engine)
+        self._pacer = Pacer(start.share, start.cores)
+        self._busy_seconds, self._report = 0.0, Report(time.monotonic())
+
+    def turn(self) -> bool:
+        """The messages that are there, then one iteration. False after `Stop`."""
+        channel, engine, lent, report = self._channel, self._engine, self._lent, self._report
         if not engine.busy:
             channel.poll(None if lent is None else lent.rest())
         began = time.monotonic()
         if lent is not None and lent.changed:
-            tell(began)
+            self._tell(began)
         while channel.poll():
-            match message := channel.receive():
-                case Generate():
-                    engine.add(message)
-                case Interrupt():
-                    if engine.interrupt(message.id):
-                        report.interrupted(message.id)
-                case ExpectWeights():
-                    engine.expect(WeightBuffer(descriptor, message.buffer_bytes), message.layout)
-                case LoadWeights():
-                    try:
-                        engine.load(message)
-                    except WeightUpdateError as error:
-                        channel.send(Failure(f"weight update to version {message.version}: {error}"))
-                        continue
-                    if lent is not None:
-                        lent.trained()
-                    pacer.pace()
-                    channel.send(Loaded(message.version, time.monotonic() - began))
-                case Save():
-                    engine.give(message)
-                case MeasureEngine() | MeasureHandover() if lent is not None:
-                    raise ValueError("an engine on a device that is lent is not measured: serving would wait for it")
-                case MeasureEngine():
-                    channel.send(measure(engine, message, pacer))
-                case MeasureHandover():
-                    channel.send(measure_handover(engine, message, pacer))
-                case Stop():
-                    # Turns that run go on elsewhere, from where this report leaves them.
-                    tell(time.monotonic())
-                    channel.send(Acknowledged())
-                    return
-                case _:
-                    raise TypeError(f"{type(message).__name__} is not a message for an engine")
+            message = channel.receive()
+            if isinstance(message, Stop):
+                # Turns that run go on elsewhere, from where this report leaves them.
+                self._tell(time.monotonic())
+                channel.send(Acknowledged())
+                return False
+            self._carry_out(message, began)
         if lent is not None:
             for turn in lent.settle():
                 report.interrupted(turn)
+        if not self._iterate(began) and not report.due(began):
+            return True
+        if report.due(now := time.monotonic()):
+            self._tell(now)
+        self._pacer.pace()
+        self._busy_seconds += time.monotonic() - began
+        return True
+
+    def _carry_out(self, message: object, began: float) -> None:
+        channel, engine = self._channel, self._engine
+        match message:
+            case Generate():
+                engine.add(message)
+            case Interrupt():
+                if engine.interrupt(message.id):
+                    self._report.interrupted(message.id)
+            case ExpectWeights():
+                engine.expect(WeightBuffer(self._descriptor, message.buffer_bytes), message.layout)
+            case LoadWeights():
+                self._load(message, began)
+            case Save():
+                engine.give(message)
+            case MeasureEngine() | MeasureHandover() if self._lent is not None:
+                raise ValueError("an engine on a device that is lent is not measured: serving would wait for it")
+            case MeasureEngine():
+                channel.send(measure(engine, message, self._pacer))
+            case MeasureHandover():
+                channel.send(measure_handover(engine, message, self._pacer))
+            case _:
+                raise TypeError(f"{type(message).__name__} is not a message for an engine")
+
+    def _load(self, message: LoadWeights, began: float) -> None:
+        try:
+            self._engine.load(message)
+        except WeightUpdateError as error:
+            self._channel.send(Failure(f"weight update to version {message.version}: {error}"))
+            return
+        if self._lent is not None:
+            self._lent.trained()
+        self._pacer.pace()
+        self._channel.send(Loaded(message.version, time.monotonic() - began))
+
+    def _iterate(self, began: float) -> bool:
+        """One iteration, if there is work. False where nothing was done that takes time."""
+        engine, report = self._engine, self._report
         worked = engine.busy
         if engine.generating:
-            sampled = engine.step() if lent is None else lent.step()
+            sampled = engine.step() if self._lent is None else self._lent.step()
             if sampled is not None:
                 report.iteration(sampled, engine.version)
             elif not report.due(began):
                 if report.silent(began):
-                    tell(began)
-                continue
+                    self._tell(began)
+                return False
         elif worked:
             engine.step()  # which saves KV and is no iteration
         for handed in engine.handed():
-            channel.send(handed)
-        if not worked and not report.due(began):
-            continue
-        if report.due(now := time.monotonic()):
-            tell(now)
-        pacer.pace()
-        busy_seconds += time.monotonic() - began
+            self._channel.send(handed)
+        return worked
+
+    def _tell(self, now: float) -> None:
+        lent = self._lent
+        self._channel.send(self._report.take(now, self._busy_seconds, None if lent is None else lent.state()))
 
 
 def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMeasured:
