@@ -15,7 +15,7 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.group import RankGroup
 from libra.sim.engine.request import Request
-from libra.sim.events import ARRIVAL
+from libra.sim.events import ARRIVAL, Action, Kind
 
 
 class SimCluster(ClusterState):
@@ -48,21 +48,7 @@ class SimCluster(ClusterState):
         for event in events.until(self._limit):
             if event is not None:
                 self.now, kind, _, what = event
-                if isinstance(what, SimEngine):
-                    self._commit(what, self.now)
-                elif isinstance(what, Request):
-                    if kind is ARRIVAL:
-                        self._arrive(what)
-                    else:
-                        self.frontend.cancel(what)
-                elif isinstance(what, RankGroup):
-                    for rank in what.land():
-                        self._commit(rank, self.now)
-                    what.landed()
-                elif isinstance(what, WeightUpdate):
-                    self.update(what)
-                else:
-                    what(self.now)
+                self._happen(kind, what)
                 continue
             # Nothing more comes at this tick: engines that were touched say what is next.
             now = self.now
@@ -71,23 +57,15 @@ class SimCluster(ClusterState):
                 if engine.plan(now) is not None:
                     events.end(engine)
                 if engine.interrupted:
-                    if engine.borrowed:
-                        # Others may have decided at this tick, or may be at a boundary that nobody had to visit.
-                        stopped, engine.interrupted = engine.interrupted, []
-                        events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
-                    else:
-                        self._go_on(engine)
+                    self._interrupted(engine, now)
                 if engine.pulls or engine.ended:
                     self.frontend.planned(engine, now)
                 if watch is not None:
                     watch(engine, now)
-            if self._draining:
-                drained = [engines[index] for index in sorted(deciding & self._draining.keys())]
-                deciding.clear()
-                for engine in drained:
-                    self._close_if_drained(engine)
-            else:
-                deciding.clear()
+            drained = sorted(deciding & self._draining.keys()) if self._draining else ()
+            deciding.clear()
+            for index in drained:
+                self._close_if_drained(engines[index])
             for group in self.groups:
                 if group.due:
                     self._depart(group, now)
@@ -95,6 +73,32 @@ class SimCluster(ClusterState):
                 return
         if self._limit is not None and events.goes_on():
             self._stop(self._limit)
+
+    def _happen(self, kind: Kind, what: SimEngine | RankGroup | Request | WeightUpdate | Action) -> None:
+        if isinstance(what, SimEngine):
+            self._commit(what, self.now)
+        elif isinstance(what, Request):
+            if kind is ARRIVAL:
+                self._arrive(what)
+            else:
+                self.frontend.cancel(what)
+        elif isinstance(what, RankGroup):
+            for rank in what.land():
+                self._commit(rank, self.now)
+            what.landed()
+        elif isinstance(what, WeightUpdate):
+            self.update(what)
+        else:
+            what(self.now)
+
+    def _interrupted(self, engine: SimEngine, now: int) -> None:
+        """Requests that stopped while an engine planned go on elsewhere."""
+        if not engine.borrowed:
+            self._go_on(engine)
+            return
+        # Others may have decided at this tick, or may be at a boundary that no event had to visit.
+        stopped, engine.interrupted = engine.interrupted, []
+        self._events.act(now + 1, partial(self.frontend.go_on, engine, stopped))
 
     def _depart(self, group: RankGroup, now: int) -> None:
         for rank in group.opened():

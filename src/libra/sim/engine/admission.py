@@ -26,9 +26,8 @@ def admit(
 ) -> int:
     """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
     into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
-    config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
+    config, waiting, running = state.config, state.waiting, state.running
     tiers, later, stuck = state.tiers, list[Request](), False
-    size, slots = config.block_size, config.input_slots
     contexts = 0
     # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
     pads_from = None if chunks or config.speculative is None else 0 if generating else 1
@@ -63,34 +62,17 @@ def admit(
         if room is None:
             # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
-            state.blocked = not chunks and _stays(state, request)
+            padded = pads_from is not None and _may_be_padded(state, request, budget)
+            state.blocked = not chunks and not padded and _stays(state, request)
             stuck = first is None or state.arriving[first] == "written"
-            if state.blocked and pads_from is not None and _may_be_padded(state, request, budget):
-                state.blocked = False
             break
         if first is None:
             waiting.pop_head()
         else:
             del state.arriving[request]
             state.ready -= 1
-        found, new, padding, blocks = room
-        tokens = found * size
-        if found:
-            pool.hold(request.path, found)
-        pool.take(blocks)
-        if request.scheduled is None:
-            request.scheduled = now
-            request.cached_tokens = tokens
-        state.start_running(request, tokens)
-        if tiers is not None:
-            tiers.touch(request, found)
-        request.written = found
-        request.padding = padding
+        budget -= _start(state, request, room, now, chunks, cached)
         contexts += request.target
-        chunks.append((new + padding, tokens))
-        cached.append((request.number, tokens))
-        budget -= new + padding + slots
-        state.compute(request, new)
         if first is not None:
             budget, more, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
             contexts += more
@@ -100,6 +82,34 @@ def admit(
         state.blocked = state.blocked and not later
         tiers.patient = all_asked and not (chunks or tiers.stirred or state.exact or _may_find_more(state, tiers))
     return contexts
+
+
+def _start(
+    state: EngineState,
+    request: Request,
+    room: tuple[int, int, int, int],
+    now: int,
+    chunks: list[Chunk],
+    cached: list[tuple[int, int]],
+) -> int:
+    """Let a request run that has `_room`. Returns the tokens that it takes from the budget."""
+    found, new, padding, blocks = room
+    pool, tokens = state.pool, found * state.config.block_size
+    if found:
+        pool.hold(request.path, found)
+    pool.take(blocks)
+    if request.scheduled is None:
+        request.scheduled = now
+        request.cached_tokens = tokens
+    state.start_running(request, tokens)
+    if state.tiers is not None:
+        state.tiers.touch(request, found)
+    request.written = found
+    request.padding = padding
+    chunks.append((new + padding, tokens))
+    cached.append((request.number, tokens))
+    state.compute(request, new)
+    return new + padding + state.config.input_slots
 
 
 def may_admit(state: EngineState) -> bool:

@@ -7,78 +7,53 @@ Waiting ones are admitted only if nothing was preempted for these.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from libra.sim.engine.admission import admit, may_admit
-from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk
+from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk, DecodeBatch
 from libra.sim.engine.jump import count_stretch, plan_stretch
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.preemption import make_room, stop_generating
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState
+from libra.sim.engine.tiers import Tiers
 
 
 def schedule(state: EngineState, now: int, most: int) -> bool:
     """Schedule an iteration of the batch that is looked at, of any kind, or `most` that only generate; they begin now,
     and end at `state.end`. False: nothing fits."""
-    config, pool, generation, tiers = state.config, state.pool, state.flight.generation, state.tiers
+    config, generation, tiers = state.config, state.flight.generation, state.tiers
     state.chunk = None
     demand, partials = generation.demand(), tuple(state.partials)
     slots, left = 0, config.max_num_batched_tokens - generation.count  # of the budget
     if config.speculative is not None:
         slots = config.input_slots
         left = config.step_budget - generation.rows - slots * generation.count
-    fits = demand <= pool.free and left >= -slots and not generation.at_limit
+    fits = demand <= state.pool.free and left >= -slots and not generation.at_limit
     still = tiers is None or (not tiers.restless(now) and tiers.quiet(demand) >= demand)
     if most and generation.count and not partials and fits and still and not _admits(state):
         plan_stretch(state, now, most)
         return True
     order = state.members() if state.trace is not None else ()
-    batch, context = state.batch(generation.count), generation.context
-    parts: Mapping[Request, int] = {}  # tokens of prompts that are computed already in part
-    blocks = 0
-    if partials and left > 0:
-        partial = partials[0]
-        parts = {partial: min(partial.target - partial.computed, left)}
-        blocks = config.held_blocks(partial.computed + parts[partial]) - config.held_blocks(partial.computed)
-    preempted: Sequence[Request] = ()
-    skipped: Collection[Request] = ()
-    cut: Mapping[Request, int] = {}
-    if fits and (not partials or (demand + blocks <= pool.free and partials[0] is next(reversed(state.running)))):
-        pool.take(demand + blocks)
-    else:
-        preempted, rows, parts = make_room(state)
-        members = [it for it in state.members() if it not in state.partials and it not in state.ending]
-        skipped = {it for it in members if it not in rows}
-        limited = generation.at_limit
-        cut = {it: row for it, row in rows.items() if row < generation.row(it) or it in limited}
-        left = config.step_budget - sum(rows.values()) - slots * len(rows)
-        batch, context = state.batch(len(rows)), generation.context
-    generating = batch.requests
+    batch, context, parts, left, room = _batch(state, demand, partials, fits, left, slots)
     chunks: list[Chunk] = []
     for partial, chunk in parts.items():
         chunks.append((chunk, partial.computed))
         state.compute(partial, chunk)
         left -= chunk + slots
     cached: list[tuple[int, int]] = []
-    contexts = 0
-    if not preempted:
-        contexts = admit(state, left, now, chunks, cached, generating)
-    if (skipped or cut) and (generating or chunks):
-        context = generation.stall(set(skipped), cut)
-        batch = state.batch(generating, skipped, context)
-    plain = generating and not (chunks or preempted or skipped or cut or partials)
+    contexts = 0 if room.preempted else admit(state, left, now, chunks, cached, batch.requests)
+    if (room.skipped or room.cut) and (batch.requests or chunks):
+        context = generation.stall(set(room.skipped), room.cut)
+        batch = state.batch(batch.requests, room.skipped, context)
+    plain = batch.requests and room is _ENOUGH and not (chunks or partials)
     if tiers is not None:
-        if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
-            most = 0
-        known = [] if plain and most and not tiers.prompt_only else _known(state, skipped, bool(chunks))
-        state.wait = tiers.conclude(known, preempted, now)
-        if state.wait or tiers.stirred:
-            most = 0
+        most = _conclude(state, tiers, now, most, bool(plain), room, bool(chunks))
     if chunks:
         told = cached and (state.uneven or state.clock is not None)
         admitted = _admitted(contexts, cached) if told else NONE_ADMITTED
         ticks = state.cost.mixed(batch, context, chunks, admitted)
-    elif not generating:
+    elif not batch.requests:
         ticks = 0
     elif plain and most:
         # Rows become shorter towards `max_model_len`, so that with drafts a request may come to fit the budget.
@@ -90,24 +65,86 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + state.wait + ticks
     if tiers is not None:
         tiers.send(state.end)
-    if state.trace is not None and (ticks or preempted):
-        gone = {*preempted, *skipped, *state.ending, *partials} - {*parts}
-        scheduled = [
-            (request.number, parts[request] if request in parts else generation.row(request))
-            for request in order
-            if request not in gone
-        ]
-        new = [tokens for tokens, _ in chunks[len(parts) :]]
-        scheduled += zip((number for number, _ in cached), new, strict=True)
-        numbers = tuple(request.number for request in preempted)
-        state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))
-    if generating or chunks:
+    if state.trace is not None and (ticks or room.preempted):
+        _trace(state, now, order, {*room.preempted, *room.skipped, *partials}, parts, chunks, cached, room.preempted)
+    if batch.requests or chunks:
         return True
     # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way, or
     # others compute meanwhile.
     if state.clock is not None:
-        return bool(preempted)
-    return bool(preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
+        return bool(room.preempted)
+    return bool(room.preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
+
+
+class _Room(NamedTuple):
+    """Requests that gave way so that the others of a batch have blocks and budget."""
+
+    preempted: Sequence[Request] = ()
+    skipped: Collection[Request] = ()  # in this iteration
+    cut: Mapping[Request, int] = {}  # rows that are shorter than they would be
+
+
+_ENOUGH = _Room()
+
+
+def _batch(
+    state: EngineState, demand: int, partials: tuple[Request, ...], fits: bool, left: int, slots: int
+) -> tuple[DecodeBatch, int, Mapping[Request, int], int, _Room]:
+    """The requests that generate, their contexts, the next tokens of prompts that are computed in part, what is left of
+    the budget, and which requests gave way."""
+    config, pool, generation = state.config, state.pool, state.flight.generation
+    parts: Mapping[Request, int] = {}
+    blocks = 0
+    if partials and left > 0:
+        partial = partials[0]
+        parts = {partial: min(partial.target - partial.computed, left)}
+        blocks = config.held_blocks(partial.computed + parts[partial]) - config.held_blocks(partial.computed)
+    batch, context = state.batch(generation.count), generation.context
+    if fits and (not partials or (demand + blocks <= pool.free and partials[0] is next(reversed(state.running)))):
+        pool.take(demand + blocks)
+        return batch, context, parts, left, _ENOUGH
+    preempted, rows, parts = make_room(state)
+    members = [it for it in state.members() if it not in state.partials and it not in state.ending]
+    limited = generation.at_limit
+    skipped = {it for it in members if it not in rows}
+    cut = {it: row for it, row in rows.items() if row < generation.row(it) or it in limited}
+    left = config.step_budget - sum(rows.values()) - slots * len(rows)
+    room = _Room(preempted, skipped, cut) if preempted or skipped or cut else _ENOUGH
+    return state.batch(len(rows)), generation.context, parts, left, room
+
+
+def _conclude(state: EngineState, tiers: Tiers, now: int, most: int, plain: bool, room: _Room, chunks: bool) -> int:
+    """Let the tiers have the KV of the iteration. Returns how many iterations of its kind may follow at once: `most`,
+    or none where the tiers have to be looked at again."""
+    if (not tiers.prompt_only and tiers.restless(now)) or (_admits(state) and not tiers.patient):
+        most = 0
+    known = [] if plain and most and not tiers.prompt_only else _known(state, room.skipped, chunks)
+    state.wait = tiers.conclude(known, room.preempted, now)
+    return 0 if state.wait or tiers.stirred else most
+
+
+def _trace(
+    state: EngineState,
+    now: int,
+    order: Sequence[Request],
+    gone: set[Request],
+    parts: Mapping[Request, int],
+    chunks: Sequence[Chunk],
+    cached: Sequence[tuple[int, int]],
+    preempted: Sequence[Request],
+) -> None:
+    assert state.trace is not None
+    generation = state.flight.generation
+    gone = (gone | {*state.ending}) - {*parts}
+    scheduled = [
+        (request.number, parts[request] if request in parts else generation.row(request))
+        for request in order
+        if request not in gone
+    ]
+    new = [tokens for tokens, _ in chunks[len(parts) :]]
+    scheduled += zip((number for number, _ in cached), new, strict=True)
+    numbers = tuple(request.number for request in preempted)
+    state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), state.pool.free))
 
 
 def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
