@@ -1,6 +1,6 @@
-"""What each number of a simulation means.
+"""Definitions of the numbers of a simulation.
 
-Invariant: every metric has one definition here, with its unit; whoever shows a metric shows this name and unit.
+Invariant: every metric has one definition here, with its unit; each report shows a metric by this name and unit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Definition:
 
 
 COMPLETED = (
-    "Latencies and rates are of finished requests only. Percentiles are nearest-rank: a value that occurred, the least"
-    " that so many percent of all values do not exceed."
+    "Latencies and rates are of finished requests only. Percentiles are nearest-rank: percentile p is the least value"
+    " that occurred and that p percent of all values do not exceed."
 )
 
 _DEFINITIONS = (
@@ -99,8 +99,8 @@ _DEFINITIONS = (
         "kv_share",
         "KV held",
         "share",
-        "KV blocks that requests hold over all blocks, mean over the makespan. Cached blocks that nobody holds are"
-        " free. Between two events blocks are taken to grow evenly.",
+        "KV blocks that requests hold over all blocks, mean over the makespan. Cached blocks without a holder are"
+        " free. Between two events blocks are assumed to grow evenly.",
     ),
     Definition("kv_peak_share", "KV peak", "share", "The largest share of the KV blocks held at any moment."),
     Definition(
