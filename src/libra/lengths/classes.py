@@ -90,7 +90,7 @@ def _class(sums: Sums, peak: int, members: tuple[Member, ...], samples: float) -
         prefill=float(sums.prefill / count),
         turns=float(sums.turns / count),
         tool_seconds=float(sums.tool_seconds / count),
-        # Where nothing was generated, no part of it came after a tool return.
+        # If nothing was generated, no part of it came after a tool return.
         before_first_return=float(sums.first_generated / sums.generated) if sums.generated > 0 else 1.0,
         members=members,
         seen=count * samples,

@@ -166,7 +166,7 @@ class LengthTracker:
 
     @property
     def mean_decode_context(self) -> float:
-        """Mean context over all generated tokens; 0 where nothing was generated."""
+        """Mean context over all generated tokens; 0 if nothing was generated."""
         total = self._distribution().total()
         return float(total.context_sum / total.generated) if total.generated else 0.0
 
@@ -190,7 +190,7 @@ class LengthTracker:
 
     @property
     def unknown_tool_share(self) -> float:
-        """Share of tool returns whose seconds were not recorded; 0 where no tool was called."""
+        """Share of tool returns whose seconds were not recorded; 0 if no tool was called."""
         total = self._distribution().total()
         return float(total.unknown_returns / total.tool_returns) if total.tool_returns > 0 else 0.0
 
@@ -234,7 +234,7 @@ class LengthTracker:
         return self._opening.finished + sum(cohort.finished for cohort in self._cohorts.values())
 
     def _cohort(self, version: int) -> Cohort:
-        """The cohort of a version; a new one where there is none."""
+        """The cohort of a version; a new one if there is none."""
         if self._opened is not None and version <= self._opened:
             return self._opening
         key = version // self._width

@@ -44,7 +44,7 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     memory = section.gpu_memory_utilization * gpu.memory
     if held > memory:
         raise ValueError(
-            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and what comes to them, of"
+            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and their activations, of"
             f" {memory / 1e9:.0f} GB: raise it, or lower max_num_batched_tokens"
         )
 

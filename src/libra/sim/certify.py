@@ -179,7 +179,7 @@ def certify(
 
 
 def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> None:
-    """Raises ValueError where serving alone misses the SLO of too many requests."""
+    """Raises ValueError if serving alone misses the SLO of too many requests."""
     slo, missed = case.slo, misses(alone, case.slo.ttft, case.slo.tpot)
     if len(missed.any) <= MISSED_ALONE * len(alone):
         return

@@ -167,8 +167,8 @@ def _check_room_for_kv(engine: EngineSpec, transfer: KVNetwork) -> None:
         )
     if transfer.push and config.num_reserved_decode_tokens < config.block_size:
         raise ValueError(
-            f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: KV that is pushed"
-            f" would fill it, and none of it go on; give a block, {config.block_size}, or more"
+            f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: pushed KV"
+            f" would fill it, and no request could decode; give a block, {config.block_size}, or more"
         )
 
 

@@ -111,7 +111,7 @@ class ExpertLoadSection(Section):
 
     power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: all alike
     frequencies: str | None = (
-        None  # instead: a JSON file beside this one, rows of counts, one for each layer or for all
+        None  # instead: a JSON file, relative to this one, with rows of counts, one for each layer or for all
     )
     drift_interval: _Count | None = None  # iterations after which a power law is drawn anew
     skew: Literal["expected", "drawn"] = "expected"

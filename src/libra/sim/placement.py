@@ -131,7 +131,7 @@ class Placer:
         return self._by_name[placement.instance]
 
     def ask_again(self, engine: SimEngine, now: int) -> None:
-        """Let the policy decide about requests that have generated as much as their placement foresaw."""
+        """Let the policy decide about requests that have reached the `ask_again` of their placement."""
         route = self._route
         assert route is not None
         for request in engine.asked:

@@ -63,7 +63,7 @@ class AttentionFFN(Value):
 
 class AfdCost:
     """`GroupCost` of attention ranks that share FFN ranks. A rank's own part is its attention of one micro-batch in one
-    layer. Raises ValueError where the grid does not reach, as `GridCost`."""
+    layer. Raises ValueError if the grid does not reach far enough, as `GridCost`."""
 
     def __init__(
         self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1

@@ -54,7 +54,7 @@ def drain_ahead(state: EngineState, now: int) -> None:
 
 
 def complete_ahead(state: EngineState) -> list[Request]:
-    """End the iteration under way, or as many as are planned; the next one is under way then. Returns the requests that
+    """End the iteration under way, or all planned ones; the next one is under way then. Returns the requests that
     finished, in order."""
     before, now = state.under_way, state.end
     assert before is not None

@@ -33,7 +33,7 @@ class EngineConfig(Value):
     policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
     watermark: float = 0.0  # share of the blocks that stays free when a request is admitted while others run
-    reserve_full_prompt: bool = True  # admit what fits whole, not just its first chunk: `scheduler_reserve_full_isl`
+    reserve_full_prompt: bool = True  # admit by the whole prompt, not its first chunk: `scheduler_reserve_full_isl`
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
     kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
@@ -102,8 +102,8 @@ class EngineConfig(Value):
         first = self.kv_tiers[0]
         if not first.offload_prompt_only and any(tier.shared for tier in self.kv_tiers):
             raise ValueError(
-                f"kv_tiers: offload_prompt_only of {first.name} is false; beside a shared tier it is not simulated:"
-                " leave it out"
+                f"kv_tiers: offload_prompt_only of {first.name} is false; with a shared tier that is not"
+                " simulated: leave it out"
             )
         for tier in self.kv_tiers:
             tokens = tier.blocks_per_chunk * self.block_size

@@ -63,7 +63,7 @@ class ExpertCost:
 
     `drafter` has the times of the drafter on a rank. If that is a layer with such experts (`draft_experts`), its first
     pass has all tokens of the iteration, and each further one a token of every request, padded to the rank with most.
-    Raises ValueError where the grid does not reach."""
+    Raises ValueError if the grid does not reach far enough."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class UnderWay:
 
 
 class Flights:
-    """The batches of an engine: as many as it has pipeline stages.
+    """The batches of an engine: one for each pipeline stage.
 
     A stage takes its share of an iteration's time: layers are assumed to be divided evenly, and transfers between
     stages to take no time.

@@ -103,7 +103,7 @@ class Generation(ABC):
         return self.count
 
     def alike(self, steps: int) -> int:
-        """Count of the next `steps` iterations that have as many tokens as the first, up to one that has not."""
+        """Number of the next `steps` iterations before the first one whose tokens differ from those of the next."""
         return steps
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Generation(ABC):
 
     @abstractmethod
     def affordable(self, steps: int, blocks: int) -> int:
-        """Count of the next `steps` iterations for which `blocks` blocks suffice."""
+        """Number of the next `steps` iterations for which `blocks` blocks suffice."""
 
     @abstractmethod
     def advance(self, steps: int) -> list[Request]:

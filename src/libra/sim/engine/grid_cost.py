@@ -38,8 +38,7 @@ class GridCost:
       the iteration counts as decoding only: vLLM goes by the tokens, and runs it with the graph of such a batch.
     - The grid's terms and host overhead are added; see `libra.cost.kernels` and `libra.cost.host`.
 
-    Raises ValueError where the grid does not reach: to `max_num_seqs`, to `max_num_batched_tokens`, or to
-    `max_model_len`.
+    Raises ValueError if the grid does not reach `max_num_seqs`, `max_num_batched_tokens`, or `max_model_len`.
     """
 
     __slots__ = (
@@ -191,7 +190,7 @@ class GridCost:
         return base + slope * counted, slope, limit - counted
 
     def _launching(self, tokens: int, each: int = 0) -> float:
-        """Least seconds that launching lets a batch take which only decodes, `each` tokens per request; 0: another."""
+        """Least device seconds of a batch that only decodes, with `each` tokens per request; 0: of another batch."""
         kind, _ = graph_of(
             tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=each > 0, tokens_each=max(1, each)
         )

@@ -25,7 +25,7 @@ class KVTier(Value):
     latency: float = 0.0  # seconds that each transfer takes in addition; they overlap with other transfers
     blocks_per_chunk: int = 1
     policy: CachePolicy = "lru"
-    offload_prompt_only: bool = True  # what is generated is kept only once it is part of a prompt
+    offload_prompt_only: bool = True  # generated tokens are kept only once they are part of a prompt
     shared: bool = False
 
     def __post_init__(self) -> None:

@@ -139,7 +139,7 @@ class RankBatches:
         kind, largest = _KINDS[self._kinds.min()], int(self._sizes.max())
         padded, cost, rule = kind != "NONE", self._spec.cost, self._spec.micro_batching
         divided = rule is None or bool(self._divides.all() and rule.fills(int(self._tokens.min()), largest))
-        # Micro-batches are padded without a graph, too: all ranks have as many.
+        # Micro-batches are padded without a graph, too: all ranks have equal tokens.
         alike = padded or (divided and rule is not None)
         tokens = largest * self._count if alike else int(self._sizes.sum())
         self._graph = graph = Graph(kind, largest if padded else 0, not divided)

@@ -69,7 +69,7 @@ class Request:
     scheduled: int | None = field(default=None, init=False)  # start of its first iteration
     prefill_end: int | None = field(default=None, init=False)
     first_token: int | None = field(default=None, init=False)
-    finish: int | None = field(default=None, init=False)  # also of what was cancelled, interrupted or refused
+    finish: int | None = field(default=None, init=False)  # also of cancelled, interrupted and refused requests
     generated: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the cache when it was first admitted
     preemptions: int = field(default=0, init=False)

@@ -218,7 +218,7 @@ def tell_asked(state: EngineState, request: Request, generated: int) -> None:
 
 
 def start_generating(state: EngineState, request: Request) -> None:
-    """Let a request whose prompt is computed generate. Raises ValueError where another one generates on its chain."""
+    """Let a request whose prompt is computed generate. Raises ValueError if another one generates on its chain."""
     state.flight.generation.add(request, state.slots(request))
     request.reserves = False
     chain = request.chain

@@ -22,7 +22,7 @@ from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
 
-_KEPT = 1024  # batches: one is asked for at every event
+_KEPT = 1024  # batches that are made once: one is needed at every event
 Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
@@ -135,7 +135,7 @@ class EngineState:
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def carry(self, tokens: int) -> None:
-        """Add `tokens` prompt tokens, maybe fewer than 0, to those of the requests accepted and not finished."""
+        """Add `tokens`, which may be negative, to the prompt tokens of the requests accepted and not finished."""
         self.load_tokens += tokens
         if self.load_changed is not None:
             self.load_changed()

@@ -1,7 +1,7 @@
 """Fetches of waiting requests from other tiers into the first one, and the check that they end.
 
-Invariant: a run that could proceed is never refused. It is, only if nothing is computed, a request fetches again what
-another one evicted, and the state is one it was in before. vLLM's scheduler repeats that for ever.
+Invariant: a run that could proceed by itself is never refused. It is refused only if nothing is computed, a request
+fetches again what another one evicted, and all is as it was before. vLLM's scheduler repeats that for ever.
 """
 
 from __future__ import annotations

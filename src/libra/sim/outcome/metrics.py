@@ -92,7 +92,7 @@ class EngineMetrics:
 
 
 _UNSAID: dict[Status, str] = {  # reasons of requests that ended without one of their own
-    "interrupted": "the policy stopped it; the rest went on elsewhere",
+    "interrupted": "the policy stopped it; the rest continued elsewhere",
     "cancelled": "its caller gave it up",
 }
 

@@ -81,7 +81,7 @@ class Resampled:
     values stay so.
 
     A log shows one policy, so groups are alike at every version. Unfinished trajectories are left out. Raises
-    ValueError where none is finished.
+    ValueError if none is finished.
     """
 
     log: tuple[Trajectory, ...] = field(repr=False)

@@ -30,7 +30,7 @@ class Call:
 
 
 def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SECONDS) -> tuple[Call, ...]:
-    """All calls of a trajectory; what its tools do after the last one is left out.
+    """All calls of a trajectory; tools after the last one are left out.
 
     A tool of unrecorded duration takes `unknown_tool_seconds`, no tool takes none. Raises ValueError for a call without
     any context, which an engine refuses.
