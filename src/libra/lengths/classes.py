@@ -35,7 +35,7 @@ class TrajectoryClass:
     tool_seconds: float
     before_first_return: float  # fraction of `generated` that belongs to the first turn, before any tool has spoken
     members: tuple[Member, ...] = ()  # by which its longest trajectory is priced; none: all are like the mean
-    seen: float | None = None  # equally weighted finished trajectories of the same evidence; None: it is certain
+    seen: float | None = None  # equally weighted finished trajectories that are as much evidence; None: certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Distribution:
     sums: Array  # [bin, field of `Sums`], so that a column's total is the mean over all trajectories
     lower: Array  # tokens: the bin's lower edge
     peaks: Array  # tokens: the longest final context in the bin
-    samples: float  # equally weighted finished trajectories of the same evidence
+    samples: float  # equally weighted finished trajectories that would be as much evidence
     members: Members
 
     def total(self) -> Sums:

@@ -166,7 +166,7 @@ def _check_models(file: EnginesFile) -> None:
 
 
 def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
-    """Raises ValueError unless the engines' drafters keep the same in the KV cache, as vLLM's connectors do."""
+    """Raises ValueError unless the engines' drafters keep the same in the KV cache: vLLM's connectors refuse others."""
     kept = [(key, _drafter(it)) for key, it in engines]
     for key, drafter in kept:
         if drafter != kept[0][1]:

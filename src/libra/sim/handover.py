@@ -76,7 +76,7 @@ class Handovers:
         self.refreshes = 0  # of weights, so far: KV that was sent before the latest is of no use
 
     def begin(self, request: Request, engine: SimEngine, now: int) -> Handover | None:
-        """Send the part of the context that the trajectory's last engine has; None: that is no quicker."""
+        """Send the part of the context that the trajectory's last engine has; None: no KV moves."""
         owner = request.owner
         if not isinstance(owner, Caller) or owner.engine is None or owner.engine == engine.index:
             return None

@@ -33,7 +33,7 @@ class LoanWatch:
         self._granted = 0.0
 
     def asked(self, view: ServingView, now: int, answer: Grant | Refusal) -> None:
-        """Note the answer to a decision about the device, which is free at `now`."""
+        """Note a decision about the device, which is free at `now`."""
         if isinstance(answer, Grant):
             self._granted += answer.length
         else:

@@ -40,7 +40,7 @@ class PrefillDecode(Frontend, ABC):
         self.settings, self.decoders = settings, decoders
         self.placers = placer, decoders
         self.transfers = 0  # that came
-        self.handed_over: list[HandedOver] = []  # in the order of their records
+        self.handed_over: list[HandedOver] = []  # in the order in which decode engines got the requests
         self._keep = keep
         self._stayed: set[str] = set()  # trajectories without a prompt on a prefill engine so far
         self._prefills: dict[Request, Prefill] = {}  # by the whole, from its placement until its KV is let go

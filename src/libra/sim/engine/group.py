@@ -3,8 +3,8 @@
 Invariant: each rank schedules as an independent engine does, at the boundaries of the group's iterations; only their
 duration is the group's. A rank is visited, and brought up to date, when its own plan ends or an event reaches it. So
 the work per iteration depends on its events, not on the number of ranks. The rules are those of vLLM's
-`DPEngineCoreProc` and `coordinate_batch_across_dp`: a rank without work runs a dummy batch, the lowest kind of CUDA
-graph holds for all, with a graph all are padded to the largest, and the group stops only with its first step and with
+`DPEngineCoreProc` and `coordinate_batch_across_dp`. A rank without work runs a dummy batch. The lowest kind of CUDA
+graph holds for all, and with a graph all are padded to the largest. The group stops only with its first step and with
 each `sync_interval`-th.
 
 With asynchronous scheduling a step decides the iteration after the one that begins with it (the first step of a group
@@ -42,7 +42,7 @@ class RankGroup:
         config = ranks[0].config
         self.spec = spec
         self.ranks = tuple(ranks)
-        self.index = ranks[0].index  # among events
+        self.index = ranks[0].index  # orders its events
         self.busy = False  # until `end`
         self.due = False  # it has landed, or a rank has planned: `depart` is to be called
         self.start = self.end = 0  # ticks
@@ -53,8 +53,8 @@ class RankGroup:
         self.batches = RankBatches(spec, config, len(ranks))
         self._counter = 0  # steps since the group began to run
         self._running = self._pausing = False
-        self._fresh: list[Rank] = []  # that have planned at this boundary
-        self._opened: list[Rank] = []  # that an event reached at this boundary
+        self._fresh: list[Rank] = []  # ranks that have planned at this boundary
+        self._opened: list[Rank] = []  # ranks that an event reached at this boundary
         self._latest = 0  # tick at which the latest iteration that has landed began
         self._horizon = 0  # iteration up to which the group is under way
         self._pieces: list[Piece] = []  # of the iterations up to there

@@ -36,7 +36,7 @@ class Clock(Protocol):
     """Determines how long an engine's iterations take, if it runs with others. `pieces` are only right after `bring`,
     and only for the iterations that the clock has under way."""
 
-    index: int  # among events
+    index: int  # orders its events
     busy: bool  # until `end`
     end: int
 
@@ -98,7 +98,7 @@ class EngineState:
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
     interrupted: list[Request] = field(default_factory=list, init=False)
-    pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # that begin: (request, blocks)
+    pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # pulls that begin: (request, blocks)
     ended: list[Request] = field(default_factory=list, init=False)  # without running: their KV did not come, or was all
     # The plan
     busy: bool = field(default=False, init=False)  # until `end`

@@ -51,7 +51,7 @@ class Offload:
 
     keys: list[Key]
     end: int | None = None  # tick; None: it has not begun
-    blocks: dict[Key, list[Block]] = field(default_factory=dict)  # that it reads, if its request has ended
+    blocks: dict[Key, list[Block]] = field(default_factory=dict)  # blocks that it reads, if its request has ended
 
     def ended(self, now: int) -> bool:
         return self.end is not None and self.end <= now

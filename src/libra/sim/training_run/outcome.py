@@ -15,7 +15,7 @@ from libra.sim.tenant import Misses
 class SimulatedStep:
     """One optimiser step."""
 
-    version: int  # that it made
+    version: int  # the version that it made
     started: float  # seconds at which the trainer began with its batch, or with a part of it
     ended: float  # seconds at which the optimiser had made the version
     waited: float  # seconds that the trainer was idle, since the step before: for complete groups, or another layout

@@ -75,7 +75,7 @@ def batch_of_lengths(lengths: Sequence[int]) -> Batch:
 class _Step:
     """A step that has begun."""
 
-    version: int  # that it makes
+    version: int  # the version that it makes
     began: int  # tick
     layout: ParallelLayout  # one for the whole step: trainers change between two steps
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -128,7 +128,7 @@ class SimulatedTrainer:
         self._step: _Step | None = None  # the step that has begun
         self._idle_since = 0
         self._blocked_until = 0  # tick before which no step begins: trainers change their layout
-        self._joining: tuple[ParallelLayout, int] | None = None  # layout with replicas that start, until which tick
+        self._joining: tuple[ParallelLayout, int] | None = None  # layout with more replicas, tick at which they join
 
     @property
     def switch(self) -> float:
