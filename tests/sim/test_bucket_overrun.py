@@ -73,7 +73,7 @@ def test_a_turn_moves_with_the_first_token_beyond_each_bucket(exact: bool) -> No
         (2, 257, 256, "interrupted"),
         (3, 513, 207, "finished"),
     ]
-    stopped = Ending("interrupted", "the policy stopped it; the rest went on elsewhere", 3)
+    stopped = Ending("interrupted", "the policy stopped it; the rest continued elsewhere", 3)
     assert endings(result_of(cluster).requests) == (stopped,)
     overruns = [("bucket_overrun", 20, tokens) for tokens in (109, 237, 493)]
     assert policy.asked == [("place", 20, 0), *overruns]

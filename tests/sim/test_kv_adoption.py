@@ -123,7 +123,7 @@ def test_a_request_that_shares_with_nobody_brings_its_own() -> None:
         assert engine.adopt(request, tokens, 0) == tokens // 4 * 4
         served(engine, request)
         assert (request.cached_tokens, engine.pool.held) == (cached, 0)
-    with pytest.raises(ValueError, match="request 0 has 16 tokens; adopt so many at most, not 17"):
+    with pytest.raises(ValueError, match="request 0 has 16 tokens; adopt at most 16, not 17"):
         engine.adopt(Request(0, 0, 16, 9), 17, 0)
     with pytest.raises(ValueError, match="tokens is -1; give 0 or more"):
         engine.adopt(Chain("a"), -1, 0)

@@ -186,7 +186,7 @@ def test_a_first_tier_that_is_too_small_for_those_who_wait_is_told(exact: bool) 
         ({"pipeline_parallel_size": 2}, "kv_tiers with pipeline_parallel_size above 1"),
         (
             {"kv_tiers": (replace(HOST, offload_prompt_only=False), replace(DISK, shared=True))},
-            "offload_prompt_only of host is false; beside a shared tier",
+            "offload_prompt_only of host is false; with a shared tier",
         ),
         ({"kv_tiers": (HOST, replace(DISK, blocks_per_chunk=2))}, "blocks_per_chunk of disk is 2, that of host 1"),
     ],

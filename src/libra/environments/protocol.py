@@ -1,7 +1,7 @@
-"""What a task must offer so that an agent can be trained on it. Everything else in Libra is task-agnostic.
+"""The interface of a task on which an agent can be trained. Everything else in Libra is task-agnostic.
 
-Invariant: an environment decides what is asked, which tools exist and what an answer is worth; it never sees tokens,
-engines or devices. Its methods are pure apart from the tools themselves.
+Invariant: an environment defines the prompts, the tools and the reward of an answer; it never sees tokens, engines or
+devices. Its methods are pure apart from the tools themselves.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ class Environment(Protocol):
 
     @property
     def timeout_text(self) -> str:
-        """What the agent reads when a call timed out."""
+        """The text that the agent reads when a call timed out."""
         ...
 
     @property
     def error_text(self) -> str:
-        """What the agent reads when a tool breaks, or does not exist."""
+        """The text that the agent reads when a tool breaks, or does not exist."""
         ...
 
     @property
     def turn_tokens(self) -> int:
-        """A turn is cut off here."""
+        """Most tokens of a turn, which is cut off there."""
         ...
 
     @property
     def max_turns(self) -> int:
-        """An episode is cut off here, unanswered."""
+        """Most turns of an episode, which is cut off there, unanswered."""
         ...
 
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
@@ -97,7 +97,7 @@ class Environment(Protocol):
         ...
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        """What the final turn `text` is worth, 0 to 1."""
+        """The reward of the final turn `text`, 0 to 1."""
         ...
 
     def demonstration(self, rng: random.Random) -> list[Span]:

@@ -1,7 +1,7 @@
-"""Statistics of how long trajectories become, tracked as it drifts.
+"""Statistics of trajectories' lengths, tracked as they drift.
 
-Invariant: every answer is taken from the same weighted evidence, and what is still running is evidence too: it shows
-how much work it has had, tokens and tools, never that this was all.
+Invariant: every answer is taken from the same weighted evidence. Running trajectories are evidence, too: of the work
+that they have had so far, in tokens and tools, never of their final length.
 """
 
 from libra.lengths.classes import TAIL_SHARE, TrajectoryClass

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from libra.lengths.cohorts import LOG_CONTEXT, Sums
 from libra.lengths.members import Member, Members, of_classes
 
-TAIL_SHARE = 0.05  # the class of the longest trajectories holds no more than this share of them, where bins allow
+TAIL_SHARE = 0.05  # the class of the longest trajectories holds at most this share of them, if bins allow
 
 Array = NDArray[np.float64]
 
@@ -34,8 +34,8 @@ class TrajectoryClass:
     turns: float
     tool_seconds: float
     before_first_return: float  # fraction of `generated` that belongs to the first turn, before any tool has spoken
-    members: tuple[Member, ...] = ()  # those it may have, by which the longest is priced; none: all are like the mean
-    seen: float | None = None  # equally weighted finished trajectories that say as much; None: it is certain
+    members: tuple[Member, ...] = ()  # by which its longest trajectory is priced; none: all are like the mean
+    seen: float | None = None  # equally weighted finished trajectories that are as much evidence; None: certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Distribution:
     sums: Array  # [bin, field of `Sums`], so that a column's total is the mean over all trajectories
     lower: Array  # tokens: the bin's lower edge
     peaks: Array  # tokens: the longest final context in the bin
-    samples: float  # equally weighted finished trajectories that would say as much
+    samples: float  # equally weighted finished trajectories that would be as much evidence
     members: Members
 
     def total(self) -> Sums:
@@ -90,7 +90,7 @@ def _class(sums: Sums, peak: int, members: tuple[Member, ...], samples: float) -
         prefill=float(sums.prefill / count),
         turns=float(sums.turns / count),
         tool_seconds=float(sums.tool_seconds / count),
-        # Where nothing was generated, no part of it came after a tool return.
+        # If nothing was generated, no part of it came after a tool return.
         before_first_return=float(sums.first_generated / sums.generated) if sums.generated > 0 else 1.0,
         members=members,
         seen=count * samples,
@@ -98,7 +98,7 @@ def _class(sums: Sums, peak: int, members: tuple[Member, ...], samples: float) -
 
 
 def partition(shares: Array, peaks: Array, limit: int) -> list[int]:
-    """Where each of at most `limit` classes of neighbouring bins starts, by dynamic programming over the last start.
+    """Start of each of at most `limit` classes of neighbouring bins, by dynamic programming over the last start.
 
     Minimises `sum share * (peak of its class - peak)`: the tokens by which the mean final context is overstated.
     """

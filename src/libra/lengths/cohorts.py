@@ -1,7 +1,7 @@
 """The evidence before it is weighed: trajectories in cohorts by start version, and in cells by work and context.
 
-Invariant: within a cohort nothing depends on the order of arrival, so that adding two cohorts is having seen both;
-the one exception is the opening cohort, whose trajectories are forgotten one by one as they arrive.
+Invariant: within a cohort nothing depends on the order of arrival, so that the sum of two cohorts has the evidence of
+both. The one exception is the opening cohort, whose trajectories are forgotten one by one as they arrive.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from libra.trajectory import Trajectory
 
 OCTAVES = 32  # bins reach contexts of 2**32 tokens
 WORK_OCTAVES = 48  # and work of 2**48 prefilled tokens, some 900 years
-# What takes a trajectory's time, in prefilled tokens. Assumed: engines prefill 10,000 tokens and decode 50 tokens of a
-# sequence in a second. Estimates hardly change where they are four times slower, or twice as fast: what counts is which
-# of two trajectories takes longer (`benchmarks.tracking`).
+# The work of a generated token and of a tool second, in prefilled tokens. Assumed: engines prefill 10,000 tokens and
+# decode 50 tokens of a sequence in a second. Estimates hardly change with engines four times slower, or twice as fast:
+# what counts is which of two trajectories takes longer (`benchmarks.tracking`).
 GENERATED, SECOND = 200, 10_000
 RECENT = 4  # drift compares the tracker with one that forgets this many times faster
 # A trajectory of weight w counts with these powers of w: to be averaged, by the two memories, and for the variances of
@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 
 
 class Sums(NamedTuple):
-    """What one trajectory adds to its bin. Tokens and seconds; a bin holds the sums."""
+    """Contribution of one trajectory to its bin, in tokens and seconds; a bin holds the sums."""
 
     trajectories: float
     final_context: float
@@ -53,11 +53,11 @@ LOG_CONTEXT = Sums._fields.index("log_context")
 
 
 def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: float = 0.0) -> Sums:
-    """Of one trajectory, as far as it has come. The cache keeps whole blocks of `block_tokens` tokens; a tool return
-    whose seconds were not recorded counts as `unknown_tool_seconds`.
+    """Sums of one trajectory, as far as it has come. The cache keeps whole blocks of `block_tokens` tokens; a tool
+    return whose seconds were not recorded counts as `unknown_tool_seconds`.
 
-    A context shorter than what the engine holds was rewritten (compaction). Of the cache it is taken to fit as much as
-    the prompt: agents rewrite their history, not their instructions. Where it is shorter than even that, nothing fits.
+    A context shorter than what the engine holds was rewritten (compaction). It is assumed that only the prompt is still
+    in the cache: agents rewrite their history, not their instructions. If it is shorter than the prompt, nothing is.
     """
     context_sum, prefill, end, generated = 0, 0, 0, 0
     prompt = trajectory.prompt_tokens
@@ -92,30 +92,30 @@ def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: flo
 
 
 def final_context(trajectory: Trajectory) -> int:
-    """The most tokens it ever held. Bins are logarithmic: an empty context counts as one token."""
+    """The most tokens that a trajectory ever held. Bins are logarithmic: an empty context counts as one token."""
     return max(1, trajectory.peak_context)
 
 
 def work(sums: Sums) -> float:
-    """How long a trajectory has been at it, on engines of one speed, in prefilled tokens; 1 at least.
+    """Time that a trajectory has taken so far, on engines of one speed, in prefilled tokens; at least 1.
 
-    Trajectories that started together have had the same time, so it is time that decides which of them are seen to
-    finish. Wall time would do while engines keep their speed. They slow down with load, for all at once: this clock
-    slows down with them.
+    Trajectories that started together have had the same time, so time decides which of them are seen to finish. Wall
+    time would do while engines keep their speed. But they slow down with load, for all at once: this clock slows down
+    with them.
     """
     return max(1.0, sums.prefill + GENERATED * sums.generated + SECOND * sums.tool_seconds)
 
 
 class Cell(NamedTuple):
-    """Trajectories of like work and context: bins of the logarithm."""
+    """Bins of the logarithms of work and context, for trajectories that are similar in both."""
 
     work: int
     context: int
 
 
 def place(trajectory: Trajectory, sums: Sums, bins_per_octave: int) -> tuple[Cell, float]:
-    """Where a trajectory is, and the part of the work bin, in the logarithm, that it has behind it. Raises ValueError
-    for a context that no bin holds."""
+    """(cell of a trajectory, part of the work bin, in the logarithm, that it has behind it). Raises ValueError for a
+    context that no bin holds."""
     context = sums.final_context
     if context >= 2**OCTAVES:
         raise ValueError(f"trajectory {trajectory.id} holds {context} tokens; at most 2**{OCTAVES} - 1 are tracked")
@@ -153,7 +153,7 @@ class Table:
         return self._values[: len(self._rows)]
 
     def items(self) -> list[tuple[Cell, Array]]:
-        """In order of the cells."""
+        """(cell, row) in the order of the cells."""
         return [(cell, self._values[row]) for cell, row in sorted(self._rows.items())]
 
     def absorb(self, other: Table) -> None:
@@ -198,13 +198,13 @@ class Cohort:
         return self.table.values[:, SUMS]
 
     def add(self, cell: Cell, sums: Sums) -> None:
-        """One finished trajectory."""
+        """Add one finished trajectory."""
         self.finished += 1
         self.table.add(cell, np.array((*[1.0] * len(POWERS), *sums)))
         self.peaks[cell.context] = max(self.peaks[cell.context], sums.final_context)
 
     def add_running(self, cell: Cell, part: float) -> None:
-        """One unfinished trajectory, `part` of the way through its work bin."""
+        """Add one unfinished trajectory, `part` of the way through its work bin."""
         self.running.add(cell, np.array((1.0, part)))
 
     def forget(self, keep: float) -> None:
@@ -231,7 +231,7 @@ class Cohort:
         return self.finished + float(self.running.values[:, 0].sum())
 
     def snapshot(self) -> dict[str, Any]:
-        """As JSON values: cells as (work bin, context bin, columns...), peaks as (context bin, tokens)."""
+        """The cohort as JSON values: cells as (work bin, context bin, columns...), peaks as (context bin, tokens)."""
         return {
             "finished": self.finished,
             "cells": [[*cell, *values.tolist()] for cell, values in self.table.items()],

@@ -1,9 +1,9 @@
-"""Cohorts weighed together, in two memories: what the finished say about the running, and whether lengths have changed.
+"""Cohorts weighed together, in two memories: estimates for running trajectories, and a test for changes of lengths.
 
-Invariant: a trajectory weighs `2 ** (-n / half_life)`, n being how many have started with later versions, finished or
-not; in the opening cohort, those that arrived after it count as well. The recent memory has a shorter half-life and
-the same trajectories. One that is still running counts among those that could have finished wherever it has been, and
-nowhere else; where none is running, a share is the plain weighted histogram's.
+Invariant: a trajectory weighs `2 ** (-n / half_life)` if n have started with later versions, finished or not; in the
+opening cohort, those that arrived after it count as well. The recent memory has a shorter half-life and the same
+trajectories. A running trajectory counts among those that could have finished wherever it has been, and nowhere else;
+if none is running, a share is that of the plain weighted histogram.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libra.lengths.cohorts import COUNTS, LOG_CONTEXT, OCTAVES, POWERS, SUMS, Ce
 from libra.lengths.members import Members, spread
 
 FALSE_ALARM_RATE = 0.01  # chance that one look at stationary trajectories calls them drifted
-FORGOTTEN = 1e-3  # trajectories: a bin whose share is worth less than this is left out, with its largest context
+FORGOTTEN = 1e-3  # trajectories: a bin with less weight than this is left out, with its largest context
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -28,7 +28,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Whether recent trajectories end after other work (`cohorts.work`) than the older ones."""
+    """Test whether recent trajectories end after a different amount of work (`cohorts.work`) than older ones."""
 
     distance: float  # largest difference between the two, in units of the share of trajectories
     threshold: float  # exceeded by chance in at most `FALSE_ALARM_RATE` of looks
@@ -36,7 +36,8 @@ class Drift:
 
 
 def at_risk(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin, ...] how many could have finished in each bin: all that reach it, those still in it by the part passed.
+    """[bin, ...] trajectories that could have finished in each bin: all that reach it, running ones in it by the part
+    passed.
 
     `finished` and `running` count trajectories by the bin of their (current) length; `passed` is the sum over the
     running ones of the part of that bin behind them (the actuarial estimate, with each one's own part instead of half).
@@ -53,11 +54,11 @@ def hazard(finished: Array, risk: Array) -> Array:
 
 
 def lift(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin] how many trajectories each one that finishes in a bin stands for: itself, and its share of those that were
-    lost from sight before it, by weight.
+    """[bin] weight of the trajectories for which each one that finishes in a bin stands: itself, and its share of those
+    that were lost from sight before it.
 
     That is the inverse of the probability of still being seen there (Robins & Rotnitzky 1992), estimated by the product
-    limit: the sum of `lift * finished` up to a bin is its share of the total (Satten & Datta 2001). Where nothing runs
+    limit: the sum of `lift * finished` up to a bin is its share of the total (Satten & Datta 2001). If nothing runs,
     all are 1.
     """
     risk = at_risk(finished, running, passed)
@@ -108,7 +109,7 @@ class WeighedCohorts:
 
     weights: Array  # [cohort] of its newest trajectory
     finished: Array  # [bin, power]
-    ended: Array  # [bin, power] with the running ones that no finished one tells more about
+    ended: Array  # [bin, power] with the running ones that are furthest in work or context
     sums: Array  # [bin, field] of the finished ones
     peaks: Array  # [bin] tokens: the longest finished one
     cells: Indices  # [cell, work and context bin] of all that has ended
@@ -122,7 +123,7 @@ class WeighedCohorts:
     @property
     def memory(self) -> tuple[int, int]:
         """Columns of the weights and of their squares in the memory that answers are taken from: the recent one after
-        a drift, so that what was true before it is soon forgotten."""
+        a drift, so that the evidence before it is soon forgotten."""
         return (1, 4) if self.drift.drifted else (0, 2)
 
     @property
@@ -138,8 +139,8 @@ class WeighedCohorts:
         return float(self.finished[:, weight].sum()) ** 2 / squares if squares else 0.0
 
     def distribution(self, ahead: Cohort, bins_per_octave: int) -> Distribution:
-        """The bins that are not forgotten. What a trajectory of some length is like is taken from the slow memory, as
-        it changes less than how many there are; in a bin that only running ones have reached, from `ahead`."""
+        """The distribution over the bins that are not forgotten. The means of a bin are taken from the slow memory, as
+        they change less than its share; in a bin that only running ones have reached, from `ahead`."""
         weight, _ = self.memory
         ended = self.ended[:, weight]
         kept = np.flatnonzero(ended >= FORGOTTEN)
@@ -161,7 +162,7 @@ class WeighedCohorts:
         )
 
     def _members(self, ahead: Cohort, kept: Indices, peaks: Array) -> Members:
-        """Cells of the bins that are not forgotten."""
+        """Members of the cells in the bins that are not forgotten."""
         weight, _ = self.memory
         rows = np.flatnonzero(np.isin(self.cells[:, 1], kept) & (self.cells_ended[:, weight] > 0))
         cells, ended = self.cells[rows], self.cells_ended[rows, weight]
@@ -175,11 +176,11 @@ class WeighedCohorts:
 
 
 def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
-    """`cohorts` in order of their versions, the opening one first.
+    """Weigh `cohorts`, which are in the order of their versions, the opening one first.
 
-    Who finishes is a matter of time, not of length: the product limit goes by work, and final contexts are marks of
-    what it finds. What outlives all that finished is put where it is now (Efron 1967), and so are those that have grown
-    longest: no trajectory tells more.
+    Which trajectories finish depends on time, not on length: the product limit goes by work, and final contexts are
+    marks of its ends. Running trajectories that outlive all finished ones are taken to end where they are now (Efron
+    1967), and so are those that have grown longest: there is no evidence beyond them.
     """
     started = np.array([cohort.started for cohort in cohorts])
     behind = np.cumsum(started[::-1])[::-1] - started
@@ -214,7 +215,7 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     of_finished_cell = of_cell[: len(finished)]
 
     memory = ends[:, int(drift.drifted)]
-    # A running one that ends in its bin is taken to be in the middle of it.
+    # A running trajectory that ends in its bin is assumed to end in the middle of it.
     log_contexts = (end_cells[:, 1] + 0.5) * math.log(2) * OCTAVES / bins
     log_contexts[: len(finished)] = sums[:, LOG_CONTEXT] / finished[:, 0]
     shares = np.bincount(end_cells[:, 0], memory, work_bins)
@@ -236,8 +237,8 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
 
 
 def _rows(tables: Sequence[Table]) -> tuple[Indices, Indices, Array]:
-    """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. In order of the
-    cells: sums must not depend on what came first."""
+    """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. In the order of the
+    cells: sums must not depend on the order of arrival."""
     of_table = np.repeat(np.arange(len(tables)), [len(table.values) for table in tables])
     cells = np.concatenate([table.cells for table in tables])
     order = np.lexsort(cells.T)

@@ -1,7 +1,7 @@
-"""Where lengths are going: the trend over start versions, and the workload it leads to.
+"""Forecast of lengths: the trend over start versions, and the workload it leads to.
 
-Invariant: a trend that the evidence does not show is no trend, and what a forecast adds to the tracked lengths it also
-adds to their stated error.
+Invariant: a trend that the evidence does not show is 0. The stated error of a forecast includes that of the change it
+adds to the tracked lengths.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cohort_levels(cohorts: Sequence[Cohort], evidence: WeighedCohorts) -> Array:
     """[cohort] mean logarithm of the final context.
 
     A running trajectory enters with the mean over all that take more work than it has had (one step of Buckley & James
-    1979), which knows of no trend: weigh a cohort by how much of it has finished.
+    1979). That mean ignores the trend: weigh a cohort by the trajectories that have finished.
     """
     shares, logs = evidence.by_work, evidence.log_contexts
     # On average half of its own bin is behind a running trajectory.
@@ -65,10 +65,10 @@ def fit(versions: Array, levels: Array, weights: Array) -> Trend:
     """The slope of the weighted least-squares line of `levels` over `versions`, with one step in it where the levels
     have jumped: a jump is no trend.
 
-    There is a step where it explains more than chance does anywhere: the largest F statistic over all places that leave
-    two versions on either side, against its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 / slope**2`,
-    to nothing where it is within its error (the positive-part rule of James & Stein 1961): noise must not be carried
-    into the future. Fewer than 6 versions, in equal weights, show no trend.
+    A step is kept if it explains more than chance does anywhere: the largest F statistic over all places that leave two
+    versions on either side, against its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 / slope**2`, to
+    0 if it is within its error (the positive-part rule of James & Stein 1961): noise must not be carried into the
+    future. Fewer than 6 versions, in equal weights, show no trend.
     """
     if weights.sum() == 0 or weights.sum() ** 2 / (weights**2).sum() < _MIN_POINTS:
         return Trend(0.0, 0.0)
@@ -88,11 +88,11 @@ class _Line:
     slope: float
     error: float
     unexplained: float  # weighted mean of the squared residuals
-    freedom: float  # independent residuals that say how noisy a level is
+    freedom: float  # independent residuals from which the noise of a level is estimated
 
 
 def _least_squares(columns: Array, levels: Array, weights: Array) -> _Line:
-    """Of `levels` on `columns`, the first of which is the version; weights sum to 1 and say nothing about noise."""
+    """Line of `levels` on `columns`, the first of which is the version. Weights sum to 1, unrelated to the noise."""
     inverse = np.linalg.pinv((columns.T * weights) @ columns, hermitian=True)
     residuals = levels - columns @ (inverse @ (columns.T @ (weights * levels)))
     unexplained = float((weights * residuals**2).sum())
@@ -112,9 +112,9 @@ def project(
     level_error: float,
     longest: int | None,
 ) -> LengthForecast:
-    """The classes, tracked from evidence that is `age` versions old, `steps` versions from now; trend past and trend to
-    come count alike, save that the latter is damped: DAMPING + DAMPING**2 + ... versions. Whether a trend goes on is
-    not known, so what the damping takes away is part of the error."""
+    """Forecast of the classes, tracked from evidence that is `age` versions old, for `steps` versions from now. The
+    trend applies to both, but is damped from now on: to DAMPING + DAMPING**2 + ... versions. It is not known whether a
+    trend continues, so the part that damping removes is part of the error."""
     damped = DAMPING * (1 - DAMPING**steps) / (1 - DAMPING)
     scale = math.exp(trend.slope * (age + damped))
     return LengthForecast(
@@ -125,7 +125,7 @@ def project(
 
 
 def scaled(cls: TrajectoryClass, factor: float, longest: int | None) -> TrajectoryClass:
-    """The class when trajectories are `factor` times as long: more of the same turns, as deep as they get.
+    """The class with trajectories that are `factor` times as long: more of the same turns, with growing contexts.
 
     Lengths, turns and tool seconds grow with the factor, the sum of contexts with its square; the first turn stays as
     it is. None becomes longer than `longest` tokens.

@@ -1,7 +1,7 @@
-"""Trajectories that stand for all others of their kind, tokens and tool seconds together.
+"""Members: trajectories that represent similar ones, with tokens and tool seconds together.
 
-Invariant: a member has the tokens and the tool seconds of the same trajectories, so whichever makes it long, the
-other is its own. Members depend on no engine: however fast engines are, faster ones never make a member longer.
+Invariant: the tokens and the tool seconds of a member are those of the same trajectories, so whichever makes it long,
+the other belongs to it. Members do not depend on engines: faster engines never make a member take longer.
 
 Cells of the evidence have means and covariances. Each becomes four members with the same ones.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from libra.lengths.cohorts import GENERATED, SECOND, Sums
 
-_ALIKE = 1.5  # members of a class are one if they are exceeded by shares within this factor of each other
+_ALIKE = 1.5  # members of a class are merged if the shares that exceed them are within this factor of each other
 _DIGITS = 5  # significant ones
 
 Array = NDArray[np.float64]
@@ -24,7 +24,7 @@ Indices = NDArray[np.int64]
 
 
 class Member(NamedTuple):
-    """Trajectories of one class that are alike, as one of them."""
+    """Similar trajectories of one class, as one of them."""
 
     share: float  # of the trajectories of its class
     generated: float  # tokens
@@ -52,10 +52,10 @@ class Members:
 
 def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
     """Members with the means and covariances of cells; `means` is [cell, field of `Sums`] for one trajectory of a cell,
-    `peaks` [cell] limits what one generates.
+    `peaks` [cell] limits the tokens that one generates.
 
-    Along the main axis of tokens and tool seconds, in seconds of engines, there are four points as a uniform
-    distribution has them, as cells are narrow; the deviation along the other axis is theirs with alternating signs.
+    Along the main axis of tokens and tool seconds, in seconds of engines, there are four points, spaced as in a uniform
+    distribution, because cells are narrow. They also deviate along the other axis, with alternating signs.
     """
     column = dict(zip(Sums._fields, means.T, strict=True))
     tokens, seconds = column["generated"], column["tool_seconds"]
@@ -94,7 +94,7 @@ def spread(bins: Indices, shares: Array, means: Array, peaks: Array) -> Members:
 
 
 def of_classes(members: Members, of_bin: Indices) -> list[tuple[Member, ...]]:
-    """[class] its members, those that are alike merged; `of_bin` is the class of each bin."""
+    """[class] its members, with similar ones merged; `of_bin` is the class of each bin."""
     found = []
     for number in range(int(of_bin[-1]) + 1):
         rows = np.flatnonzero(of_bin[members.bins] == number)
@@ -121,5 +121,5 @@ def _rarity(values: Array, shares: Array) -> Indices:
 
 
 def _short(value: float) -> float:
-    """A number that is short to write."""
+    """A number rounded to `_DIGITS` significant digits."""
     return float(f"{value:.{_DIGITS}g}")

@@ -1,8 +1,8 @@
-"""The tracker: what has finished and what is running, forgotten by the version it started with.
+"""The tracker of finished and running trajectories, which it forgets by their start version.
 
 Invariant: a tracker's answers depend only on the trajectories it was given and, before the first `observe_running`,
-on their order; never on time. Evidence is weighed when a question is asked: a trajectory behind which n others have
-started weighs `2 ** (-n / half_life)`.
+on their order; never on time. Evidence is weighed at each query: a trajectory after which n others have started weighs
+`2 ** (-n / half_life)`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from libra.trajectory import Trajectory
 
 FORMAT = 4  # of a snapshot
 
-_COHORTS = 64  # more are made fewer, by forgetting old ones or by joining neighbours
+_COHORTS = 64  # of more, old ones are forgotten or neighbours joined
 
 
 class LengthTracker:
     """Exponentially forgotten statistics of trajectories, by final context: the most tokens one ever held.
 
-    Long trajectories finish late, so those that have finished are too short a sample. `observe_running` says what has
-    not; from then on, evidence is weighed by start version, and finished ones stand for running ones that have had less
-    work (`evidence.weigh`).
-    Until it is first called nothing is known to run, and finished trajectories are forgotten in order of arrival.
+    Long trajectories finish late, so those that have finished are too short a sample. `observe_running` reports the
+    others; from then on, evidence is weighed by start version, and finished ones stand for running ones that have had
+    less work (`evidence.weigh`). Until its first call nothing is known to run, and finished trajectories are forgotten
+    in the order of arrival.
 
     After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
-    Memory and the time of one observation do not grow with the number of trajectories. `unknown_tool_share` says of how
-    many tool returns the seconds were not recorded. A tracker is not for several threads at once: guard it with a lock.
+    Memory and the time of one observation do not grow with the number of trajectories. `unknown_tool_share` is the
+    share of tool returns without recorded seconds. A tracker is not for several threads at once: guard it with a lock.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class LengthTracker:
             raise ValueError(f"unknown_tool_seconds is {unknown_tool_seconds}; it must be 0 or more, and finite")
         self.block_tokens = block_tokens
         self.unknown_tool_seconds = unknown_tool_seconds
-        self._by_version = False  # whether it is known what runs
+        self._by_version = False  # whether running trajectories are known
         self._opened: int | None = None  # the last version that is forgotten in order of arrival, in the opening cohort
         self._opening = Cohort(self._bins)
         self._width = 1  # versions of each of the other cohorts
         self._cohorts: dict[int, Cohort] = {}  # by start version // width
         self._weighed: WeighedCohorts | None = None  # until more is observed
-        self._ahead = Cohort(self._bins)  # what the running ones have come to, as if they had finished there
+        self._ahead = Cohort(self._bins)  # the running ones, as if they had finished where they are
 
     def observe(self, trajectory: Trajectory) -> None:
         """Add one finished trajectory; its `policy_version` is the version it started with. An unfinished one is
@@ -87,10 +87,10 @@ class LengthTracker:
     def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
         """Replace what is known to run by these unfinished trajectories, as far as they have come.
 
-        Give all of them, after having observed what has finished since, and before asking: one that finishes counts
-        twice until the next call. That nothing runs is also something to say. One that waits for a tool ends with that
-        call: status "unknown", nothing returned, and as `tool_seconds` what it has waited so far; without it, those
-        that wait long are taken to have come less far than they have.
+        Give all of them, after having observed those that have finished since, and before a query: one that finishes
+        counts twice until the next call. Call it also if nothing runs. A trajectory that waits for a tool ends with
+        that call: status "unknown", nothing returned, and as `tool_seconds` the time it has waited so far. Without that
+        time, trajectories that wait long count as less far than they are.
         """
         placed = []
         for trajectory in trajectories:
@@ -123,18 +123,19 @@ class LengthTracker:
     def quantile(self, q: float) -> float:
         """Final context in tokens that a share `q` of the trajectories does not exceed.
 
-        Within its bin a trajectory may be anywhere between the lower edge and the largest context seen there; it is
-        taken to be spread evenly in the logarithm, so the answer is off by less than one bin.
+        Within its bin a trajectory may be anywhere between the lower edge and the largest context seen there. They are
+        assumed to be spread evenly in the logarithm, so the answer is off by less than one bin.
         """
         if not 0 <= q <= 1:
             raise ValueError(f"q is {q}; a quantile is asked for a share from 0 to 1")
         return self._distribution().quantile(q)
 
     def drift(self) -> Drift:
-        """Compare how much work trajectories take, tokens and tools, with the same ones forgotten four times faster
+        """Compare the work that trajectories take, tokens and tools, with the same ones forgotten four times faster
         (`evidence.find_drift`).
 
-        Before `observe_running` was called, what has finished is taken to be all. Without evidence there is no alarm.
+        Before `observe_running` was called, finished trajectories are assumed to be all. Without evidence there is no
+        alarm.
         """
         if not self._finished:
             return Drift(distance=0.0, threshold=1.0, drifted=False)  # distances reach 1
@@ -144,7 +145,7 @@ class LengthTracker:
         """The workload `steps` versions after the newest one that has started, none of it above `longest` tokens.
 
         The trend is a line through the mean log final context of the versions, over four times the memory of the other
-        statistics. It bridges the age of the evidence, and goes on damped from there. Before `observe_running` was
+        statistics. It bridges the age of the evidence, and continues damped from there. Before `observe_running` was
         called there is none. A jump is no trend, but may look like one while only one version has started after it.
         """
         if not 0 <= steps < math.inf:
@@ -165,7 +166,7 @@ class LengthTracker:
 
     @property
     def mean_decode_context(self) -> float:
-        """Mean context over all generated tokens; 0 where nothing was generated."""
+        """Mean context over all generated tokens; 0 if nothing was generated."""
         total = self._distribution().total()
         return float(total.context_sum / total.generated) if total.generated else 0.0
 
@@ -189,7 +190,7 @@ class LengthTracker:
 
     @property
     def unknown_tool_share(self) -> float:
-        """Share of tool returns whose seconds were not recorded; 0 where no tool was called."""
+        """Share of tool returns whose seconds were not recorded; 0 if no tool was called."""
         total = self._distribution().total()
         return float(total.unknown_returns / total.tool_returns) if total.tool_returns > 0 else 0.0
 
@@ -233,7 +234,7 @@ class LengthTracker:
         return self._opening.finished + sum(cohort.finished for cohort in self._cohorts.values())
 
     def _cohort(self, version: int) -> Cohort:
-        """The cohort of a version; a new one where there is none."""
+        """The cohort of a version; a new one if there is none."""
         if self._opened is not None and version <= self._opened:
             return self._opening
         key = version // self._width
@@ -243,7 +244,7 @@ class LengthTracker:
         return cohort
 
     def _trim(self) -> None:
-        """Keep at most `_COHORTS`: give up the oldest where it is forgotten, else join neighbours."""
+        """Keep at most `_COHORTS`: drop the oldest if it is forgotten, else join neighbours."""
         while len(self._cohorts) > _COHORTS:
             oldest = min(self._cohorts)
             behind = sum(cohort.started for key, cohort in self._cohorts.items() if key > oldest)

@@ -1,6 +1,6 @@
-"""Attention and FFN apart, as an engines file describes them.
+"""Engines with attention and FFN on different ranks, as an engines file describes them.
 
-Invariant: what cannot run is refused in a line that opens with the key.
+Invariant: an engine that cannot run is refused in a line that opens with the key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.sim.engines_keys import AfdSection
 
 
 def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
-    """Raises ValueError unless the model can be cut in these ranks, and FFN ranks have the memory."""
+    """Raises ValueError unless the model can be divided over these ranks, and FFN ranks have the memory."""
     section, model = engine.section, engine.model
     for option, off in (
         ("pipeline_parallel_size", 1),
@@ -37,20 +37,20 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     refused = afd_refusal(model, afd.attention, afd.ffn, afd.micro_batches)
     if refused is not None:
         raise ValueError(refused)
-    parts = afd.micro_batches if _ranks(afd).micro_batching is None else 1  # a batch that is not divided comes at once
+    parts = afd.micro_batches if _ranks(afd).micro_batching is None else 1  # an undivided batch arrives at once
     tokens = -(-afd.attention * section.max_num_batched_tokens // parts)
     gpu = _ffn_gpu(afd) or engine.gpu
     held = ffn_rank_bytes(model, afd.ffn, tokens=tokens, quantization=engine.quantization)
     memory = section.gpu_memory_utilization * gpu.memory
     if held > memory:
         raise ValueError(
-            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and what comes to them, of"
+            f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and their activations, of"
             f" {memory / 1e9:.0f} GB: raise it, or lower max_num_batched_tokens"
         )
 
 
 def afd_cost(engine: DescribedEngine, afd: AfdSection, config: EngineConfig) -> AfdCost:
-    """What attention ranks and FFN ranks take together. Raises ValueError that opens with the key."""
+    """The cost of attention ranks and FFN ranks together. Raises ValueError that opens with the key."""
     try:
         stages, host = stage_profile(
             engine.nodes,
@@ -89,5 +89,5 @@ def _ranks(afd: AfdSection) -> AttentionFFN:
 
 
 def _ffn_gpu(afd: AfdSection) -> GPU | None:
-    """None: that of attention."""
+    """The GPU of FFN ranks; None: the same as that of attention."""
     return None if afd.ffn_gpu is None else gpu_of(afd.ffn_gpu, "afd.ffn_gpu")

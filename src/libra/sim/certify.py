@@ -1,7 +1,7 @@
-"""What a serving engine can lend: the largest load whose replay has no miss that lending is to blame for.
+"""Certificates of a serving engine for lending: the largest load whose replay has no miss caused by lending.
 
-Invariant: whatever is certified was replayed against a borrower that spends every grant to its end, and compared with
-the same arrivals served alone. The queue of an envelope is no longer than what the bound of a first token proves.
+Invariant: every certified load was replayed against a borrower that spends every grant to its end, and compared with
+the same arrivals served alone. The queue of an envelope is no longer than the bound of a first token allows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from libra.traffic.envelope import Envelope
 
 WINDOW = 60.0  # seconds over which an envelope's rate is counted
 _INSTANT = ticks(1e-6)
-MISSED_ALONE = 0.01  # share of requests: an SLO that serving alone misses more often is not one that it has
+MISSED_ALONE = 0.01  # share of requests: serving that misses an SLO alone more often does not have that SLO
 
 
 class NothingToLendError(ValueError):
-    """No load was found that leaves anything to lend under the SLO. One line, with the remedy."""
+    """No load leaves anything to lend under the SLO. One line, with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class LendingCase:
     traffic: str
     requests: tuple[RecordedRequest, ...]
     longest_grant: float  # seconds
-    parameters: int | None = None  # of the model; None: nobody knows
+    parameters: int | None = None  # of the model; None: unknown
 
     def __post_init__(self) -> None:
         if self.requests[-1].arrival - self.requests[0].arrival < _INSTANT:
@@ -54,19 +54,19 @@ class LendingCase:
         return max(it.prompt_tokens for it in self.requests)
 
     def arrivals(self, load: float) -> Requests:
-        """The requests, which come `load` times as fast. All are served to their end."""
+        """The requests, at `load` times their rate, without cancellations."""
         return recorded_requests(
             [it if it.cancel_at is None else replace(it, cancel_at=None) for it in self.requests], rate_scale=load
         )
 
     def alone(self, load: float) -> Sequence[Request]:
-        """What becomes of them without lending."""
+        """The requests as served without lending."""
         cluster = SimCluster([self.spec], self.arrivals(load))
         cluster.run()
         return cluster.requests
 
     def lent(self, load: float, use: float) -> DeviceOutcome:
-        """And with a borrower that spends every grant to its end."""
+        """The outcome with a borrower that spends every grant to its end."""
         gate, pace = Gate(ticks(self.longest_grant), 1), ticks(self.slo.pace(use))
         device = SharedDevice(self.spec, gate, SpendsAll(), pace=pace, prompt=self.prompt)
         return device.run(self.arrivals(load).start())
@@ -74,7 +74,7 @@ class LendingCase:
 
 @dataclass(frozen=True, slots=True)
 class LoadTrial:
-    """One load with one `use`."""
+    """The replay of one load with one `use`."""
 
     load: float  # times the rate of the traffic
     use: float
@@ -84,13 +84,13 @@ class LoadTrial:
     missed_alone: int
     attributable: int  # of those missed, met alone
     longest_step: float  # seconds: bound of a step inside the envelope of this load
-    queue: int  # prompt tokens that may wait in a load as this one with every first token in time, by its bound
-    refused: str | None  # why this is not certified
+    queue: int  # prompt tokens that may wait at this load so that every first token is in time, by its bound
+    refused: str | None  # why this load is not certified
     outcome: DeviceOutcome
 
 
 def attempt(case: LendingCase, load: float, use: float, alone: Sequence[Request]) -> LoadTrial:
-    """Replay a load with lending, and see what it cost."""
+    """Replay a load with lending, and compare it with serving `alone`."""
     outcome = case.lent(load, use)
     missed_alone = misses(alone, case.slo.ttft, case.slo.tpot).any
     missed = misses(outcome.requests, case.slo.ttft, case.slo.tpot).any
@@ -132,7 +132,7 @@ def attempt(case: LendingCase, load: float, use: float, alone: Sequence[Request]
 
 
 def _budget_that_fits(case: LendingCase, view: ServingView, pace: float) -> str:
-    """The remedy where a step of the longest kind is longer than the pace."""
+    """The remedy if the longest step is longer than the pace."""
     budget = case.spec.config.max_num_batched_tokens
     while budget > max(view.live, 1) + 1:
         budget = max(budget // 2, view.live + 1)
@@ -149,8 +149,8 @@ def certify(
 ) -> tuple[Certificate, ...]:
     """A certificate for each `use` that has one: its largest load of `loads` below which every load holds, too.
 
-    Raises NothingToLendError, saying what the lightest load was refused for, where there is none, and ValueError where
-    serving alone misses the SLO even there: it is not the SLO of this engine, and lending has no part in that.
+    Raises NothingToLendError, with the reason for refusing the lightest load, if there is none. Raises ValueError if
+    serving alone misses the SLO even at that load: then the engine cannot meet this SLO, with or without lending.
     """
     if not uses or not loads or min(loads) <= 0:
         raise ValueError("give one use and one load or more, all above 0")
@@ -179,7 +179,7 @@ def certify(
 
 
 def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> None:
-    """Raises ValueError where serving alone misses the SLO of too many requests."""
+    """Raises ValueError if serving alone misses the SLO of too many requests."""
     slo, missed = case.slo, misses(alone, case.slo.ttft, case.slo.tpot)
     if len(missed.any) <= MISSED_ALONE * len(alone):
         return

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 TICKS = 10**12  # in one second
-LONGEST = 2**63 / TICKS  # seconds: what 64 bits hold
+LONGEST = 2**63 / TICKS  # seconds that 64 bits hold
 
 
 def ticks(seconds: float) -> int:
-    """The nearest whole number of ticks. Raises ValueError for what is not finite and not negative."""
+    """The nearest whole number of ticks. Raises ValueError unless `seconds` is at least 0 and below `LONGEST`."""
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{seconds} seconds is no duration: give a finite number that is not negative")
     if seconds >= LONGEST:

@@ -1,7 +1,7 @@
-"""A simulation in time.
+"""The event loop of a simulation.
 
 Invariant: events are handled in one total order: by tick, then by kind, then by the number of the engine, the request
-or the order. After the last event of a tick, engines that were touched decide what is next, by their numbers. So the
+or the order. After the last event of a tick, engines that were touched plan their next step, by their numbers. So the
 outcome does not depend on how often an engine was looked at.
 """
 
@@ -19,14 +19,14 @@ from libra.sim.events import ARRIVAL, Action, Kind
 
 
 class SimCluster(ClusterState):
-    """One simulation: made as `ClusterState` says, run once or with pauses, and looked at."""
+    """One simulation, with the arguments of `ClusterState`, which is run once or with pauses."""
 
     def run(self) -> None:
-        """Until everything has finished, the time limit, or the end of a tick in which `pause` was called; the next
-        call goes on from there. Raises RuntimeError where requests wait for an engine that never comes."""
+        """Run until everything has finished, the time limit, or the end of a tick in which `pause` was called. The next
+        call continues from there. Raises RuntimeError if requests wait for an engine that never comes."""
         self._pausing = False
         collecting = gc.isenabled()
-        gc.disable()  # nothing that is let go refers to itself, and looking for it would take a third of the time
+        gc.disable()  # there are no reference cycles, and looking for them would take a third of the time
         try:
             self._run()
         finally:
@@ -50,7 +50,7 @@ class SimCluster(ClusterState):
                 self.now, kind, _, what = event
                 self._happen(kind, what)
                 continue
-            # Nothing more comes at this tick: engines that were touched say what is next.
+            # No more events at this tick: engines that were touched plan their next step.
             now = self.now
             for index in sorted(deciding) if len(deciding) > 1 else deciding:
                 engine = engines[index]
@@ -130,7 +130,7 @@ class SimCluster(ClusterState):
         self.frontend.arrive(request)
 
     def _stop(self, now: int) -> None:
-        """The time limit: what has not ended is reported as such."""
+        """Stop at the time limit: requests that have not ended are reported as such."""
         self.now = now
         self.partial = True
         for engine in self.engines:

@@ -1,7 +1,7 @@
-"""The engines of a simulation, where requests enter them, and what may be done to both while it runs.
+"""The engines of a simulation, the front end of their requests, and the changes to both while it runs.
 
-Invariant: an engine has its number for good, whether or not it is in service still. Whoever touches an engine sees to
-it that it decides what is next at this tick, and that the end of what it has planned is an event.
+Invariant: an engine keeps its number for good, whether or not it is still in service. Code that touches an engine
+makes sure that it plans at this tick, and that the end of its plan is an event.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ EngineMaker = Callable[..., SimEngine]  # as `SimEngine(config, cost, index, exa
 
 
 class ClusterState:
-    """What `SimCluster` runs.
+    """State of a cluster that `SimCluster` runs.
 
     `limits` are the largest final contexts of the buckets, shortest first; without them all engines are one bucket.
-    `trace` is told every iteration, also those that nobody had to visit; `watch` is shown each engine after it decided
-    what is next, at that tick. `exact` visits every iteration: the same outcome of every request, slower.
+    `trace` gets every iteration, also those that are not visited; `watch` gets each engine after it planned, and that
+    tick. `exact` visits every iteration: the same outcome of every request, slower.
 
-    What happens may also add and close engines: see `at`. A request that no engine can hold is refused, or with
-    `patient` waits until engines change. With `kv_moves` a trajectory's KV follows it to another engine where that is
-    quicker than to compute it again. Engines may have roles: `kv_transfer` says how KV goes from prefill to decode, and
-    `decode_route` where. Without `keep`, `requests` stays empty.
+    Actions may also add and close engines: see `at`. A request that no engine can hold is refused, or with `patient`
+    waits until engines change. With `kv_moves` a trajectory's KV follows it to another engine if that is quicker than
+    computing it again. Engines may have roles: `kv_transfer` is the network for KV from prefill to decode, and
+    `decode_route` chooses the decode engine. Without `keep`, `requests` stays empty.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ClusterState:
         decode_route: Policy | None = None,
         interrupted: Callable[[Request, int], Request] | None = None,
     ) -> None:
-        """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
-        request of its own, numbered after all others."""
+        """`interrupted` makes the request that continues a stopped one, given the tick. Without it the rest of a
+        stopped request becomes a new request, numbered after all others."""
         check_engines(specs, limits)
         check_roles(specs, kv_transfer, [update.refresh for update in updates], may_come=patient)
         check_groups(specs, [update.engines for update in updates])
@@ -109,10 +109,10 @@ class ClusterState:
         )
         self._add(specs)
         self._events = EventQueue(updates)
-        self._deciding: set[int] = set()  # engines that have to at this tick
-        self._draining: dict[int, Callable[[int], None]] = {}  # engines that take nothing new, and what follows
+        self._deciding: set[int] = set()  # engines that have to decide at this tick
+        self._draining: dict[int, Callable[[int], None]] = {}  # engines that drain, and the action that follows
 
-    # What whoever makes the workload may do to the cluster while it runs
+    # What the maker of the workload may do to the cluster while it runs
 
     @property
     def moved_tokens(self) -> int:
@@ -141,17 +141,17 @@ class ClusterState:
         self._pausing = True
 
     def at(self, tick: int, action: Callable[[int], None]) -> None:
-        """Do something at a tick that is not over: after what ends at that instant, before what arrives."""
+        """Call `action` at a tick that is not over: after the ends of that tick, before its arrivals."""
         if tick < self.now:
             raise ValueError(f"tick {tick} is over, it is {self.now}")
         self._events.act(tick, action)
 
     def submit(self, request: Request) -> None:
-        """A request that arrives now or later, besides those that the workload makes."""
+        """Add a request that arrives now or later, besides those of the workload."""
         self._events.arrive(request)
 
     def update(self, update: WeightUpdate) -> None:
-        """One more weight update, now."""
+        """Begin one more weight update now."""
         if update.refresh:
             self.frontend.refreshed()
         for engine in [engine for placer in self.frontend.placers for engine in placer.engines()]:
@@ -159,13 +159,13 @@ class ClusterState:
                 self.changed(engine, engine.pause(Pause(update.pause, update.refresh), self.now))
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
-        """From now on the engines, by name, serve these buckets."""
+        """Assign engines, by name, to these buckets from now on."""
         for placer in self.frontend.placers:
             placer.reallocate(limits, buckets)
         self.frontend.look_again()
 
     def add(self, spec: EngineSpec, make: EngineMaker = SimEngine) -> SimEngine:
-        """An engine is ready. Returns it. Raises ValueError for a rank: groups are there from the beginning."""
+        """Put an engine into service, and return it. Raises ValueError for a rank: groups exist from the beginning."""
         if spec.group is not None:
             raise ValueError(f"{spec.name} is a rank of {spec.group.name}: a group is there from the beginning")
         self._add([spec], make)
@@ -173,13 +173,13 @@ class ClusterState:
         return self.engines[-1]
 
     def close(self, name: str) -> None:
-        """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere. With a rank of
-        a group the whole group does."""
+        """Stop an engine at the end of the iteration that is under way; its requests continue elsewhere. For a rank of
+        a group, stop the whole group."""
         self._close(self._out_of_service(name))
 
     def drain(self, name: str, then: Callable[[int], None]) -> None:
-        """An engine takes nothing new, and is closed once it has done what it has, and nothing is kept there for
-        others: `then` is told the tick. Weights are as they were. Raises ValueError for a rank of a group."""
+        """Send an engine no more requests, and close it once it has finished those it has and keeps no KV for others.
+        `then` is called with the tick. Its weights stay as they were. Raises ValueError for a rank of a group."""
         engine = self._out_of_service(name)
         if isinstance(engine.clock, RankGroup):
             raise ValueError(f"engine {name} is a rank of a group, which is not drained: close it")
@@ -233,7 +233,7 @@ class ClusterState:
         ]
 
     def _empty(self, engine: SimEngine) -> None:
-        """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
+        """Let a closing engine, at a boundary, let go of everything, unless other batches are under way in it."""
         if engine.plan(self.now) is not None:
             self._events.end(engine)
         if engine.ended:
@@ -243,11 +243,11 @@ class ClusterState:
             self.frontend.closed(engine, self.now)
 
     def _go_on(self, engine: SimEngine) -> None:
-        """What was stopped on an engine arrives anew, now."""
+        """Let the requests that were stopped on an engine arrive anew, now."""
         stopped, engine.interrupted = engine.interrupted, []
         self.frontend.go_on(engine, stopped, self.now)
 
-    # What the front end asks for
+    # For the front end
 
     def cancel_at(self, tick: int, request: Request) -> None:
         self._events.cancel(tick, request)
@@ -269,7 +269,7 @@ class ClusterState:
             self._deciding.add(engine.index)
 
     def ended(self, request: Request) -> None:
-        """Finished, given up or refused: see what follows."""
+        """Note that a request is finished, given up or refused, and submit the one that follows it, if any."""
         for placer in self.frontend.placers:
             placer.ended(request)
         following = self.workload.finished(request, self.now)

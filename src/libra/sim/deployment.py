@@ -1,7 +1,7 @@
-"""Engines that stand somewhere, what decides which requests each of them gets, and when they get new weights.
+"""A deployment: engines, the policy that routes requests to them, and the times of their weight updates.
 
 Invariant: a deployment that exists can be simulated: every engine is in a bucket, and the policy is known. An engine
-changes weights between two iterations, all its layers at once; either every context in it is computed again with the
+changes weights between two iterations, all its layers at once. Either every context in it is computed again with the
 new weights, or none is.
 """
 
@@ -27,9 +27,9 @@ DEFAULT_DECODE_ROUTE = "least-loaded"
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Each engine stops at the end of the iteration that is under way at tick `at`, for `pause` ticks, and goes on with
-    new weights. With `refresh` the running requests go back to the queue and their KV is computed again; otherwise it
-    is kept."""
+    """A weight update. Each engine stops at the end of the iteration that is under way at tick `at`, for `pause` ticks,
+    and continues with new weights. With `refresh` running requests go back to the queue and their KV is computed again;
+    otherwise it is kept."""
 
     at: int
     pause: int
@@ -50,17 +50,17 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """All that `simulate` is told but the workload."""
+    """All arguments of `simulate` except the workload."""
 
     engines: tuple[EngineSpec, ...]
     limits: tuple[int, ...] | None = None  # largest final context of each bucket; None: all engines are one bucket
     turn_tokens: int = 1  # room that one turn needs beyond its context
     route: str = DEFAULT_ROUTE
-    sticky: bool = True  # a later turn follows its prefix where it can
+    sticky: bool = True  # a later turn follows its prefix if it can
     updates: Sequence[WeightUpdate] = ()
     time_limit: float | None = None  # seconds
-    kv_transfer: KVNetwork | None = None  # where engines have roles
-    decode_route: str = DEFAULT_DECODE_ROUTE  # which engine goes on where a prompt is computed
+    kv_transfer: KVNetwork | None = None  # if engines have roles
+    decode_route: str = DEFAULT_DECODE_ROUTE  # chooses the engine that decodes after prefill
 
     def __post_init__(self) -> None:
         check_engines(self.engines, self.limits)
@@ -72,17 +72,17 @@ class Deployment:
 
     @property
     def longest_context(self) -> int:
-        """Tokens that some engine holds."""
+        """Tokens of the longest context that an engine holds."""
         return max(engine.config.max_model_len for engine in self.engines)
 
     def decode_policy(self, seed: int = 0) -> Policy | None:
-        """The same for the engines that decode; None where there are none."""
+        """Like `policy`, for the engines that decode; None if there are none."""
         if self.kv_transfer is None:
             return None
         return policy_named(self.decode_route, sticky=self.sticky, seed=seed)
 
     def policy(self, seed: int = 0) -> Policy:
-        """A new one, which has seen nothing. `seed` is for the rules that draw."""
+        """A new policy, without history. `seed` is for policies that draw."""
         if self.route == RankBalancer.NAME:
             return RankBalancer(sticky=self.sticky)
         return policy_named(self.route, sticky=self.sticky, seed=seed)
@@ -99,8 +99,8 @@ def check_buckets(limits: Sequence[int] | None, turn_tokens: int) -> None:
 def check_roles(
     engines: Sequence[EngineSpec], transfer: KVNetwork | None, refreshes: Sequence[bool], *, may_come: bool = False
 ) -> None:
-    """Raises ValueError unless engines with roles have each other, and a way for their KV. With `may_come`, those that
-    are missing may come later."""
+    """Raises ValueError unless engines with roles have their counterparts, and a network for their KV. With `may_come`,
+    missing engines may come later."""
     _check_tiers(engines, refreshes)
     prefill, decode = ([it for it in engines if it.role.name == role] for role in ("prefill", "decode"))
     if not prefill and not decode:
@@ -167,14 +167,14 @@ def _check_room_for_kv(engine: EngineSpec, transfer: KVNetwork) -> None:
         )
     if transfer.push and config.num_reserved_decode_tokens < config.block_size:
         raise ValueError(
-            f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: KV that is pushed"
-            f" would fill it, and none of it go on; give a block, {config.block_size}, or more"
+            f"num_reserved_decode_tokens of {engine.name} is {config.num_reserved_decode_tokens}: pushed KV"
+            f" would fill it, and no request could decode; give a block, {config.block_size}, or more"
         )
 
 
 def check_groups(engines: Sequence[EngineSpec], updates: Sequence[frozenset[int] | None]) -> None:
-    """Raises ValueError unless the ranks of each group are alike, and updates (of engines, by number; None: of all) are
-    of whole groups."""
+    """Raises ValueError unless the ranks of each group are alike, and each update is of whole groups (engines by
+    number; None: all)."""
     groups: dict[str, list[int]] = {}
     for number, engine in enumerate(engines):
         if engine.group is not None:

@@ -1,6 +1,6 @@
-"""The configuration of an engine of a file: what is given, and what its model and the memory of its GPUs make of it.
+"""The configuration of an engine in a file: the given keys, completed by its model and the memory of its GPUs.
 
-Invariant: what cannot be is refused in a line that opens with the key.
+Invariant: an impossible configuration is refused in a line that opens with the key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libra.sim.expert_ranks import expert_bytes
 
 
 def described_config(engine: DescribedEngine) -> EngineConfig:
-    """Raises ValueError that opens with the key."""
+    """The configuration of an engine. Raises ValueError that opens with the key."""
     section, model, longest = engine.section, engine.model, engine.longest
     if longest > model.max_context:
         raise ValueError(f"max_model_len is {longest}; {model.name} is made for {model.max_context} tokens: lower it")
@@ -93,7 +93,7 @@ def _kv_blocks(engine: DescribedEngine) -> int:
 
 
 def _no_room(engine: DescribedEngine, tokens: int) -> str:
-    """Why there is KV memory for so few tokens: the key that would make room if it alone were no more than usual."""
+    """Why there is KV memory for only `tokens` tokens: names the key that would make room with its usual value."""
     section = engine.section
     left = (
         f"{engine.model.name} leaves KV memory for {tokens:,} tokens on {engine.gpus} x {engine.gpu.name}, less than"

@@ -1,6 +1,6 @@
-"""An engine of a file, with what its keys name.
+"""An engine in a file, with the model and hardware that its keys name.
 
-Invariant: its model and GPU are known ones, and the model can be divided over its GPUs.
+Invariant: its model and GPU are known, and the model can be divided over its GPUs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sim.engines_keys import EngineSection, NodeSection, RanksSection
 
-_NODE = 8  # GPUs: of the nodes that an engine is taken to stand on, unless its tensor parallelism needs more
+_NODE = 8  # GPUs of the node that an engine is assumed to run on, unless its tensor parallelism needs more
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedEngine:
-    """`note` is told where times are from, if not from where one would expect."""
+    """An engine in a file. `note` gets the source of times, if it is not the expected one."""
 
     section: EngineSection
     model: ModelSpec
     nodes: NodeClass
-    beside: Path  # the directory of the file: paths that it has are seen from there
+    beside: Path  # the directory of the file; paths in the file are relative to it
     note: Callable[[str], None]
 
     @property
@@ -42,12 +42,12 @@ class DescribedEngine:
 
     @property
     def gpus(self) -> int:
-        """Of an engine, or of one of its ranks."""
+        """GPUs of an engine, or of one of its ranks."""
         return self.tp * self.section.pipeline_parallel_size
 
     @property
     def longest(self) -> int:
-        """Tokens of a context."""
+        """Tokens of the longest context."""
         given = self.section.max_model_len
         return self.model.max_context if given is None else given
 
@@ -57,24 +57,24 @@ class DescribedEngine:
 
     @property
     def kv_bytes(self) -> float:
-        """Of a token, on all devices together."""
+        """KV bytes of a token, on all devices together."""
         return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp)
 
     @property
     def recipe(self) -> Recipe:
-        """What profiles of its times are asked for."""
+        """The recipe for which profiles of its times are looked up."""
         weights, kv = self.section.quantization, self.section.kv_cache_dtype
         return Recipe(batch=1, samples_per_prompt=1, max_length=self.longest, rollout_dtype=weights, kv_cache_dtype=kv)
 
     @property
     def source(self) -> str:
-        """Of its times."""
+        """Source of its times."""
         given = self.section.profile
         return given if given in ("auto", "tables", "roofline") else str(self.beside / given)
 
     @property
     def host(self) -> str:
-        """Where it is said what comes to the times of kernels."""
+        """Source of the host overhead."""
         given = self.section.host
         return given if given in ("none", "default") else str(self.beside / given)
 
@@ -82,7 +82,7 @@ class DescribedEngine:
 def described_engine(
     section: EngineSection, key: str, beside: Path, note: Callable[[str], None] = lambda _: None
 ) -> DescribedEngine:
-    """Raises ValueError that opens with the key."""
+    """The engine of a section, whose key is `key`. Raises ValueError that opens with the key."""
     try:
         model = load_model(section.model)
     except ConfigError as error:
@@ -103,7 +103,7 @@ def described_engine(
 
 
 def _nodes(section: EngineSection, gpu: GPU) -> NodeClass:
-    """Raises ValueError that opens with the key."""
+    """The nodes that an engine runs on. Raises ValueError that opens with the key."""
     tp, told, network = section.tensor_parallel_size, section.node, section.network_bandwidth
     if told is None:
         try:

@@ -1,6 +1,6 @@
-"""KV tiers as files describe them, of an engine or of those on a menu.
+"""KV tiers as files describe them, of one engine or of the engines on a menu.
 
-Invariant: what cannot be is refused in a line that opens with the key.
+Invariant: an impossible tier is refused in a line that opens with the key.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from libra.sim.engine.chunk_cache import CachePolicy
 from libra.sim.engine.kv_tier import KVTier
 
-_SLOWEST = 3600  # seconds that a tier takes for a request
+_SLOWEST = 3600  # most seconds that a transfer of the longest request may take
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedTier:
-    """A tier by the keys of a file, before it is known what a token's KV takes."""
+    """A tier by the keys of a file, before the size of a token's KV is known."""
 
     name: str
     gib: float
@@ -40,8 +40,8 @@ class DescribedTier:
 def tiers_of(
     given: Sequence[DescribedTier], key: str, longest: str, tokens: int, block_size: int, kv_bytes: float, gpus: int
 ) -> tuple[KVTier, ...]:
-    """Of an engine of so many GPUs, on which a token's KV has `kv_bytes` together. `longest` says what has as many
-    `tokens` as a tier must hold."""
+    """The tiers of an engine of `gpus` GPUs, on which a token's KV has `kv_bytes` together. Each must hold `tokens`
+    tokens; `longest` describes them in errors. Raises ValueError that opens with the key."""
     tiers: list[KVTier] = []
     block_bytes = block_size * kv_bytes
     for place, it in enumerate(given):

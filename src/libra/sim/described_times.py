@@ -1,6 +1,6 @@
-"""What the iterations of an engine of a file take: its kernels, its drafter's, and the host.
+"""Durations of the iterations of an engine in a file: its kernels, those of its drafter, and the host.
 
-Invariant: every time has a source; what its source does not have is refused in a line that opens with the key.
+Invariant: every time has a source; a time that its source lacks is refused in a line that opens with the key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra.sim.engines_keys import OverheadSection
 
 
 def check_host(engine: DescribedEngine) -> None:
-    """Raises ValueError that opens with the key where the host's times cannot be read."""
+    """Raises ValueError that opens with the key if the host's times cannot be read."""
     try:
         host_part(engine.host, engine.model, lambda _: None)
     except ConfigError as error:
@@ -26,12 +26,12 @@ def check_host(engine: DescribedEngine) -> None:
 
 
 def of_profile(error: ValueError) -> ValueError:
-    """What a command says of its option, under the file's key."""
+    """The error of a command's option, under the file's key."""
     return ValueError(f"profile: {str(error).removeprefix('--profile ')}")
 
 
 def described_grid(engine: DescribedEngine) -> EngineGrid:
-    """Raises ValueError that opens with the key."""
+    """The times of an engine's kernels. Raises ValueError that opens with the key."""
     cluster = Cluster((engine.nodes,))
     try:
         (profile,) = engine_profiles(cluster, engine.model, engine.recipe, engine.source, engine.note, engine.host)
@@ -47,8 +47,8 @@ def described_grid(engine: DescribedEngine) -> EngineGrid:
 
 
 def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None:
-    """The times of what proposes drafts: a model of its own, or one layer of the engine's, whose times are `grid`.
-    Raises ValueError that opens with the key."""
+    """The times of the drafter: a model of its own, or one layer of the engine's model, whose times are `grid`. Raises
+    ValueError that opens with the key."""
     drafts = engine.section.speculative
     if drafts is None or drafts.method == "ngram":
         return None
@@ -65,7 +65,8 @@ def drafter_grid(engine: DescribedEngine, grid: EngineGrid) -> EngineGrid | None
 
 
 def host_cost(engine: DescribedEngine, host: HostCost) -> HostCost:
-    """What the CPU adds, where the profile's host is this one. Raises ValueError that opens with the key."""
+    """The host overhead: that of the profile, `host`, or the section's if that is unpriced. Raises ValueError that
+    opens with the key."""
     section, overhead = engine.section, engine.section.overhead
     if not host.priced:
         return HostCost(overhead.iteration, overhead.request, overhead.overlapped, source="engines file")

@@ -1,7 +1,7 @@
 """Engines as a YAML file describes them.
 
-Invariant: a file gives a deployment that can be simulated, or is refused in one line that names the key and what would
-be right. Lengths are tokens, times are seconds. What vLLM has a name for has that name.
+Invariant: a file gives a deployment that can be simulated, or is refused in one line that names the key and the remedy.
+Lengths are tokens, times are seconds. Keys have vLLM's names where it has them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from libra.sim.rank_balancer import RankBalancer
 
 
 def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None) -> Deployment:
-    """Read a file such as `examples/engines.yaml`; `note` is told where times are from, if not from where one would
-    expect. Raises `ConfigError`."""
+    """Read a file such as `examples/engines.yaml`. `note` gets the source of times, if it is not the expected one.
+    Raises `ConfigError`."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     try:
@@ -66,8 +66,8 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
 
 
 def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) -> tuple[EngineSpec, ModelSpec, str]:
-    """The serving engine of such a file, its model and its hardware (such as "2 x A100"). Raises `ConfigError`, also
-    where the file describes several: each is certified by itself."""
+    """The serving engine of such a file, its model and its hardware (such as "2 x A100"). Raises `ConfigError`, also if
+    the file describes several engines: each is certified by itself."""
     path = Path(path)
     engines = load_engines(path, note).engines
     section = read_section(path, EnginesFile, "examples/engines.yaml").engines[0]
@@ -78,7 +78,8 @@ def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) 
 
 
 def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | None) -> EngineSection:
-    """With what a decode engine leaves free by itself. Raises ValueError that opens with the key."""
+    """The section with the default of `num_reserved_decode_tokens` filled in. Raises ValueError that opens with the
+    key."""
     given, decodes = section.num_reserved_decode_tokens, section.role == "decode"
     if given and not decodes:
         raise ValueError(
@@ -91,7 +92,7 @@ def _reserving(section: EngineSection, key: str, transfer: KVTransferSection | N
 
 
 def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
-    """Raises ValueError that opens with the key."""
+    """The engines of a section, or their ranks. Raises ValueError that opens with the key."""
     section = engine.section
     numbers = range(section.count)
     names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
@@ -128,7 +129,7 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
 
 
 def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
-    """Raises ValueError that opens with the key. `others` are names that only it knows."""
+    """Raises ValueError that opens with the key. `others` are policies that are only allowed for this key."""
     try:
         check_policy(route, (*POLICIES, *others))
         if route not in others:
@@ -138,7 +139,7 @@ def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
 
 
 def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
-    """Raises ValueError that opens with the key."""
+    """The weight updates of a section. Raises ValueError that opens with the key."""
     if given is None:
         return ()
     try:
@@ -148,7 +149,7 @@ def _updates(given: UpdatesSection | None) -> tuple[WeightUpdate, ...]:
 
 
 def _check_models(file: EnginesFile) -> None:
-    """Raises ValueError where an engine could not use the KV of another one."""
+    """Raises ValueError if an engine could not use the KV of another one."""
     engines = [(f"engines.{index}", it) for index, it in enumerate(file.engines)]
     apart = [it for it in engines if it[1].role != "colocated"]
     _check_alike(apart)
@@ -165,7 +166,7 @@ def _check_models(file: EnginesFile) -> None:
 
 
 def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
-    """That what drafters keep in the cache is alike, too: vLLM's connectors refuse engines where it is not."""
+    """Raises ValueError unless the engines' drafters keep the same in the KV cache: vLLM's connectors refuse others."""
     kept = [(key, _drafter(it)) for key, it in engines]
     for key, drafter in kept:
         if drafter != kept[0][1]:
@@ -176,7 +177,7 @@ def _check_drafters(engines: Sequence[tuple[str, EngineSection]]) -> None:
 
 
 def _drafter(section: EngineSection) -> str:
-    """Whose keys and values come to those of the model."""
+    """The drafter whose KV is stored with the model's."""
     drafts = section.speculative
     if drafts is None or drafts.method == "ngram":
         return "no drafter"
@@ -184,7 +185,7 @@ def _drafter(section: EngineSection) -> str:
 
 
 def _check_alike(engines: Sequence[tuple[str, EngineSection]], *options: str) -> None:
-    """That their models and KV are the same, and these options, too."""
+    """Raises ValueError unless the engines have the same model, KV format and `options`."""
     for key, section in engines:
         first = engines[0][1]
         same = {

@@ -1,6 +1,6 @@
 """The keys of a YAML file that describes engines, with their types and defaults.
 
-Invariant: what vLLM has a name for has that name. Lengths are tokens, times are seconds.
+Invariant: keys have vLLM's names where it has them. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _Seconds = Annotated[float, Field(ge=0, le=3600)]
 _Duration = Annotated[float, Field(gt=0)]
 _Flag = Annotated[bool, Field(strict=True)]
 
-BATCHED_TOKENS = 8192  # of an iteration, unless told
+BATCHED_TOKENS = 8192  # default for an iteration
 
 
 class OverheadSection(Section):
-    """What the CPU does for an iteration. Times of kernels do not contain it."""
+    """Host overhead of an iteration, which is not part of the times of kernels."""
 
     iteration: _Seconds = 0.0
     request: _Seconds = 0.0  # for each request in the iteration
@@ -38,8 +38,7 @@ class OverheadSection(Section):
 
 
 class SpeculativeSection(Section):
-    """Drafts, as vLLM's `speculative_config` has them. How many are accepted is said by one of rates, length and
-    `accepted`."""
+    """Drafts, as in vLLM's `speculative_config`. One of rates, length and `accepted` says how many are accepted."""
 
     method: str
     num_speculative_tokens: Annotated[int, Field(strict=True, le=4096)]
@@ -50,7 +49,7 @@ class SpeculativeSection(Section):
     seed: _Index = 0
 
     def drafts(self) -> Speculative:
-        """Raises ValueError that opens with the key."""
+        """The drafts of an engine. Raises ValueError that opens with the key."""
         count, length, rates = (
             self.num_speculative_tokens,
             self.synthetic_acceptance_length,
@@ -70,21 +69,21 @@ class SpeculativeSection(Section):
 
 
 class AfdSection(Section):
-    """Attention and FFN apart: the engine is a group of attention ranks, and of FFN ranks that have the experts."""
+    """Attention and FFN on different ranks: the engine is a group of attention ranks and of FFN ranks with experts."""
 
     attention: _Count  # ranks of tensor_parallel_size GPUs
     ffn: _Count  # ranks of a GPU
     bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0
-    micro_batches: _Count = 2  # as afd-plugin for vLLM has it
+    micro_batches: _Count = 2  # as in afd-plugin for vLLM
     dbo_decode_token_threshold: _Count | None = None  # None: a batch is always divided
     dbo_prefill_token_threshold: _Count | None = None
     serial_links: _Flag = True  # a link carries one micro-batch at a time
-    ffn_gpu: str | None = None  # a known name, where FFN ranks are of another type
+    ffn_gpu: str | None = None  # a known name, if FFN ranks have another GPU
 
 
 class KVTierSection(Section):
-    """Memory that keeps KV beside the GPUs': an engine's own, or one that engines share."""
+    """Memory to which KV is offloaded from the GPUs: an engine's own, or one that engines share."""
 
     name: Annotated[str, Field(min_length=1)]
     gib: Annotated[float, Field(gt=0, le=1e9)]
@@ -108,11 +107,11 @@ class EplbSection(Section):
 
 
 class ExpertLoadSection(Section):
-    """How often experts are asked for."""
+    """Distribution of tokens over experts."""
 
     power_law: Annotated[float, Field(ge=0, lt=100)] = 0.0  # exponent; 0: all alike
     frequencies: str | None = (
-        None  # instead: a JSON file beside this one, rows of counts, one for each layer or for all
+        None  # instead: a JSON file, relative to this one, with rows of counts, one for each layer or for all
     )
     drift_interval: _Count | None = None  # iterations after which a power law is drawn anew
     skew: Literal["expected", "drawn"] = "expected"
@@ -120,7 +119,7 @@ class ExpertLoadSection(Section):
 
 
 class NodeSection(Section):
-    """The nodes that an engine stands on, as a cluster file describes them."""
+    """The nodes that an engine runs on, as a cluster file describes them."""
 
     gpus: _Count
     inter_bandwidth: Any
@@ -128,7 +127,7 @@ class NodeSection(Section):
 
 
 class RanksSection(Section):
-    """What an engine of a file says of its data-parallel ranks."""
+    """Keys of an engine's data-parallel ranks."""
 
     data_parallel_size: _Count = 1
     enable_expert_parallel: _Flag = False
@@ -143,20 +142,20 @@ class RanksSection(Section):
 
 
 class EngineSection(RanksSection):
-    """`count` engines that are alike, or as many groups of ranks."""
+    """`count` equal engines, or `count` equal groups of ranks."""
 
     name: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
     model: str  # config.json, its directory, or a known name
     gpu: Any  # a known name, or a mapping as in a cluster file
-    node: NodeSection | None = None  # None: eight GPUs, or as many as tensor parallelism needs
-    profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
+    node: NodeSection | None = None  # None: eight GPUs, or more if tensor parallelism needs them
+    profile: str = "auto"  # source of times: auto, tables, roofline, or a calibration file, relative to this one
     tensor_parallel_size: _Count = 1
     pipeline_parallel_size: _Count = 1
     quantization: WeightQuantization | None = None  # of the weights
     kv_cache_dtype: KVCacheDtype = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    kv_blocks: _Count | None = None  # instead of what that leaves
+    kv_blocks: _Count | None = None  # instead of what `gpu_memory_utilization` leaves
     max_model_len: _Count | None = None  # None: the model's
     block_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 16
     max_num_seqs: _Count = 256
@@ -175,13 +174,13 @@ class EngineSection(RanksSection):
     kv_load_failure_policy: FailurePolicy = "fail"
     num_reserved_decode_tokens: _Index | None = None  # None: 512 where KV is pushed, otherwise none
     enforce_eager: _Flag = False  # no CUDA graphs
-    host: str = "none"  # what comes to times of kernels: none, default, or a file of a fit beside this one
+    host: str = "none"  # host overhead: none, default, or the file of a fit, relative to this one
     overhead: OverheadSection = OverheadSection()
     bucket: _Index = 0
 
 
 class UpdatesSection(Section):
-    """New weights for all engines at once, again and again."""
+    """Repeated weight updates of all engines at once."""
 
     every: _Duration
     times: Annotated[int, Field(strict=True, ge=1, le=100_000)]
@@ -190,7 +189,7 @@ class UpdatesSection(Section):
 
 
 class KVTransferSection(Section):
-    """From the engines with role prefill to those with role decode."""
+    """KV transfer from engines with role prefill to those with role decode."""
 
     bandwidth: Annotated[float, Field(ge=1e6)]  # bytes/s of each GPU's network
     latency: _Seconds = 0.0

@@ -1,4 +1,4 @@
-"""Where the requests of a cluster enter it: the engine that each goes to, and what becomes of it until it has ended.
+"""The front end of a cluster: sends each request to an engine, and follows it until it has ended.
 
 Invariant: a request is on one engine at a time, and every request ends or has a reason.
 """
@@ -16,7 +16,7 @@ from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.placement import Placer
 from libra.sim.workload.caller import Caller, rest_of
 
-_RESTS = (1 << 60) + 1  # and more: numbers of requests that are what is left of others
+_RESTS = (1 << 60) + 1  # first number of requests that continue stopped ones
 
 
 class Host(Protocol):
@@ -27,30 +27,30 @@ class Host(Protocol):
     specs: list[EngineSpec]
 
     def at(self, tick: int, action: Callable[[int], None]) -> None:
-        """Do something at a tick that is not over."""
+        """Call `action` at a tick that is not over."""
 
     def submit(self, request: Request) -> None:
-        """A request arrives, now or later."""
+        """Let a request arrive, now or later."""
 
     def cancel_at(self, tick: int, request: Request) -> None:
-        """A request is given up then."""
+        """Cancel a request at a tick."""
 
     def changed(self, engine: SimEngine, sooner: bool) -> None:
-        """An engine may have to decide anew; `sooner`: what it planned ends earlier."""
+        """Note that an engine may have to plan anew; `sooner`: its plan ends earlier."""
 
     def look_at(self, engine: SimEngine) -> None:
-        """An engine that has nothing to decide let go of blocks."""
+        """Note that an engine that has nothing to plan let go of blocks."""
 
     def ended(self, request: Request) -> None:
-        """A request has finished, or was given up or refused."""
+        """Note that a request has finished, or was given up or refused."""
 
 
 class Frontend:
-    """Of engines that each do all of a request.
+    """Front end for colocated engines.
 
     A request that no engine can hold is refused, or with `patient` waits until engines change. With `kv_moves` a
-    trajectory's KV follows it to another engine. `interrupted` says how a request goes on that was stopped; otherwise
-    what is left of it is a request of its own, numbered after all others.
+    trajectory's KV follows it to another engine. `interrupted` makes the request that continues a stopped one; without
+    it the rest of a stopped request becomes a new request, numbered after all others.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Frontend:
         self.host, self.placer, self.patient = host, placer, patient
         self.placers: Sequence[Placer] = (placer,)  # for each kind of work that engines take
         self.unplaced: list[Request] = []
-        self.again: set[Request] = set()  # that arrived before, and will once more
+        self.again: set[Request] = set()  # arrived before, and will arrive once more
         self.moved_tokens = 0
         self._handovers = None if kv_moves is None else Handovers(kv_moves, host.engines, host.specs)
         numbers = count(_RESTS)
@@ -75,23 +75,23 @@ class Frontend:
         return self.placer
 
     def add(self, specs: Sequence[EngineSpec], engines: Sequence[SimEngine]) -> None:
-        """These engines are in service."""
+        """Put engines into service."""
         for placer in self.placers:
             mine = [it for it in zip(specs, engines, strict=True) if self.placer_of(it[0]) is placer]
             placer.add(mine, lambda: self.host.now)
 
     def look_again(self) -> None:
-        """Engines have changed: those without one ask again."""
+        """Let requests without an engine arrive again, because engines have changed."""
         for request in self.unplaced:
             self.arrive_again(request)
         self.unplaced.clear()
 
     def refreshed(self) -> None:
-        """Weights were updated, and contexts are to be computed anew."""
+        """Note that weights were updated, and contexts are to be computed anew."""
         if self._handovers is not None:
             self._handovers.refreshes += 1
 
-    # The way of a request
+    # Requests
 
     def arrive(self, request: Request) -> None:
         again, now = request in self.again, self.host.now
@@ -122,7 +122,7 @@ class Frontend:
         self.host.ended(request)
 
     def send(self, request: Request, engine: SimEngine) -> None:
-        """Submit a request to its engine, where its KV follows it after that has come."""
+        """Submit a request to its engine; if its KV moves there, once that has come."""
         handover = None if self._handovers is None else self._handovers.begin(request, engine, self.host.now)
         if handover is None:
             self._submit(request, engine)
@@ -130,34 +130,34 @@ class Frontend:
             self.host.at(handover.end, lambda _: self._received(handover))
 
     def finished(self, request: Request, now: int) -> bool:
-        """What an engine was asked for is done. Returns whether a request has ended with it."""
-        # Whoever cancelled it while its last iteration was under way has gone on already.
+        """Note that an engine has finished a request. Returns whether a request of the workload has ended with it."""
+        # If it was cancelled during its last iteration, its caller has continued already.
         return request.cancel_at is None or request.cancel_at >= now
 
     def planned(self, engine: SimEngine, now: int) -> None:
-        """Blocks that an engine took for KV with its plan, and requests that ended with it: there are none."""
+        """Handle the blocks that an engine took for KV, and the requests that ended, with its plan: here none."""
 
     def cancel(self, request: Request) -> None:
         if request.status not in ("waiting", "running"):
             return
         if request.engine is not None:
             self.give_up(request, self.host.engines[request.engine], request)
-        elif request in self.unplaced:  # otherwise it arrives with its KV, and is given up then
+        elif request in self.unplaced:  # otherwise its KV is on its way, and it is given up on arrival
             self.unplaced.remove(request)
             self._end_cancelled(request)
 
     def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
-        """A request was cancelled, of which `submitted` is on this engine."""
+        """Cancel a request whose part `submitted` is on this engine."""
         self.host.changed(engine, engine.cancel(submitted, self.host.now))
         self.host.ended(request)
 
     def go_on(self, engine: SimEngine, stopped: Iterable[Request], now: int) -> None:
-        """What was stopped on an engine arrives anew."""
+        """Let the requests that were stopped on an engine continue elsewhere."""
         for request in stopped:
             self.resume(engine, request, now)
 
     def resume(self, engine: SimEngine, request: Request, now: int) -> None:
-        """What is left of a request that was stopped on an engine is a request."""
+        """Submit the rest of a request that was stopped on an engine as a new request."""
         following = self._rest(request, now)
         self.placer.goes_on(request, following)
         self.host.submit(following)
@@ -168,10 +168,10 @@ class Frontend:
         self.host.submit(request)
 
     def closed(self, engine: SimEngine, now: int) -> None:
-        """An engine stopped for good."""
+        """Note that an engine has stopped for good."""
 
     def under_way(self) -> Sequence[Request]:
-        """Requests that are on no engine themselves, but are being worked at."""
+        """Requests that are on no engine themselves, but whose parts are."""
         return ()
 
     def _submit(self, request: Request, engine: SimEngine) -> None:
@@ -183,12 +183,12 @@ class Frontend:
             host.ended(request)
 
     def _end_cancelled(self, request: Request) -> None:
-        """It was given up, and is on no engine."""
+        """End a request that was given up, and is on no engine."""
         request.status, request.finish = "cancelled", self.host.now
         self.host.ended(request)
 
     def _received(self, handover: Handover) -> None:
-        """On the way the engine may have been closed, or the request given up."""
+        """Submit a request whose KV has come. Meanwhile the engine may have been closed, or the request given up."""
         request, engine, now = handover.request, handover.engine, self.host.now
         cancelled = request.cancel_at is not None and request.cancel_at <= now
         if cancelled or not self.placer.serves(self.host.specs[engine.index].name, engine):

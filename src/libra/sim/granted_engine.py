@@ -1,7 +1,7 @@
 """A rollout engine on a device that serves: an iteration begins only with a grant.
 
-Invariant: serving's requests come whatever rollout does, and no serving step waits for more than the iteration that is
-under way. Iterations that follow each other on grants are advanced together, and nobody outside can tell.
+Invariant: arrivals of serving do not depend on rollout, and no serving step waits for more than the iteration that is
+under way. Iterations on consecutive grants are advanced together; no caller sees a difference.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _HORIZON = 30.0  # seconds over which the granted share is averaged
 
 
 class LenderDevice:
-    """A serving engine's device, whether or not rollout has it: it outlives the engines that borrow it.
+    """A serving engine's device, lent or not: it outlives the engines that borrow it.
 
-    `share` is the share of the time that is granted while rollout has work: of the latest seconds, or at first what is
-    expected. `exact` makes every step of serving: the same outcome, slower. What becomes of one that is `watched` is
-    kept.
+    `share` is the share of time that is granted while rollout has work: of the latest seconds, or at first the expected
+    one. `exact` makes every step of serving: the same outcome, slower. The history of a `watched` device is kept.
     """
 
     def __init__(
@@ -47,23 +46,23 @@ class LenderDevice:
         self.at = 0  # tick from which the device is free
         self.lent = 0  # ticks that rollout computed
         self.recalls = 0  # of engines that borrowed it
-        self.put_out = 0  # turns that had to go as memory did
+        self.put_out = 0  # turns that were stopped because rollout's memory shrank
         self.share = share
         self._rule, self._exact = rule, exact
         self._watched = rule if isinstance(rule, WatchedRule) else None
         self.watch = LoanWatch(rule) if watched else None
         self._since = 0  # serving steps since the last grant
         self._looked = -1, -1  # steps and requests of serving at the last look at its memory
-        self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and what had been lent by then
+        self._averaged, self._lent = 0, 0  # tick up to which `share` is averaged, and ticks lent by then
 
     @property
     def recalled(self) -> str | None:
-        """Why nothing is lent; None: it is."""
+        """Why the device is not lent; None: it is."""
         return None if self._watched is None else self._watched.recall.recalled
 
     def memory(self, now: int) -> int | None:
-        """Blocks of KV that the rollout engine has from now on, where serving has done something since the last look;
-        None: as many as before."""
+        """Blocks of KV that the rollout engine has from now on, if serving had a step or an arrival since the last
+        call; None: no change."""
         tenant = self.tenant
         if tenant.kv is None:
             return None
@@ -78,7 +77,7 @@ class LenderDevice:
         return blocks
 
     def ask(self, now: int) -> Grant | Refusal:
-        """Who has the device next, which is free now."""
+        """Decide whether rollout gets the device next, which is free now."""
         self.tenant.arrive(now)
         return self.decide(self.tenant.view(self._since), now)
 
@@ -91,16 +90,16 @@ class LenderDevice:
         return answer
 
     def used(self, end: int) -> None:
-        """Rollout had the device until now."""
+        """Note that rollout had the device until `end`."""
         if self.watch is not None:
             self.watch.used(self.at, end)
         self.lent += end - self.at
         self.at, self._since = end, 0
 
     def serve(self) -> None:
-        """A serving step, or the wait for the next request.
+        """Make a serving step, or wait for the next request.
 
-        Raises RuntimeError where none comes: rollout has refused a device that nobody else wants.
+        Raises RuntimeError if none comes: then no rollout step fits even the longest grant.
         """
         end = self.tenant.step(self.at)
         if end is None:
@@ -116,7 +115,7 @@ class LenderDevice:
         self._averaged, self._lent = end, self.lent
 
     def serve_alone(self, now: int) -> None:
-        """Serve, while rollout has nothing to do, until the device is free now or later. The load is watched as
+        """Serve, while rollout has nothing to do, until the device is free at `now` or later. The load is watched as
         requests come."""
         tenant = self.tenant
         if self.at >= now:
@@ -133,7 +132,7 @@ class LenderDevice:
         self._averaged, self._lent = self.at, self.lent
 
     def serve_out(self, now: int) -> list[Request]:
-        """Serve alone from now on until all requests that have come by now have finished. Returns these."""
+        """Serve alone until all requests that came by `now` have finished. Returns these."""
         self.serve_alone(now)
         if self.tenant.arrive(self.at):
             self.decide(self.tenant.view(self._since), self.at)
@@ -148,7 +147,7 @@ class LenderDevice:
             self.watch.served(self.at, end, self.tenant.served, self.tenant.closest)
 
     def returns(self) -> int:
-        """Serve alone until the loan is given again. Returns the tick."""
+        """Serve alone until the device is lent again. Returns the tick."""
         while self.recalled is not None:
             assert self._watched is not None
             resumes, following = self._watched.resumes, self.tenant.next_arrival
@@ -160,10 +159,10 @@ class LenderDevice:
 
 @dataclass(slots=True, eq=False, repr=False)
 class GrantedEngine(SimEngine):
-    """The rollout engine of one loan. It is told that the loan is `recalled`, and by when, through that call: whoever
-    added the engine closes it then.
+    """The rollout engine of one loan. It calls `recalled` with the tick when the loan is recalled: the owner of the
+    engine then closes it.
 
-    While serving has the device the engine waits; what it is asked meanwhile happens when serving's step has ended.
+    While serving has the device the engine waits; calls to it meanwhile take effect when serving's step has ended.
     """
 
     _: KW_ONLY
@@ -172,7 +171,7 @@ class GrantedEngine(SimEngine):
     _budgets: StepBudgets = field(init=False)
     _waits: bool = field(default=False, init=False)  # for the device, until `end`
 
-    # No zero-argument super() in a class with slots that dataclass makes anew.
+    # Zero-argument super() does not work in a class with slots, which dataclass makes anew.
 
     def __post_init__(self) -> None:
         SimEngine.__post_init__(self)
@@ -186,11 +185,11 @@ class GrantedEngine(SimEngine):
             self.pool.resize(self.device.tenant.kv.own)
 
     def token_seconds(self, now: int) -> float:
-        """As granted."""
+        """Like `SimEngine.token_seconds`, at the share of time that is granted."""
         return SimEngine.token_seconds(self, now) / self.device.share
 
     def recall_rate(self, now: int) -> float:
-        """As often as it was so far."""
+        """Recalls a second, as so far."""
         return self.device.recalls / seconds(now) if now else 0.0
 
     @property
@@ -235,8 +234,8 @@ class GrantedEngine(SimEngine):
         return self.end
 
     def _fit_memory(self, now: int) -> bool:
-        """Have the blocks that there are: where they are fewer, the turns last admitted go. Returns whether they hold
-        the longest turn."""
+        """Set the blocks to those there are: if they are fewer, stop the turns that were admitted last. Returns whether
+        they hold the longest turn."""
         blocks = self.device.memory(now)
         if blocks is not None and blocks != self.pool.blocks:
             while self.pool.held > blocks:
@@ -250,7 +249,7 @@ class GrantedEngine(SimEngine):
         return kv is None or kv.useful
 
     def _use(self, now: int, grant: int) -> bool:
-        """Plan what the grant is used for. False: no step fits it."""
+        """Plan a step within the grant. Returns False if none fits."""
         config = self._budgets.fitting(self, grant)
         if config is None:
             return False
@@ -263,7 +262,7 @@ class GrantedEngine(SimEngine):
         return True
 
     def _cut_run(self) -> None:
-        """Of the planned iterations keep those for which grants follow each other, as if each were asked for."""
+        """Keep the planned iterations for which grants follow each other, as if a grant were requested for each."""
         device, steps = self.device, 1
         following = device.tenant.next_arrival
         view = device.tenant.view(0)

@@ -1,7 +1,7 @@
 """KV that follows a trajectory from one engine to another.
 
-Invariant: KV moves only where that ends sooner than computing it again on the engine where the request waits for it,
-and only what is still there and would be missing moves.
+Invariant: KV moves only if that ends sooner than computing it again on the engine where the request waits. Only KV
+that the source still has and the target lacks moves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from libra.sim.workload.caller import Caller
 
 @dataclass(frozen=True, slots=True)
 class KVMoves:
-    """Transfers over the links of a fabric, each with its engines' share of them to itself: no two are taken to meet.
+    """Transfers over the links of a fabric. Each has its engines' share of the links to itself: contention is ignored.
 
     `bytes_per_token` is of all layers and heads.
     """
@@ -37,8 +37,8 @@ class KVMoves:
         request: Request,
         now: int,
     ) -> tuple[int, int] | None:
-        """(tokens from the context's beginning, ticks) to move for a request that goes to `target`; None where it is
-        quicker to compute it again."""
+        """(tokens from the context's beginning, ticks) to move for a request that goes to `target`; None: computing
+        them again is as quick."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
         if missing <= 0:
@@ -57,7 +57,7 @@ class KVMoves:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """KV on its way to the engine where its request goes on."""
+    """KV on its way to the engine where its request continues."""
 
     request: Request
     engine: SimEngine
@@ -67,7 +67,7 @@ class Handover:
 
 
 class Handovers:
-    """Those of a cluster, whose engines and specs these are."""
+    """The handovers of a cluster with these engines and specs."""
 
     __slots__ = ("_engines", "_moves", "_specs", "refreshes")
 
@@ -76,7 +76,7 @@ class Handovers:
         self.refreshes = 0  # of weights, so far: KV that was sent before the latest is of no use
 
     def begin(self, request: Request, engine: SimEngine, now: int) -> Handover | None:
-        """Send what the trajectory's last engine has of the context; None where it is no quicker."""
+        """Send the part of the context that the trajectory's last engine has; None: no KV moves."""
         owner = request.owner
         if not isinstance(owner, Caller) or owner.engine is None or owner.engine == engine.index:
             return None
@@ -90,14 +90,14 @@ class Handovers:
         return Handover(request, engine, tokens, now + needed, self.refreshes)
 
     def complete(self, handover: Handover, now: int) -> int:
-        """It has arrived. Returns how many tokens are new on the engine: none if they are of older weights."""
+        """Let the engine adopt KV that has arrived. Returns the tokens that are new there: 0 if of older weights."""
         if handover.refreshes != self.refreshes:
             return 0
         return handover.engine.adopt(handover.request, handover.tokens, now)
 
 
 def _prefill_ticks(spec: EngineSpec, start: int, end: int) -> int:
-    """To compute the tokens of a context from one position to another with the engine to itself."""
+    """Ticks to compute the tokens of a context from `start` to `end` on an otherwise idle engine."""
     most, total = spec.config.max_num_batched_tokens, 0
     while start < end:
         chunk = min(most, end - start)

@@ -1,7 +1,7 @@
 """Engines as routing policies see them.
 
-Invariant: what is seen is always the present; a policy that wants to keep loads in order is told when one changes, or
-that it cannot be.
+Invariant: a policy always sees the present state. A policy that keeps engines ordered by load is notified when a load
+changes, or learns that it cannot be (`watch`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.sim.engine.iteration_cost import DecodeBatch
 
 
 class EngineInstance:
-    """An engine as a routing policy sees it: always the present."""
+    """An engine as a routing policy sees it: always its present state."""
 
     __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
 
@@ -64,16 +64,16 @@ class EngineInstance:
 
 
 class Decoders(Protocol):
-    """Where requests go on whose prompts are computed elsewhere."""
+    """The engines that continue requests whose prompts are computed elsewhere."""
 
-    fleet: IndexedFleet[EngineInstance]  # that is in service now
+    fleet: IndexedFleet[EngineInstance]  # in service now
 
 
 class PairInstance(EngineInstance):
-    """An engine that hands over to those of its bucket that decode. Of several buckets a policy has to know what the
-    next request would find there: how fast the least loaded of them generates, what it has to do besides the
-    prompts here, and how long its own prompt waits for these. In a single bucket all hand over to the same, and only
-    prompts count.
+    """A prefill engine with the decode engines of its bucket. With several buckets a policy compares what the next
+    request would find in each: the speed and load of the least loaded decode engine, the load of the prompts here, and
+    the time for which its own prompt waits for these. In a single bucket all prefill engines have the same decode
+    engines, and only prompts count.
     """
 
     __slots__ = ("_config", "_cost", "_decoders")
@@ -96,9 +96,8 @@ class PairInstance(EngineInstance):
 
     @property
     def prompt_wait_seconds(self) -> float:
-        """In which the prompts that are here are computed as if nothing of them were cached. A turn that ends leaves
-        room in the cache to all others, and they come in turn: once they are more than the cache holds, each finds that
-        the others have put its context out."""
+        """Seconds to compute the prompts that are here, as if nothing of them were cached. Turns of many trajectories
+        alternate: once they need more than the cache holds, each finds its context evicted by the others."""
         load = self.engine.load_tokens
         if not load or len(self._decoders.fleet.limits) == 1:
             return 0.0
@@ -110,7 +109,7 @@ class PairInstance(EngineInstance):
         return len(self._decoders.fleet.limits) == 1 and super().watch(changed)
 
     def _least(self) -> tuple[int, Instance | None]:
-        """The least loaded engine of the bucket that decodes, and its load."""
+        """(load, engine) of the least loaded decode engine of the bucket; (0, None) in a single bucket."""
         fleet = self._decoders.fleet
         return (0, None) if len(fleet.limits) == 1 else fleet.loads(0).least.get((self.bucket, False), (0, None))
 

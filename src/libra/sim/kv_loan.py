@@ -1,7 +1,7 @@
-"""KV memory of one device that serves, as it changes hands between the serving engine and the one that borrows.
+"""KV memory of one device that serves, as it changes hands between the serving engine and the rollout engine.
 
-Invariant: serving decides as if there were no loan. What it takes for a step it has, and rollout lets go of that memory
-when it looks next: at the end of its step, which is a grant at most.
+Invariant: serving decides as if there were no loan. It takes the blocks for a step at once, and rollout gives up that
+memory at its next look: at the end of its step, which is at most a grant later.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from libra.sim.engine.engine import SimEngine
 
 @dataclass(frozen=True, slots=True)
 class KVTerms:
-    """Sizes of both engines' KV, and the memory that nobody else has. Bytes."""
+    """Block sizes of both engines' KV, and the memory that no engine uses. Bytes."""
 
     serving: int  # of a block of the serving engine
-    rollout: int
+    rollout: int  # of a block of the rollout engine
     beside: int = 0  # memory of the device that neither the serving engine nor the rollout engine's weights take
     quiet: float = 5.0  # seconds, as in `KVLimits`
 
 
 class KVLoan:
-    """Both ends: what `CededKV` and `BorrowedKV` of the executor are to two vLLM engines. `serving` is the engine that
-    serves, `rollout` describes the one that borrows: its blocks are the addresses that it has, and its `max_model_len`
-    the longest turn. Raises ValueError as `KVLimits` does."""
+    """Both ends of a loan of KV memory, as `CededKV` and `BorrowedKV` of the executor are for two vLLM engines.
+    `serving` is the serving engine, `rollout` describes the rollout engine: its blocks are the addresses that it has,
+    and its `max_model_len` is the longest turn. Raises ValueError as `KVLimits` does."""
 
     def __init__(self, terms: KVTerms, serving: SimEngine, rollout: EngineConfig) -> None:
         config = serving.config
@@ -46,7 +46,7 @@ class KVLoan:
         )
         self.ceded = 0  # blocks that serving leaves to rollout
         self.own = 0  # blocks that rollout has
-        self.both = 0  # blocks of serving, at most, that rollout still had as serving took them back
+        self.both = 0  # most blocks of serving that rollout still had when serving took them back
 
     @property
     def useful(self) -> bool:
@@ -59,16 +59,16 @@ class KVLoan:
         return self.own * self._terms.rollout
 
     def served(self, free: int) -> None:
-        """Serving makes a step, and has so many blocks free in it, ceded or not: it has taken back what it used."""
+        """Note that serving makes a step with `free` blocks free, ceded or not: it takes back what it uses."""
         if free < self.ceded:
             self.ceded = free
             self.both = max(self.both, self._held - free)
 
     def look(self, now: int) -> int:
-        """Between two steps of serving: blocks that rollout has from now on."""
+        """Blocks that rollout has from now on. Called between two steps of serving."""
         self._cede()
         target = self.quota.observe(self._view(), now / TICKS)
-        if self._asked > self.ceded:  # serving cedes at its next step what it was asked for
+        if self._asked > self.ceded:  # serving cedes the requested blocks at its next step
             self._cede()
             target = self.quota.observe(self._view(), now / TICKS)
         self.own = target // self._terms.rollout
@@ -94,7 +94,7 @@ class KVLoan:
         return KVView(pool.blocks * size, self._reserve * size, need * size, self.ceded * size)
 
     def _wanted(self) -> int:
-        """Blocks that requests may take for the tokens that they have, in one step or more."""
+        """Blocks that requests may take for their present tokens, in one step or more."""
         engine = self._serving
         blocks = engine.config.blocks
         wanted = engine.flight.generation.demand()

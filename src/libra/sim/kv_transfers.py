@@ -1,7 +1,7 @@
-"""KV of prompts on its way from the engine that computed it to the one that goes on with it, pulled or pushed.
+"""Transfers of prompts' KV from the engine that computed it to the one that decodes, pulled or pushed.
 
-Invariant: an engine divides its bandwidth evenly among its transfers, in each direction; an end is told at the tick of
-the last byte, or a latency later.
+Invariant: an engine divides its bandwidth evenly among its transfers, in each direction. The end of a transfer is
+reported at the tick of the last byte, or a latency later.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from libra.sim.link import Link, Network, link
 
 @dataclass(slots=True, eq=False)
 class HandedOver:
-    """What became of the KV of one prompt. Ticks; -1 where that never happened."""
+    """History of the KV of one prompt. Times are ticks; -1: never happened."""
 
     request: int  # number
     source: int  # engine that computes the prompt
-    target: int  # and that goes on with it
+    target: int  # engine that decodes
     blocks: int  # that the source keeps
     computed: int = -1  # the prompt
-    reserved: int = -1  # blocks for it on the target: before the prompt is computed where it is pushed
+    reserved: int = -1  # blocks for it on the target: before the prompt is computed if KV is pushed
     size: int = 0  # bytes to transfer
     begun: int = -1  # the transfer
-    sent: int = -1  # its last byte; or it was broken off, and nothing came
+    sent: int = -1  # its last byte; or it was aborted, and nothing came
     came: int = -1
     released: int = -1  # by the source; or it was given up before it was computed
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """The first half of a request: what computes its prompt, and the KV of it."""
+    """The prefill half of a request, and the KV of its prompt."""
 
     request: Request  # the whole
     engine: SimEngine
     part: Request = field(init=False)
-    decoder: SimEngine | None = None  # that goes on with it
+    decoder: SimEngine | None = None  # the engine that decodes
     known_since: int | None = None  # tick from which on the decoder sends heartbeats
-    blocks: int = 0  # of the decoder that wait for its KV
+    blocks: int = 0  # of the decoder, which wait for its KV
     record: HandedOver | None = None
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class Prefill:
 
 
 class KVTransfers:
-    """Those of a cluster, whose engines these `specs` are. `at` does something at a tick; `came` is told whose KV has
-    come, and when."""
+    """KV transfers of a cluster with engines of these `specs`. `at` schedules an action at a tick; `came` is called
+    when the KV of a prompt has come, with the tick."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class KVTransfers:
         came: Callable[[Prefill, int], None],
     ) -> None:
         self.settings = settings
-        self.bytes = 0  # of those that began
+        self.bytes = 0  # of transfers that began
         self._specs, self._at, self._came = specs, at, came
         self._latency = ticks(settings.latency)
         self._network = Network()
@@ -88,7 +88,7 @@ class KVTransfers:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Sent by all engines, and received: of transfers that ended."""
+        """(bytes sent, bytes received) by all engines, of transfers that ended."""
         moved = [(out, it.moved) for (_, out), it in self._links.items()]
         return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
 
@@ -100,7 +100,7 @@ class KVTransfers:
             prefill.record.begun, prefill.record.size = now, max(1, size)
 
     def drop(self, prefill: Prefill, now: int) -> None:
-        """Break a transfer off, if it is under way: what shared its links ends sooner."""
+        """Abort a transfer, if it is under way: transfers that shared its links end sooner."""
         if prefill in self._network:
             self._network.drop(prefill, now)
             if prefill.record is not None:
@@ -108,7 +108,7 @@ class KVTransfers:
             self.look_again(now)
 
     def look_again(self, now: int) -> None:
-        """Transfers began: look when the first one ends."""
+        """Schedule a look at the next end of a transfer. Called after transfers began or were aborted."""
         tick = self._network.next_end()
         if tick is not None and (self._alarm is None or tick < self._alarm):
             self._alarm = max(tick, now)

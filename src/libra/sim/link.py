@@ -1,8 +1,8 @@
 """Links that transfers share: the network of every engine.
 
-Invariant: a transfer goes over the links of both its ends, and each of these divides its bandwidth evenly among its
-transfers at any moment; a transfer has the lesser of the two shares. Times are whole ticks, and bytes are counted in
-whole small parts, so that the order in which anything was asked does not show.
+Invariant: a transfer goes over the links of both its ends. Each link divides its bandwidth evenly among its transfers
+at any moment; a transfer gets the lesser of the two shares. Times are whole ticks, and bytes are counted in whole small
+parts, so that results do not depend on the order of calls.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Link:
     moved: int = 0  # bytes that have passed, of transfers that ended
 
     def divide(self) -> None:
-        """Transfers came or went."""
+        """Compute the share of each transfer, after one came or went."""
         self.share = max(1, self.rate // max(1, len(self.transfers)))
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Bytes on their way; `left` as of tick `since`."""
+    """A transfer under way; `left` as of tick `since`."""
 
     key: Hashable
     links: tuple[Link, Link]
@@ -44,15 +44,15 @@ class Transfer:
 
 
 class Network:
-    """Transfers under way, and when the next of them ends. `passed` is told of each stretch in which a transfer had one
-    rate, since `Transfer.since`, and when that is over."""
+    """Transfers under way, and the next of their ends. `passed` is called for each stretch in which a transfer had one
+    rate, from `Transfer.since` on, with the tick at which it is over."""
 
     __slots__ = ("_ends", "_passed", "_serial", "_transfers")
 
     def __init__(self, passed: Callable[[Transfer, int], None] | None = None) -> None:
         self._passed = passed
         self._transfers: dict[Hashable, Transfer] = {}
-        self._ends: list[tuple[int, int, Transfer]] = []  # also some that are no longer true
+        self._ends: list[tuple[int, int, Transfer]] = []  # also some that are outdated
         self._serial = 0
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Network:
         self._share_anew(transfer, now)
 
     def drop(self, key: Hashable, now: int) -> None:
-        """Send no more of a transfer."""
+        """Abort a transfer."""
         self._leave(self._transfers.pop(key), now)
 
     def next_end(self) -> int | None:
@@ -83,7 +83,7 @@ class Network:
         return None
 
     def ended(self, now: int) -> list[Hashable]:
-        """Take out the transfers that have ended by now, in the order in which they were to."""
+        """Take out the transfers that have ended by `now`, in the order of their ends."""
         done: list[Hashable] = []
         ends = self._ends
         while ends and ends[0][0] <= now:
@@ -106,7 +106,7 @@ class Network:
         self._share_anew(transfer, now)
 
     def _share_anew(self, changed: Transfer, now: int) -> None:
-        """The shares of all that have a link in common with one that came or went."""
+        """Compute the rates of all transfers that have a link in common with one that came or went."""
         source, target = changed.links
         source.divide()
         target.divide()
@@ -126,6 +126,6 @@ class Network:
 
 
 def link(bandwidth: float) -> Link:
-    """Of `bandwidth` bytes/s."""
+    """A link of `bandwidth` bytes/s."""
     numerator, denominator = float(bandwidth).as_integer_ratio()
     return Link(max(1, numerator * _PARTS // (denominator * TICKS)))

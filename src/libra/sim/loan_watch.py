@@ -1,6 +1,6 @@
-"""Keeps what becomes of a lent device, step by step, for whoever shows it.
+"""Recorder of the history of a lent device, step by step, for display.
 
-Invariant: watching changes nothing that is simulated. Steps that were advanced together are one span, with the closest
+Invariant: watching changes nothing in the simulation. Steps that were advanced together are one span, with the closest
 of their margins.
 """
 
@@ -22,7 +22,7 @@ _NAMES = {ServeFirst: "serve-first", Alternate: "naive", PositiveSlack: "publish
 
 
 class LoanWatch:
-    """Of a device that is shared by `rule`. Times are ticks, those of the history seconds."""
+    """Recorder for a device that is shared by `rule`. Times are ticks, those of the history seconds."""
 
     def __init__(self, rule: SharingRule) -> None:
         self._rule, self._envelope = rule, rule.envelope if isinstance(rule, WatchedRule) else None
@@ -33,7 +33,7 @@ class LoanWatch:
         self._granted = 0.0
 
     def asked(self, view: ServingView, now: int, answer: Grant | Refusal) -> None:
-        """Somebody asked for the device, which is free now."""
+        """Note a decision about the device, which is free at `now`."""
         if isinstance(answer, Grant):
             self._granted += answer.length
         else:
@@ -43,12 +43,12 @@ class LoanWatch:
             self._load.append((seconds(now), self._envelope.used(load)))
 
     def used(self, start: int, end: int) -> None:
-        """Rollout had it, by what was granted since it had it last, or serving did."""
+        """Note that rollout had the device, by the grants since the latest step of rollout or serving."""
         granted, self._granted = self._granted / TICKS, 0.0
         self._grants.append(GrantSpan(seconds(start), seconds(end), granted))
 
     def served(self, start: int, end: int, sequences: int, margin: float) -> None:
-        """Serving had it, and its closest token came so many ticks before it was due; inf: none was due."""
+        """Note that serving had the device. Its closest token came `margin` ticks before it was due; inf: none."""
         self._granted = 0.0
         known = None if margin == math.inf else margin / TICKS
         self._serving.append(ServingSpan(seconds(start), seconds(end), sequences, known))
@@ -57,7 +57,7 @@ class LoanWatch:
         self._recalls.append(RecallSpan(seconds(start), seconds(end), why))
 
     def has_memory(self, now: int, held: int) -> None:
-        """So many bytes of KV memory from now on."""
+        """Note that rollout has `held` bytes of KV memory from `now` on."""
         if not self._quotas or self._quotas[-1][1] != held:
             self._quotas.append((seconds(now), held))
 
@@ -70,7 +70,7 @@ class LoanWatch:
         requests: Iterable[Request],
         blamed: frozenset[int] | None,
     ) -> LoanHistory:
-        """`requests` are those of its users that finished, in the order of their arrival."""
+        """The history so far. `requests` are those of users that finished, in the order of their arrival."""
         return LoanHistory(
             name,
             _NAMES.get(type(self._rule), "gate"),

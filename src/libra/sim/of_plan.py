@@ -1,7 +1,7 @@
-"""A plan, simulated: the rollout of its steps, or a whole run.
+"""Simulation of a plan: the rollout of its steps, or a whole run.
 
-Invariant: the simulator is given what the planner was given (engines, memory, times, lengths, tools), so what differs
-between the two is what the planner's price leaves out.
+Invariant: the simulator gets the same inputs as the planner (engines, memory, times, lengths, tools), so a difference
+between the two is due to what the planner's price leaves out.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class PlannedRollout:
-    """What the plan says of the rollout of so many steps, in seconds."""
+    """The plan's forecast for the rollout of `steps` steps, in seconds."""
 
     steps: int
-    work: float  # what the engines of the busiest bucket need, weight loads included
+    work: float  # time of the engines of the busiest bucket, weight loads included
     longest: float  # the longest trajectory of a step, from its first token to its last
 
     @property
     def seconds(self) -> float:
-        """Of the rollout alone, as if training never kept it waiting."""
+        """Seconds of the rollout alone, as if it never waited for training."""
         return max(self.work, self.longest)
 
     def error(self, simulated: float) -> float:
-        """By which share of the forecast a simulation took longer; negative where it was shorter."""
+        """Share of the forecast by which a simulation took longer; negative: it was shorter."""
         return simulated / self.seconds - 1
 
 
@@ -62,10 +62,10 @@ def simulate_plan(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """What the plan's engines make of the trajectories of `steps` steps, drawn from the finished ones of a log.
+    """Simulate the plan's engines on the trajectories of `steps` steps, drawn from the finished ones of a log.
 
-    `route` is told of the finished trajectories `learned` before it begins; the other arguments are those of
-    `planned_run` and `simulate`. Raises ValueError where the plan's engines cannot run, or a trajectory does not fit.
+    `route` learns from the finished trajectories `learned` before the run; the other arguments are those of
+    `planned_run` and `simulate`. Raises ValueError if the plan's engines cannot run, or a trajectory does not fit.
     """
     deployment, workload = planned_run(
         plan,
@@ -105,9 +105,9 @@ def planned_run(
 ) -> tuple[Deployment, Replay]:
     """The plan's engines, and the trajectories of `steps` steps, drawn from the finished ones of a log.
 
-    With `samples_per_prompt` fewer are drawn, and each is so many samples. As many as the plan's staleness allows are
-    in flight, unless `concurrency` says otherwise. At the beginning of each step, by the plan's seconds, all engines
-    stop for new weights. A tool whose time was not recorded takes what the plan assumes, unless told.
+    Each drawn trajectory is repeated `samples_per_prompt` times. `concurrency` trajectories are in flight; None: the
+    most that the plan's staleness allows. At the beginning of each step, by the plan's seconds, all engines stop for
+    new weights. A tool of unrecorded duration takes `unknown_tool_seconds`; None: what the plan assumes.
     """
     wanted: PlanningRequest = plan.request
     if steps < 1:
@@ -161,12 +161,12 @@ def simulate_run(
     tenancy: Tenancy | None = None,
     tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
-    """The first `steps` optimiser steps of a run that goes on, as `run_of` begins it; `route` learns from finished ones
-    of `learned` first. With a `tenancy` the run ends with its last step, and what serves is served to its end. `tell`
-    is given each step that is made."""
+    """Simulate the first `steps` optimiser steps of a run that would continue, as `run_of` begins it. `route` learns
+    from the finished trajectories of `learned` first. With a `tenancy` the run ends with its last step, and requests of
+    serving are served to their end. `tell` is called with each step that is made."""
     policy = policy_named(route, seed=seed) if isinstance(route, str) else route
     teach(policy, learned)
-    ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way in the end
+    ahead = 0 if tenancy is not None else 1 + plan.request.staleness  # batches under way at the end
     run = run_of(plan, trajectories, steps + ahead, policy, seed=seed, exact=exact, tenancy=tenancy)
     for step in range(1, steps + 1):
         run.published(step)
@@ -186,10 +186,10 @@ def run_of(
     exact: bool = False,
     tenancy: Tenancy | None = None,
 ) -> PosttrainingRun:
-    """A whole run of `steps` optimiser steps as the plan has it, not begun yet: groups are drawn from the log, prompt
-    by prompt, with the recipe's samples each; engines and trainers wait for each other as its staleness says.
+    """A whole run of `steps` optimiser steps by the plan, not begun yet. Groups are drawn from the log, prompt by
+    prompt, with the recipe's samples each; engines and trainers wait for each other according to its staleness.
 
-    `policy` routes, with all that it has learned so far. `tenancy` says what serves on the devices that the plan
+    `policy` routes, with all that it has learned so far. `tenancy` describes serving on the devices that the plan
     borrows; without it they are as slow as their share. Raises ValueError for a plan that is not of a cluster, and for
     a trajectory that no engine of the plan holds.
     """
@@ -209,7 +209,7 @@ def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:
 
 
 def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:
-    """Tell a policy of trajectories that finished before; others are left out."""
+    """Let a policy learn from the finished ones of these trajectories."""
     for trajectory in finished:
         if trajectory.finished:
             policy.finished(trajectory)
@@ -220,7 +220,7 @@ def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
 
 
 def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
-    """Engines of one bucket stop for as long as the planner says; at the first update there is nothing to refresh."""
+    """A plan's weight updates. Engines of one bucket stop for its stall; at the first there is nothing to refresh."""
     stalls = [ticks(price.option.stall) for price in _prices(plan)]
     members = [
         frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)
@@ -245,7 +245,7 @@ def _require_room(trajectories: Sequence[Trajectory], longest: int) -> None:
 
 
 def _turn_tokens(trajectories: Sequence[Trajectory], longest: int) -> int:
-    """The longest turn, as far as every context still leaves room for one on the largest engine."""
+    """Tokens of the longest turn, limited so that every context leaves room for one on the largest engine."""
     generated = max((turn.generated_tokens for it in trajectories for turn in it.turns), default=1)
     left = longest - max((context for it in trajectories for context in it.contexts()), default=0)
     return max(1, min(generated, left))

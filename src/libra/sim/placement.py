@@ -1,6 +1,6 @@
-"""Which engine gets a request: the engines in service, and what a routing policy is asked and told.
+"""Placement of requests on the engines in service, by a routing policy.
 
-Invariant: a policy is told of each tool return and of each end once, and only of engines in service.
+Invariant: a policy learns of each tool return and of each end once, and sees only engines in service.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from libra.sim.workload.caller import Caller
 
 
 class Placer:
-    """Asks the policy, if there is one, for the engine of each request; without one there is one engine. Those that
-    hand over are seen with `decoders`."""
+    """Asks the policy for the engine of each request; without a policy there is one engine. Prefill engines are seen
+    with `decoders`."""
 
     __slots__ = (
         "_by_bucket",
@@ -42,13 +42,13 @@ class Placer:
         self.fleet = IndexedFleet[EngineInstance]((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
         self.behind: dict[str, int] = {}  # engines without the latest weights: the version that they have
-        self.routed = route is not None  # a policy says where requests go
+        self.routed = route is not None  # a policy places requests
         self._route = route
         self._decoders = decoders
         self._by_name: dict[str, SimEngine] = {}
         self._instances: dict[int, EngineInstance] = {}  # by index of the engine
-        self._by_bucket: dict[int, SimulatedFleet] = {}  # as far as they were asked for since engines changed
-        self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
+        self._by_bucket: dict[int, SimulatedFleet] = {}  # those that were needed since engines changed
+        self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to continue there
 
     # Engines in service
 
@@ -60,16 +60,16 @@ class Placer:
         return name in self._by_name
 
     def serves(self, name: str, engine: SimEngine) -> bool:
-        """Whether it is this engine that has the name."""
+        """Whether the engine in service with this name is `engine`."""
         return self._by_name.get(name) is engine
 
     def bucket_of(self, engine: SimEngine) -> int | None:
-        """The one that it serves now; None where it is not in service."""
+        """The bucket that an engine serves now; None: it is not in service."""
         instance = self._instances.get(engine.index)
         return None if instance is None else instance.bucket
 
     def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], now: Callable[[], int]) -> None:
-        """Raises ValueError where another one has the name."""
+        """Put engines into service. Raises ValueError if another one has the name."""
         for spec, engine in engines:
             if spec.name in self._by_name:
                 raise ValueError(f"there is an engine {spec.name} already: close it first")
@@ -92,21 +92,21 @@ class Placer:
         return engine
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
-        """From now on the engines, by name, serve these buckets."""
+        """Assign engines, by name, to these buckets from now on."""
         for instance in self.fleet.instances:
             instance.bucket = buckets[instance.id]
         self._serve(self.fleet.instances, limits)
 
     def _serve(self, instances: Iterable[EngineInstance], limits: tuple[int, ...]) -> None:
-        """With these from now on."""
+        """Place requests on these instances from now on."""
         self._by_bucket.clear()
         self.fleet = IndexedFleet(tuple(instances), limits, self.fleet.turn_tokens)
 
     # Requests
 
     def place(self, request: Request, *, again: bool, bucket: int | None = None) -> SimEngine | None:
-        """The engine that it goes to, or None where none holds it. `again`: the policy has been asked about the request
-        before, and was told of the return that it follows. With `bucket` it goes to an engine of that one."""
+        """The engine that a request goes to; None: none holds it. `again`: the policy has placed the request before,
+        and knows of the tool return that it follows. With `bucket` it goes to an engine of that bucket."""
         route = self._route
         if route is None:
             return next(iter(self._by_name.values()), None)
@@ -122,7 +122,7 @@ class Placer:
             self.migrations += 1
             self.migrated_tokens += request.prompt_tokens
         request.priority = placement.priority
-        request.ask_at = None  # of an earlier placement, on an engine that closed before it got there
+        request.ask_at = None  # of an earlier placement, on an engine that closed before reaching it
         if placement.ask_again is not None:
             owner = request.owner
             since = owner.generated_since if isinstance(owner, Caller) else 0
@@ -131,7 +131,7 @@ class Placer:
         return self._by_name[placement.instance]
 
     def ask_again(self, engine: SimEngine, now: int) -> None:
-        """Requests that have generated as much as their placement foresaw: the policy says what becomes of them."""
+        """Let the policy decide about requests that have reached the `ask_again` of their placement."""
         route = self._route
         assert route is not None
         for request in engine.asked:
@@ -151,13 +151,13 @@ class Placer:
         engine.release_leaving(now)
 
     def goes_on(self, stopped: Request, following: Request) -> None:
-        """What is left of a request goes where that was to go."""
+        """Send the rest of a stopped request, `following`, to the engine that the policy chose for it."""
         placement = self._destined.pop(stopped.number, None)
         if placement is not None:
             self._destined[following.number] = placement
 
     def ended(self, request: Request) -> None:
-        """Finished, given up or refused: tell the policy."""
+        """Tell the policy that a request is finished, given up or refused."""
         owner, route = request.owner, self._route
         if route is None:
             return
@@ -167,7 +167,7 @@ class Placer:
             route.forget(owner.trajectory.id)
         elif owner.last and owner.trajectory.finished:
             route.finished(owner.trajectory)
-        elif owner.last:  # nobody knows how long it would have become
+        elif owner.last:  # its full length is unknown
             route.forget(owner.trajectory.id)
 
     def refusal(self, request: Request) -> str:
@@ -188,7 +188,7 @@ class Placer:
         return route.tool_returned(asked, returned, self._fleet(owner))
 
     def _fleet(self, owner: Caller, bucket: int | None = None) -> IndexedFleet[EngineInstance] | SimulatedFleet:
-        """The engines whose weights are not older than those that the trajectory began with."""
+        """The engines whose weights are no older than those that the trajectory began with."""
         needed = owner.trajectory.policy_version
         hidden = {name for name, version in self.behind.items() if version < needed} if self.behind else ()
         fleet = self._of_bucket(bucket)

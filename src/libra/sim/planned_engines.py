@@ -1,6 +1,7 @@
 """The engines of a plan, as the simulator runs them.
 
-Invariant: memory, times, seats and places are those that the planner priced and chose; nothing is assumed twice.
+Invariant: memory, times, `max_num_seqs` and places are those that the planner priced and chose; nothing is assumed
+twice.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from libra.sim.kv_network import KVNetwork
 
 
 class PlacementError(ValueError):
-    """A plan does not say where its engines are."""
+    """A plan's placement lacks engines."""
 
 
 def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, ...]:
-    """Every engine, shortest bucket first; one of a cluster is named after its GPUs, as `a800-0/4-7`: of node 0, 4 to
-    7. Lent engines are as slow as their share of the device, or with `granted` as fast as they are when they have it.
+    """Every engine, shortest bucket first. An engine of a cluster is named after its GPUs: `a800-0/4-7` has 4 to 7 of
+    node 0. Lent engines are as slow as their share of the device, or with `granted` as fast as while they have it.
 
-    Raises ValueError where a configuration cannot run, `PlacementError` where a bucket has no engine."""
+    Raises ValueError if a configuration cannot run, `PlacementError` if a bucket has no engine."""
     request = plan.request
     engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request, granted)
     if not engines:
@@ -51,8 +52,8 @@ def planned_engines(plan: Plan, *, granted: bool = False) -> tuple[EngineSpec, .
 
 
 def planned_network(request: ClusterRequest) -> KVNetwork | None:
-    """How KV goes from prefill to decode where buckets may be pairs: each GPU has its share of its node's network, of
-    the slowest nodes that there are. None where they may not."""
+    """The network from prefill to decode, if buckets may be pairs; None: they may not. Each GPU has its share of its
+    node's network; the slowest nodes count."""
     if not request.recipe.prefill_decode:
         return None
     nodes = request.cluster.nodes
@@ -60,13 +61,13 @@ def planned_network(request: ClusterRequest) -> KVNetwork | None:
 
 
 def lent_engines(plan: Plan) -> frozenset[str]:
-    """Names of the engines that are lent."""
+    """Names of the lent engines."""
     pools = {loan.pool for loan in plan.loans}
     return frozenset(_name(group) for group in plan.placement if group.pool in pools)
 
 
 def beside_lent(plan: Plan) -> dict[str, LentEngine]:
-    """What each lent engine was planned as, by its name."""
+    """The planned options of the lent engines, by engine name."""
     if not plan.loans:
         return {}
     request: PlanningRequest = plan.request
@@ -112,7 +113,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[Eng
         config, cost = made[kind]
         spec = EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
         if group.role == "prefill" or group.role == "decode":
-            # What computed a prompt may stop for another plan before its KV is read.
+            # The engine that computed a prompt may stop for another plan before its KV is read.
             its = replace(config, kv_load_failure_policy="recompute")
             spec = replace(spec, config=its, role=ROLES[group.role], kv_bytes=kv_bytes)
         engines.append(spec)
@@ -136,8 +137,8 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
 def _lent(
     request: ClusterRequest, lent: LentEngine, max_num_seqs: int, granted: bool
 ) -> tuple[EngineConfig, IterationCost]:
-    """An engine that has its share of the device at any moment, and is never recalled. A turn is asked about with the
-    token that is one too many for its bucket, so there is room for that one."""
+    """An engine that has its share of the device at any moment, and is never recalled. The policy decides about a turn
+    with the first token that exceeds its bucket, so there is room for that one."""
     longest = lent.holds + 1
     config = EngineConfig(
         max_model_len=longest,
@@ -151,7 +152,8 @@ def _lent(
 
 
 def captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, IterationCost]:
-    """With the CUDA graphs that vLLM captures, where the host has a price; without one nothing is launched."""
+    """The configuration with the CUDA graphs that vLLM captures, if the host has a price, and its cost. Without a price
+    launches cost nothing."""
     if grid.host.priced:
         sizes = capture_sizes(config.max_num_seqs, config.max_num_batched_tokens)
         config = replace(config, capture_sizes=sizes)
@@ -160,7 +162,7 @@ def captured(grid: EngineGrid, config: EngineConfig) -> tuple[EngineConfig, Iter
 
 @lru_cache(maxsize=64)
 def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
-    """Plans are tried out one after the other: what one of them has read off a grid serves the next."""
+    """The cost, kept because plans are tried one after the other: lookups in a grid are used again by the next."""
     return GridCost(grid, config)
 
 

@@ -1,7 +1,7 @@
-"""KV is pulled by the engine that goes on with a prompt, once the prompt is computed.
+"""Front end for pulled KV: the decode engine pulls the KV of a prompt, once the prompt is computed.
 
-Invariant: a request is on one engine at a time. Its KV stays where the prompt was computed until the engine that goes
-on has read it, or the lease on it ends. As vLLM's NIXL connector in pull mode: the first engine is asked for one token,
+Invariant: a request is on one engine at a time. Its KV stays where the prompt was computed until the decode engine has
+read it, or the lease on it ends. As with vLLM's NIXL connector in pull mode, the first engine generates one token, and
 the second one computes the last token of the prompt again.
 """
 
@@ -15,8 +15,8 @@ from libra.sim.engine.request import Request
 from libra.sim.kv_transfers import HandedOver, Prefill
 from libra.sim.prefill_decode import PrefillDecode, copy_prompt
 
-_HEARTBEATS = 6  # in a lease
-_EXTENSION = (2, 3)  # of a lease, that a heartbeat gives from then on
+_HEARTBEATS = 6  # per lease
+_EXTENSION = (2, 3)  # share of a lease for which a heartbeat keeps KV from then on
 
 
 class PullFrontend(PrefillDecode):
@@ -31,7 +31,7 @@ class PullFrontend(PrefillDecode):
             host.ended(request)
 
     def prefilled(self, prefill: Prefill, now: int) -> None:
-        """Another engine goes on."""
+        """Send a request whose prompt is computed to a decode engine."""
         request, part = prefill.request, prefill.part
         if request.status == "cancelled":
             self._let_go(prefill, now)
@@ -75,7 +75,7 @@ class PullFrontend(PrefillDecode):
             del self._prefills[request]
             request.status, request.finish = "cancelled", now
             engine, submitted = prefill.engine, prefill.part
-        elif prefill is not None and request.pull:  # nobody will read its KV
+        elif prefill is not None and request.pull:  # its KV will not be read
             self._let_go(prefill, now)
         super().give_up(request, engine, submitted)
 
@@ -91,7 +91,7 @@ class PullFrontend(PrefillDecode):
         return [it.request for it in self._prefills.values() if it.decoder is None]
 
     def forget(self, prefill: Prefill, now: int) -> None:
-        """Nobody says any more that the KV is needed: it stays until the lease ends."""
+        """Forget KV for which there are no more heartbeats: it stays until the lease ends."""
         self._transfers.drop(prefill, now)
         self._prefills.pop(prefill.request, None)
         finish = prefill.part.finish

@@ -1,8 +1,8 @@
-"""KV is pushed by the engine that computes a prompt, into blocks that the engine that goes on has reserved before.
+"""Front end for pushed KV: the prefill engine pushes KV into blocks that the decode engine has reserved before.
 
-Invariant: a request is on the engine that goes on with it from its arrival, and its prompt is computed once there are
-blocks for its KV. That comes with the first token, so that `n` tokens take `n - 1` iterations. SGLang's order of
-events; whoever sends knows when nobody listens any more, so there are no leases.
+Invariant: a request is on its decode engine from its arrival, and its prompt is computed once blocks for its KV are
+reserved there. The KV comes with the first token, so that `n` tokens take `n - 1` iterations. The order of events is
+SGLang's. The sender knows when its receiver is gone, so there are no leases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PushFrontend(PrefillDecode):
             self.handed_over.append(prefill.record)
 
     def reserved(self, prefill: Prefill, now: int) -> None:
-        """Its prompt is asked for at this tick, after all that is decided at it."""
+        """Submit the prompt to its prefill engine at this tick, after all plans of the tick."""
         self.host.at(now, lambda tick: self._ask(prefill, tick))
 
     def _ask(self, prefill: Prefill, now: int) -> None:
@@ -58,7 +58,7 @@ class PushFrontend(PrefillDecode):
             self.host.changed(source, source.submit(prefill.part, now))
 
     def prefilled(self, prefill: Prefill, now: int) -> None:
-        """Its KV is sent."""
+        """Send the KV of a prompt that is computed."""
         request, source, decoder = prefill.request, prefill.engine, prefill.decoder
         if prefill.record is not None:
             prefill.record.computed = now
@@ -74,7 +74,7 @@ class PushFrontend(PrefillDecode):
             self._transfers.look_again(now)
 
     def give_up(self, request: Request, engine: SimEngine, submitted: Request) -> None:
-        """What is being sent of it is sent, and its blocks stay until then."""
+        """Cancel a request. A transfer under way ends first, and its blocks stay until then."""
         prefill, now = self._prefills.get(request), self.host.now
         if prefill is not None and prefill.part.finish is None:
             self.host.changed(engine, engine.pull_ended(request, now, "it was given up"))
@@ -85,11 +85,11 @@ class PushFrontend(PrefillDecode):
         if not isinstance(request.owner, Prefill):
             super().resume(engine, request, now)
         elif self._prefills.get(request.owner.request) is request.owner:
-            # Others may have decided at this tick, or be at a boundary that nobody had to visit.
+            # Others may have decided at this tick, or be at a boundary that is not visited.
             self.host.at(now + 1, lambda tick, it=request.owner: self._start_anew(it, tick))  # type: ignore[misc]
 
     def _start_anew(self, prefill: Prefill, now: int) -> None:
-        """Who was to compute a prompt is gone: the request goes on elsewhere, from its beginning."""
+        """Restart a request elsewhere, from its beginning, because its prefill engine is gone."""
         request, decoder = prefill.request, prefill.decoder
         if self._prefills.pop(request, None) is not prefill or decoder is None:
             return

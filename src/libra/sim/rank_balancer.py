@@ -1,7 +1,7 @@
-"""Which data-parallel rank gets a request: as vLLM's front end chooses (`DPLBAsyncMPClient`).
+"""Choice of the data-parallel rank for a request, as in vLLM's front end (`DPLBAsyncMPClient`).
 
-Invariant: the rank with the fewest requests, of which waiting ones count the more the fuller its KV memory is beyond a
-half; of several the first, looked at from one place further on each time. vLLM's front end knows waiting requests and
+Invariant: the rank with the fewest requests is chosen. Waiting ones count more, the fuller its KV memory is beyond a
+half. Among equals the first is chosen, starting one place further each time. vLLM's front end sees waiting requests and
 memory a tenth of a second late; here they are always the present.
 """
 

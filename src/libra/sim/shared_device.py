@@ -1,7 +1,7 @@
-"""A serving engine and whoever borrows its device, one step at a time.
+"""A serving engine and the borrower of its device, one step at a time.
 
-Invariant: whose turn it is is decided between two steps, from what serving says of itself; a step or a grant that has
-begun is never cut. Serving goes on whenever nothing is granted.
+Invariant: the next step's owner is decided between two steps, from the state that serving reports. A step or a grant
+that has begun is never cut. Serving runs whenever nothing is granted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from libra.sim.tenant import ServingTenant
 
 
 class Borrower(Protocol):
-    """What uses a grant."""
+    """A user of grants."""
 
     def spend(self, now: int, grant: int) -> int:
-        """Ticks that a step takes that begins now, at most `grant`; 0: there is nothing to do."""
+        """Ticks of a step that begins now, at most `grant`; 0: there is nothing to do."""
         ...
 
 
@@ -36,11 +36,11 @@ class SpendsAll:
 
 
 class RolloutBorrower:
-    """A rollout engine with `turns` always under way, drawn by `next_turn`. A step computes as many tokens as fit into
-    the grant: decoding first, then the next chunk of a prompt."""
+    """A rollout engine with `turns` turns always under way, made by `next_turn`. A step computes the tokens that fit
+    into the grant: decoding first, then the next chunk of a prompt."""
 
     def __init__(self, spec: EngineSpec, turns: int, next_turn: Callable[[int, int], Request]) -> None:
-        """`next_turn(number, now)` makes the request that follows upon one that has ended."""
+        """`next_turn(number, now)` makes the request that follows one that has ended."""
         self.engine = SimEngine(spec.config, spec.cost, exact=True)
         self.generated = 0
         self._turns, self._next_turn, self._made = turns, next_turn, 0
@@ -67,19 +67,19 @@ class RolloutBorrower:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutcome:
-    """What became of the serving requests, and of the device's time. Ticks."""
+    """Outcome of the serving requests, and use of the device's time. Ticks."""
 
     requests: tuple[Request, ...]  # in the order of their arrival
     end: int
     serving: int  # ticks that serving computed
-    lent: int  # and rollout
-    longest_step: int  # that serving made
+    lent: int  # ticks that rollout computed
+    longest_step: int  # of serving
     grants: int
     most_live: int
     most_queued: int
     most_context: int
-    margin: int | None  # by which the closest of all later tokens came before it was due; None: there was none
-    uncovered: frozenset[int]  # requests that were there while the load was outside its envelope
+    margin: int | None  # ticks by which the closest token after a first one came before it was due; None: none came
+    uncovered: frozenset[int]  # requests that were present while the load was outside its envelope
 
     @property
     def lent_share(self) -> float:
@@ -94,7 +94,7 @@ class SharedDevice:
         self._pace, self._prompt = pace, prompt
 
     def run(self, requests: Iterable[Request]) -> DeviceOutcome:
-        """Until all have finished."""
+        """Replay requests until all have finished."""
         in_order = sorted(requests, key=lambda it: (it.arrival, it.number))
         tenant = ServingTenant(self._spec, in_order, pace=self._pace, prompt=self._prompt)
         now = lent = grants = longest = since = 0

@@ -1,7 +1,7 @@
 """One simulation from a function call.
 
-Invariant: the same arguments give the same result, whether somebody looks at it meanwhile or not. A policy that is
-given by name is new; one that is given as an object goes on from what it has learned.
+Invariant: the same arguments give the same result, with or without `progress`. A policy that is given by name is new;
+one that is given as an object keeps what it has learned.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.workload.requests import Workload
 
-DECISIONS = 4096  # of engines, between two looks at the whole
+DECISIONS = 4096  # of engines, between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
 class Elapsed:
-    """How far a simulation has come."""
+    """Progress of a simulation."""
 
     seconds: float  # of simulated time
     arrived: int  # requests
-    ended: int  # of those
+    ended: int  # of those that arrived
 
 
 def simulate(
@@ -48,13 +48,13 @@ def simulate(
     exact: bool = False,
     progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
-    """What becomes of the workload on these engines; `route`, a policy or its name, is needed where there are several.
+    """Simulate a workload on these engines. `route`, a policy or its name, is needed if there are several.
 
     `limits` are the largest final contexts of the engines' buckets, shortest first (not given: all are one bucket),
     `turn_tokens` the room that a turn needs beyond its context, `time_limit` seconds of simulated time, and `seed` that
-    of a named policy. Where engines have roles, `kv_transfer` says how KV goes to those that decode, and `decode_route`
-    to which engine. `exact` visits every iteration: the same result, slower. `progress` is told every few thousand
-    decisions. Raises ValueError where engines, policy and limits do not fit together.
+    of a named policy. If engines have roles, `kv_transfer` is the network for KV from prefill to decode, and
+    `decode_route` chooses the decode engine. `exact` visits every iteration: the same result, slower. `progress` is
+    called every few thousand decisions. Raises ValueError if engines, policy and limits do not fit together.
     """
     check_buckets(limits, turn_tokens)
     watcher = OccupancyRecorder()
@@ -78,7 +78,7 @@ def simulate(
 
 
 class _Lookout:
-    """Watches with the watcher, and tells how far the simulation is."""
+    """Passes each decision on to the recorder, and reports progress."""
 
     __slots__ = ("_decisions", "_progress", "_watcher", "cluster")
 

@@ -1,6 +1,6 @@
-"""How many tokens a rollout step may compute, so that it fits a grant.
+"""Token budgets of a rollout step that fit a grant.
 
-Where not all can decode in time, those that were admitted first do, as vLLM schedules them.
+If not all requests can decode in time, those that were admitted first do, as vLLM schedules them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _LEAST = 16  # tokens
 
 
 class StepBudgets:
-    """Configurations of an engine that differ in `max_num_batched_tokens`: each half of the one before, and where that
-    is too much as many as can decode."""
+    """Configurations of an engine that differ in `max_num_batched_tokens`: each half of the one before. If all are too
+    large, one for the requests that can decode."""
 
     def __init__(self, config: EngineConfig) -> None:
         most = config.max_num_batched_tokens
         budgets = sorted({max(min(_LEAST, most), most >> shift) for shift in range(most.bit_length())}, reverse=True)
         self._configs = [_with_budget(config, budget) for budget in budgets]
-        self._cut: dict[int, EngineConfig] = {}  # by how many decode
+        self._cut: dict[int, EngineConfig] = {}  # by number of decoding requests
 
     def fitting(self, engine: EngineState, grant: int) -> EngineConfig | None:
-        """The largest with which the next step takes at most `grant` ticks; None: it takes more with every one."""
+        """The largest configuration with which the next step takes at most `grant` ticks; None: there is none."""
         widest, generation = self._configs[0], engine.flight.generation
         decoding, context = generation.count, generation.context
         if decoding and _decodes_only(engine, widest.max_num_seqs):
@@ -40,13 +40,14 @@ class StepBudgets:
             chunk = min(left, config.max_num_batched_tokens - decoding)
             if chunk < 1:
                 break
-            # It is taken to be the end of the longest prompt.
+            # The chunk is assumed to be the end of the longest prompt.
             if engine.cost.mixed(DecodeBatch(decoding), context, [(chunk, max(0, longest - chunk))]) <= grant:
                 return config
         return self._some(engine, grant)
 
     def _some(self, engine: EngineState, grant: int) -> EngineConfig | None:
-        """As many as can decode in time, and nothing else. Their contexts are taken to be those of all."""
+        """The configuration for the most requests that can decode in time, and nothing else; None: there are none.
+        Their contexts are assumed to be those of all."""
         context = engine.flight.generation.context
 
         def ticks(decoding: int) -> int:

@@ -1,7 +1,7 @@
-"""A serving engine under its traffic, one step at a time: whose turn it is, others decide.
+"""A serving engine under its traffic, one step at a time; the caller decides when it steps.
 
-Invariant: what serving says of itself between two steps follows from its requests and its steps alone; nobody who
-borrows the device changes what it owes.
+Invariant: the state that serving reports between two steps follows from its requests and its steps alone. No borrower
+of the device changes when its tokens are due.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONTEXT_PAGE = 4096  # tokens
 
 
 class EngineServingCost:
-    """What steps of a simulated serving engine take at most.
+    """Bounds on the steps of a simulated serving engine.
 
     `budget` is `max_num_batched_tokens`, `prompt` the tokens of the longest prompt that may come.
     """
@@ -36,8 +36,9 @@ class EngineServingCost:
         self._longest: dict[tuple[int, int], int] = {}
 
     def longest_step(self, view: ServingView) -> int:
-        """All live requests decode, one token further each, and the rest of the budget is the last chunk of the longest
-        prompt: attention makes it the dearest. Contexts are rounded up, so that few steps have to be priced."""
+        """Ticks of the longest step: all live requests decode a token each, and the rest of the budget is the last
+        chunk of the longest prompt, whose attention costs most. Contexts are rounded up, so that few steps have to be
+        priced."""
         pages = -(-(view.context + view.live + self._prompt) // _CONTEXT_PAGE)
         longest = self._longest.get((view.live, pages))
         if longest is None:
@@ -61,7 +62,7 @@ class EngineServingCost:
 
 
 class ServingTenant:
-    """A serving engine and the requests that it gets, in the order in which they come: made as they are taken.
+    """A serving engine and its requests, in the order of arrival: made as they are taken.
 
     `pace` is tau, in ticks; `prompt` the longest prompt's tokens.
     """
@@ -72,16 +73,16 @@ class ServingTenant:
         self.came: list[Request] = []
         self.computed = 0  # ticks
         self.made = 0  # steps
-        self.margin = math.inf  # ticks by which the closest of all later tokens came before it was due
-        self.kv: KVLoan | None = None  # of its memory; None: nothing of it is lent
-        self.closest = math.inf  # likewise, of the steps that were made last
-        self.served = 0  # requests that had a token of them
-        self.uncovered: set[int] = set()  # requests that were there while the load was outside its envelope
+        self.margin = math.inf  # ticks by which the closest token after a first one came before it was due
+        self.kv: KVLoan | None = None  # of its memory; None: no memory is lent
+        self.closest = math.inf  # like `margin`, for the steps that were made last
+        self.served = 0  # requests that ran in those steps
+        self.uncovered: set[int] = set()  # requests that were present while the load was outside its envelope
         self._coming = iter(requests)
         self._next = next(self._coming, None)
         self._pace = pace
         self._waiting: dict[Request, None] = {}  # without a first token, in the order of arrival
-        self._due: list[tuple[int, int, Request]] = []  # of those with one: due less what each step adds
+        self._due: list[tuple[int, int, Request]] = []  # (due tick less `pace` x steps made, number, request)
         self._decoding: set[Request] = set()
         self._preempted = 0
 
@@ -96,7 +97,7 @@ class ServingTenant:
         return bool(self._waiting or self._decoding)
 
     def arrive(self, now: int) -> bool:
-        """Take in what has come by now. Returns whether anything did."""
+        """Submit the requests that have come by `now`. Returns whether any did."""
         before = self._next
         while self._next is not None and self._next.arrival <= now:
             request, self._next = self._next, next(self._coming, None)
@@ -107,12 +108,12 @@ class ServingTenant:
         return self._next is not before
 
     def step(self, now: int) -> int | None:
-        """Make a step that begins now. Returns when it ends; None: there is nothing to do."""
+        """Make a step that begins now. Returns the tick of its end; None: there is nothing to do."""
         end = self.engine.plan(now)
         return None if end is None else self._made(now, end)
 
     def steps_until(self, now: int, until: int) -> int | None:
-        """Make steps from now on, up to the first end at or after `until` or the next arrival: as `step` one by one."""
+        """Make steps from now on, up to the first end at or after `until` or the next arrival. Same as `step` calls."""
         engine = self.engine
         engine.most_steps = UNLIMITED
         end = engine.plan(now)
@@ -124,7 +125,7 @@ class ServingTenant:
         return self._made(now, engine.end)
 
     def uncover(self) -> None:
-        """The load is outside its envelope: whoever is there has no certificate."""
+        """Note that the load is outside its envelope: no certificate covers the requests that are present."""
         self.uncovered.update(it.number for it in self._waiting)
         self.uncovered.update(it.number for it in self._decoding)
 
@@ -143,7 +144,7 @@ class ServingTenant:
         return end
 
     def _served(self, finished: Sequence[Request], steps: int, now: int) -> None:
-        """So many steps have ended: everybody who decodes has as many tokens more."""
+        """Note that `steps` steps have ended: each decoding request has `steps` tokens more."""
         self.made += steps
         ended = set(finished)
         for request in [it for it in self._waiting if it.first_token is not None]:
@@ -158,7 +159,7 @@ class ServingTenant:
             heapify(self._due)
 
     def _closest(self, due: float, end: int) -> float:
-        """Ticks by which the closest token of the steps that end now comes before it is due, the first of them at
+        """Ticks by which the closest token of the steps that end now comes before it is due; the first one is due at
         `due`. In each piece steps grow evenly, so the closest is at one of its ends."""
         steps, pieces = self.engine.steps, self.engine.pieces
         if not steps:
@@ -171,13 +172,13 @@ class ServingTenant:
         return request.first_token + self.engine.generated_by(request, now) * self._pace
 
     def _earliest(self) -> float:
-        """When the earliest of the next tokens is due; inf where no request has its first."""
+        """Tick at which the earliest of the next tokens is due; inf: no request has its first token."""
         while self._due and self._due[0][2] not in self._decoding:
             heappop(self._due)
         return self._due[0][0] + self._pace * self.made if self._due else math.inf
 
     def view(self, since: int) -> ServingView:
-        """What serving says of itself, `since` so many steps after the last grant."""
+        """The state that serving reports, `since` steps after the last grant."""
         waiting = self._waiting
         return ServingView(
             live=len(waiting) + len(self._decoding),
@@ -204,8 +205,8 @@ class Misses:
 
 
 def misses(requests: Iterable[Request], ttft: float, tpot: float) -> Misses:
-    """Which of the requests came later than so many seconds to the first token, or a token after it on average. One
-    that was refused missed both."""
+    """The requests that took more than `ttft` seconds to the first token, or more than `tpot` seconds per later token
+    on average. A request that was refused missed both."""
     late, slow = set(), set()
     for request in requests:
         if request.first_token is None or request.finish is None:
@@ -220,8 +221,8 @@ def misses(requests: Iterable[Request], ttft: float, tpot: float) -> Misses:
 
 
 def latencies(requests: Iterable[Request], share: float = 0.99) -> tuple[float, float]:
-    """Seconds that this share of the finished requests kept to, to the first token and a token after it; 0 where none
-    finished."""
+    """(seconds to the first token, seconds per later token) within which this share of the finished requests stayed; 0
+    if none finished."""
     ended = [
         (it.first_token - it.arrival, it.finish - it.first_token, it.output_tokens)
         for it in requests

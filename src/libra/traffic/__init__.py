@@ -1,1 +1,1 @@
-"""What users ask of serving engines: how much, how much of it at a time, and how much is to be expected."""
+"""Traffic of serving engines: its load, the certified envelope of a load, and its forecast."""

@@ -1,4 +1,4 @@
-"""The load that was proven to leave something to lend, and whether a load is inside it."""
+"""The envelope of loads that are certified for lending, and the check whether a load is inside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of one serving engine."""
+    """The load of one serving engine."""
 
     rate: float  # requests that came in the last `window` seconds, a second
     queued: int  # prompt tokens of requests without a first token
@@ -19,7 +19,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The largest load, each part by itself, that a certificate was given for. Raises ValueError."""
+    """The largest load that a certificate covers, each part by itself. Raises ValueError."""
 
     rate: float
     queued: int
@@ -34,12 +34,12 @@ class Envelope:
                 raise ValueError(f"{field.name} of an envelope is {value:g}; it must be above 0")
 
     def used(self, load: Load) -> float:
-        """The largest part of the load, as a share of what the envelope has of it: above 1 the load is outside."""
+        """The largest of the load's parts, each as a share of the envelope's: above 1 the load is outside."""
         parts = load.rate / self.rate, load.queued / self.queued, load.live / self.live, load.context / self.context
         return max(parts)
 
     def breach(self, load: Load) -> str | None:
-        """How the load leaves the envelope, in a few words; None where it is inside."""
+        """The part of the load that is outside the envelope, in a few words; None: the load is inside."""
         for name, shown in (
             ("rate", "requests/s"),
             ("queued", "queued tokens"),
@@ -53,18 +53,18 @@ class Envelope:
 
 
 class RateWindow:
-    """Requests a second over the last `window` seconds, from how many ever came. Those that had come before the first
-    look do not count. Times never fall; the count does where the engine was started again, which begins a new window.
-    Where nobody looked for longer than a window, those who came meanwhile are taken to have come evenly.
+    """Requests a second over the last `window` seconds, from the count of all that ever came. Requests before the first
+    call do not count. Times never fall; the count falls if the engine was restarted, which begins a new window. After
+    more than a window without a call, requests are assumed to have come evenly meanwhile.
     """
 
     def __init__(self, window: float) -> None:
         if not window > 0:
             raise ValueError(f"window is {window:g} s; it must be above 0")
         self.window = window
-        self._seen: deque[tuple[float, int]] = deque()  # when so many had come
-        self._before: float | None = None  # that had come before the window; None: nobody looked yet
-        self._looked = -math.inf  # when last
+        self._seen: deque[tuple[float, int]] = deque()  # (time, requests that had come by then)
+        self._before: float | None = None  # requests that had come before the window; None: no call yet
+        self._looked = -math.inf  # time of the latest call
 
     def rate(self, now: float, came: int) -> float:
         seen = self._seen

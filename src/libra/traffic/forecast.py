@@ -1,7 +1,7 @@
-"""How much traffic is to be expected: the season, the recent level, and how wrong such forecasts were.
+"""Forecast of traffic: the season, the recent level, and the errors of past forecasts.
 
-Invariant: what the forecast claims of its error is what its own past forecasts, made the same way from what was known
-then, were wrong by; before there are enough of them it claims nothing and says so.
+Invariant: the stated error of a forecast is that of its own past forecasts, made the same way from what was known then.
+Before there are enough of them there is no forecast.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_ERRORS = 20  # past forecasts of a horizon before their errors are quantiles
+LEAST_ERRORS = 20  # past forecasts of a horizon before their errors are used as quantiles
 
 
 @dataclass(frozen=True, slots=True)
 class RateForecast:
-    """Rate of one coming bin. `cases` are rates of equal probability, rising; `rate` need not be their mean."""
+    """Forecast rate of one bin. `cases` are rates of equal probability, rising; `rate` need not be their mean."""
 
     rate: float
     cases: tuple[float, ...]
@@ -29,7 +29,7 @@ class RateForecast:
 
 
 class TrafficForecast:
-    """Rates of bins of equal length, from those before.
+    """Forecast of the rates of bins of equal length, from earlier ones.
 
     The forecast of a bin is its season times the level. The season is an exponentially weighted mean, over the periods
     before, of the rate of the same bin over its period's mean (ones until a period is over); the level is one of the
@@ -56,11 +56,11 @@ class TrafficForecast:
         self._errors: dict[int, deque[float]] = {}  # horizon: log of actual over forecast
 
     def observe(self, rate: float, horizons: tuple[int, ...] = (1,)) -> None:
-        """The rate of the bin that has ended, in requests/s. `horizons` are those whose errors are kept: bins ahead."""
+        """Add the rate of the bin that has ended, in requests/s. Errors are kept of `horizons`, in bins ahead."""
         if not 0 <= rate < math.inf:
             raise ValueError(f"a rate of {rate:g} requests/s; it must be 0 or more, and finite")
         for horizon, forecast in self._made.pop(self._bins, ()):
-            # A bin without a request is as wrong as one with half a request would be.
+            # A bin without a request counts as half a request, for a finite logarithm.
             least = 0.5 / self.bin_seconds
             error = math.log(max(rate, least) / max(forecast, least))
             self._errors.setdefault(horizon, deque(maxlen=4 * self.period_bins + 200)).append(error)
@@ -90,7 +90,7 @@ class TrafficForecast:
         return float(self._level * self._season[(self._bins + horizon - 1) % self.period_bins])
 
     def forecast(self, horizon: int = 1, cases: int = 9) -> RateForecast | None:
-        """The bin `horizon` bins ahead; None before the errors of at least 20 forecasts of that horizon are known."""
+        """Forecast of the bin `horizon` bins ahead; None: fewer than 20 errors of that horizon are known."""
         if horizon < 1 or cases < 1:
             raise ValueError(f"horizon {horizon}, {cases} cases; both are 1 or more")
         errors = self._errors.get(horizon, ())
@@ -102,8 +102,8 @@ class TrafficForecast:
 
 
 def forecast_from(arrivals: Sequence[float], bin_seconds: float, period_bins: int, cases: int = 9) -> RateForecast:
-    """The bin after the last whole one of a log, whose first bin begins at 0. `arrivals` are seconds, rising. Raises
-    ValueError where the log is too short for the errors of a forecast to be known."""
+    """Forecast of the bin after the last whole one of a log, whose first bin begins at 0. `arrivals` are seconds,
+    rising. Raises ValueError if the log is too short for the errors of a forecast to be known."""
     made = TrafficForecast(bin_seconds, period_bins)
     bins = int(arrivals[-1] / bin_seconds) if len(arrivals) else 0
     ends = np.searchsorted(arrivals, np.arange(bins + 1) * bin_seconds)

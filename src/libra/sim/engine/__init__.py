@@ -1,1 +1,1 @@
-"""One engine: its scheduler, its memory, and what its iterations take."""
+"""One engine: its scheduler, its memory, and the cost of its iterations."""

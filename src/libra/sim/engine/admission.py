@@ -1,8 +1,8 @@
-"""Waiting requests become running ones: in the order of the queue, while budget, `max_num_seqs` and blocks last. And
-what could be found of their contexts, KV that comes from elsewhere included.
+"""Admission of waiting requests, in the order of the queue, while budget, `max_num_seqs` and blocks last. Also lookup
+of the cached part of a context, and adoption of KV from other engines.
 
-Invariant: the first that does not fit ends admission; nothing overtakes it. Nothing that is held gives way to what
-arrives.
+Invariant: the first request that does not fit ends admission; nothing overtakes it. Incoming KV never evicts held
+blocks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ def admit(
     cached: list[tuple[int, int]],
     generating: int,
 ) -> int:
-    """Admit requests from the head of the queue, beside those that generate in the iteration. Their first chunks go
-    into `chunks`, and what the prefix cache had of them into `cached`. Returns the tokens of their contexts."""
+    """Admit requests from the head of the queue, in addition to those that generate in the iteration. Appends their
+    first chunks to `chunks`, and the tokens found in the prefix cache to `cached`. Returns the tokens of their
+    contexts."""
     config, waiting, running = state.config, state.waiting, state.running
     tiers, later, stuck = state.tiers, list[Request](), False
     contexts = 0
-    # The least found of a request that is padded to the tokens of those that generate, so that all are alike.
+    # A request that computes one token after at least this many is padded, so that all requests have equal tokens.
     pads_from = None if chunks or config.speculative is None else 0 if generating else 1
     state.blocked = False
     if tiers is not None:
         tiers.begin()
-    first: Request | None = None  # that holds blocks no more, but its place in the queue
+    first: Request | None = None  # its transfer has ended, but it does not run yet: ahead of the queue
     if state.ready:
         budget, contexts, first = admit_arrived(state, budget, now, chunks, cached, pads_from)
     while (waiting or first) and budget > 0 and len(running) < config.max_num_seqs:
@@ -60,8 +61,8 @@ def admit(
         if first is None or state.arriving[first] == "to compute":
             room = _room(state, request, budget, pads_from)
         if room is None:
-            # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
-            # request writes its context, or its first chunk alone counts, which needs the more the more is found.
+            # It will not fit while free blocks only decrease, unless other prompts took budget, another request writes
+            # its context, or only its first chunk counts, which needs more blocks the more is found.
             padded = pads_from is not None and _may_be_padded(state, request, budget)
             state.blocked = not chunks and not padded and _stays(state, request)
             stuck = first is None or state.arriving[first] == "written"
@@ -136,8 +137,8 @@ def refusal(request: Request, config: EngineConfig) -> str:
 
 
 def _stays(state: EngineState, request: Request) -> bool:
-    """Whether a request that does not fit stays so while free blocks only become fewer. Beside tiers less of it may be
-    found then, and more be loaded, which is not computed, or is on its way already."""
+    """Whether a request that does not fit will not fit either while free blocks only decrease. With tiers, less of it
+    may be found then, and more may be loaded instead of computed, or be on its way already."""
     if not state.config.reserve_full_prompt or state.is_written(request):
         return False
     tiers = state.tiers
@@ -145,24 +146,24 @@ def _stays(state: EngineState, request: Request) -> bool:
 
 
 def _may_find_more(state: EngineState, tiers: Tiers) -> bool:
-    """Whether more may come to be found of what waits, although nothing ends and nothing is given away."""
+    """Whether more of a waiting context may be found later, although nothing ends and no block is given away."""
     return any(state.is_written(request) for request, _ in tiers.watched)
 
 
 def _may_be_padded(state: EngineState, request: Request, budget: int) -> bool:
-    """Whether it may come to the budget, or to drafts that nobody proposed, if a request does not fit."""
+    """Whether the budget, or the blocks for placeholder drafts, may be why a request does not fit."""
     config, tokens = state.config, request.prompt_tokens + request.generated
     return budget < config.tokens_each or (state.pool.caching and (tokens - 1) % config.block_size == 0)
 
 
 def _room(state: EngineState, request: Request, budget: int, pads_from: int | None) -> tuple[int, int, int, int] | None:
-    """(blocks found, tokens to compute now, drafts that nobody proposed, blocks to take for both) of a request that can
-    be admitted."""
+    """(blocks found, tokens to compute now, placeholder drafts, blocks to take for both) of a request that can be
+    admitted; None: it cannot."""
     config, pool = state.config, state.pool
     size = config.block_size
     tokens = request.prompt_tokens + request.generated
     found = unheld = 0
-    # A request without a chain finds only what it computed itself, before it was preempted, or what it brought.
+    # A request without a chain finds only KV that it computed itself before it was preempted, or that it brought.
     if pool.caching and (request.chain is not None or pool.knows(request)):
         if state.writers:
             state.write_all(request.path)
@@ -189,14 +190,14 @@ def _room(state: EngineState, request: Request, budget: int, pads_from: int | No
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:
     """Take in the KV of a context's first `tokens` tokens. Returns how many blocks are new.
 
-    Raises ValueError for a request that has ended or has less than so many tokens.
+    Raises ValueError for a request that has ended or has fewer than `tokens` tokens.
     """
     if tokens < 0:
         raise ValueError(f"tokens is {tokens}; give 0 or more")
     if isinstance(context, Request) and context.admission < 0:
         known = context.prompt_tokens + context.generated
         if tokens > known:
-            raise ValueError(f"request {context.number} has {known} tokens; adopt so many at most, not {tokens}")
+            raise ValueError(f"request {context.number} has {known} tokens; adopt at most {known}, not {tokens}")
         if context.status != "waiting":
             raise ValueError(f"request {context.number} is {context.status}: adopt what its chain's next one needs")
     pool = state.pool
@@ -209,12 +210,12 @@ def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int)
     if found < blocks:
         missing = owner_of(path, found)
         if any(owner_of(request.path, found) is missing for request in state.running):
-            blocks = found  # it is about to compute what is missing itself
+            blocks = found  # a running request is about to compute the missing blocks itself
     return pool.adopt(path, blocks) - found
 
 
 def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int:
-    """Blocks from a context's beginning that could be found: of a request, those that it would not compute if
+    """Blocks from the beginning of a context that can be found: for a request, those that it would not compute if
     admitted."""
     pool = state.pool
     if not pool.caching:

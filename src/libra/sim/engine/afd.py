@@ -1,13 +1,12 @@
-"""What an iteration takes whose attention and experts are on different ranks: micro-batches go round between them.
+"""Duration of an iteration whose attention and experts run on different ranks, with micro-batches passed between them.
 
 Invariant: the group's lines are `alike_makespan` of the layers with experts, for any part of the slowest attention
-rank; attention ranks are a data-parallel group, FFN ranks work for all of them and decide nothing.
+rank. Attention ranks are a data-parallel group; FFN ranks serve all of them and schedule nothing.
 
-An FFN rank starts on a micro-batch of a layer when it has it of all its attention ranks, and these wait for each other
-at every layer: so the slowest attention rank is the stage. Micro-batches are taken to be alike, each with its share of
-a rank's tokens: vLLM cuts a batch by tokens, prompts included. One that would be empty is padded to a token of each
-rank. Layers without experts, and the output head, come before and after; their attention takes as long as that of the
-others.
+An FFN rank starts a micro-batch of a layer when it has it from all its attention ranks. These wait for each other at
+every layer: so the slowest attention rank is the stage. Micro-batches are assumed alike, each with its share of a
+rank's tokens: vLLM cuts a batch by tokens, prompts included. One that would be empty is padded to one token per rank.
+Layers without experts, and the output head, run before and after; their attention takes as long as that of the others.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class AttentionFFN(Value):
     attention: int  # ranks, a multiple of `ffn`
     ffn: int  # ranks of one GPU
     bandwidth: float  # bytes/s of each GPU's network, in each direction
-    latency: float = 0.0  # seconds of a transfer beside its bytes
+    latency: float = 0.0  # seconds of each transfer, in addition to its bytes
     micro_batches: int = 2  # those of afd-plugin; MegaScale-Infer and Step-3 have 3 or 4
     serial_links: bool = True
     dbo_decode_token_threshold: int | None = None  # with fewer tokens a rank's batch is not divided; None: it always is
@@ -64,7 +63,7 @@ class AttentionFFN(Value):
 
 class AfdCost:
     """`GroupCost` of attention ranks that share FFN ranks. A rank's own part is its attention of one micro-batch in one
-    layer. Raises ValueError where the grid does not reach, as `GridCost`."""
+    layer. Raises ValueError if the grid does not reach far enough, as `GridCost`."""
 
     def __init__(
         self, stages: StageGrid, config: EngineConfig, afd: AttentionFFN, host: HostCost = NO_HOST, tp: int = 1
@@ -96,12 +95,12 @@ class AfdCost:
 
     @property
     def attention(self) -> int:
-        """Ranks."""
+        """Number of attention ranks."""
         return self._afd.attention
 
     @property
     def least_token_seconds(self) -> float:
-        """Of an iteration, for each token of all ranks: what FFN, or a link, is busy with it."""
+        """Least seconds of an iteration that the FFN, or a link, is busy with each token of all ranks."""
         link = self._stages.token_bytes / self._rate if self._afd.serial_links else 0.0
         return self._stages.layers * max(self._stages.least_expert_seconds, link)
 
@@ -109,7 +108,7 @@ class AfdCost:
         return self._together(graph, tokens, cpu)
 
     def stages(self, tokens: int, count: int) -> tuple[int, int]:
-        """Ticks of FFN, and of a link, for one of `count` micro-batches of so many tokens of all attention ranks."""
+        """Ticks of FFN, and of a link, for one of `count` micro-batches of `tokens` tokens of all attention ranks."""
         afd = self._afd
         each = max(tokens / count, afd.attention)
         link = each * self._stages.token_bytes / self._rate + afd.latency
@@ -124,7 +123,7 @@ class AfdCost:
         of_rank = tokens / self._afd.attention
         outside = ticks(stages.outside_seconds(of_rank) + (0.0 if host.overlapped else cpu))
         dense, layers = stages.dense * count, stages.layers
-        # `alike_makespan` is the longest of these, whichever stage is longest and whether it or going round counts.
+        # `alike_makespan` is the longest of these, whether the longest stage or the round trip is the bottleneck.
         lines: list[tuple[Bound, int, int]] = [
             ("attention", layers * count, others),
             ("round trip", layers + count - 1, layers * others),
@@ -145,9 +144,9 @@ def attention_ranks(first: EngineSpec, cost: AfdCost) -> list[EngineSpec]:
 
 
 def _of_micro_batch(stages: StageGrid, count: int) -> EngineGrid:
-    """A rank's attention of one of `count` micro-batches in one layer, by what the rank has in all of them. Of a
-    chunk, each has as many tokens, which attend to half of those in the others too. A single request, or token, is in
-    one of them only."""
+    """Times of a rank's attention in one layer for one of `count` micro-batches, by the rank's whole batch. A chunk is
+    divided evenly, and each part also attends to half of the tokens in the others. A single request, or token, is in
+    only one micro-batch."""
     grid = stages.attention
     if count == 1:
         return grid.slowed(1 / stages.layers)

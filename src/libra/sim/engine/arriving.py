@@ -1,9 +1,9 @@
 """Requests that hold blocks without running: KV of their contexts is pulled from another engine or loaded from a tier,
 or is kept for an engine that pulls it.
 
-Invariant: what holds blocks waits in front of all others, and is never preempted. An end of a transfer is seen at the
-end of the iteration under way, as an arrival is. The rules are those of vLLM's NIXL connector in pull mode, and of its
-`OffloadingConnector`. KV that is pushed brings the first token of its request with it.
+Invariant: a waiting request that holds blocks precedes all others, and is never preempted. The end of a transfer is
+seen at the end of the iteration under way, as an arrival is. The rules are those of vLLM's NIXL connector in pull mode,
+and of its `OffloadingConnector`. KV that is pushed brings the first token of its request with it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from libra.sim.engine.messages import Sent
 from libra.sim.engine.request import Path, Request
 from libra.sim.engine.state import EngineState
 
-Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # to who looks for KV in a tier
+Answer = Literal["nothing", "later", "no room", "never room", "begun"]  # of a lookup in the tiers
 
 
 def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
-    """As `BlockPool.find`, but for a last block that has to be computed again for the drafter."""
+    """Like `BlockPool.find`, without a last block that has to be computed again for the drafter."""
     found, unheld = state.pool.find(path, most)
     if found and state.config.recomputes_block:
         found, unheld = state.pool.find(path, found - 1)
@@ -28,14 +28,14 @@ def find(state: EngineState, path: Path, most: int) -> tuple[int, int]:
 
 
 def pads(config: EngineConfig, tokens: int) -> bool:
-    """Whether a request is padded with drafts that nobody proposed, of whose tokens only the last is computed: there is
-    room for what follows them."""
+    """Whether a request that computes only its last token is padded with placeholder drafts: `max_model_len` has room
+    for these and the token after them."""
     return tokens + config.tokens_each <= config.max_model_len
 
 
 def start_pull(state: EngineState, request: Request) -> bool:
-    """Take blocks for a whole prompt, and let its KV be pulled, but for what is here. False: it does not fit beside
-    what a prompt that is computed still needs."""
+    """Take blocks for a whole prompt, and start the pull of its KV except the blocks that are here. Returns False if it
+    does not fit in addition to the blocks that other prompts still need."""
     config, pool = state.config, state.pool
     found = unheld = 0
     if pool.caching:
@@ -60,8 +60,8 @@ def start_pull(state: EngineState, request: Request) -> bool:
 
 
 def start_load(state: EngineState, request: Request) -> Answer:
-    """Look for what the tiers have of a context after what is here, and let it be loaded. Without room for the whole
-    context there is never room, unless something is let go."""
+    """Look up the part of a context that follows the blocks found here in the tiers, and start to load it. Answers
+    "never room" if the whole context does not fit: then blocks have to be released first."""
     config, pool, tiers = state.config, state.pool, state.tiers
     assert tiers is not None
     tokens, size = request.prompt_tokens + request.generated, config.block_size
@@ -89,7 +89,7 @@ def start_load(state: EngineState, request: Request) -> Answer:
 
 
 def _arrives(state: EngineState, request: Request, found: int, tokens: int) -> None:
-    """KV of so many tokens comes, but for the blocks that were found."""
+    """Note that KV of `tokens` tokens is on its way, except for the `found` blocks."""
     request.written = found
     request.target = tokens
     request.reserves = True
@@ -106,11 +106,11 @@ def admit_arrived(
     cached: list[tuple[int, int]],
     pads_from: int | None,
 ) -> tuple[int, int, Request | None]:
-    """Admit those whose KV has come, in order: of a whole context the last token is computed again, to sample from. Who
-    has `pads_from` tokens before it or more is padded to as many tokens as others have, with drafts.
+    """Admit requests whose KV has come, in order. The last token of a complete context is computed again, to sample
+    from; after at least `pads_from` tokens it is padded with placeholder drafts to the tokens of other requests.
 
-    Returns (budget left, tokens of their contexts, the first that does not fit); of the latter kind is also one that
-    has to be computed after all, which is for the caller to admit.
+    Returns (budget left, tokens of their contexts, the first that does not fit). The last is also a request that has
+    to be computed after all; the caller admits it.
     """
     config, pool = state.config, state.pool
     contexts = 0
@@ -158,7 +158,7 @@ def admit_arrived(
 
 
 def see(state: EngineState, now: int) -> None:
-    """At a boundary: transfers that ended, in their order."""
+    """Handle the transfers that have ended, in their order. Called at a boundary."""
     notices, state.notices = state.notices, []
     for notice in notices:
         request = notice.request
@@ -191,7 +191,7 @@ def see(state: EngineState, now: int) -> None:
 
 
 def _end_arrived(state: EngineState, request: Request, now: int) -> None:
-    """The token that came with its KV is all that a request asked for."""
+    """Finish a request that asked for no more than the token that came with its KV."""
     del state.arriving[request]
     _write(state, request)
     state.let_go_blocks(request, request.target, request.target)
@@ -202,14 +202,14 @@ def _end_arrived(state: EngineState, request: Request, now: int) -> None:
 
 
 def _write(state: EngineState, request: Request) -> None:
-    """Let other requests find what has come."""
+    """Let other requests find the KV that has come."""
     pool = state.pool
     if pool.caching and (request.chain is not None or state.tiers is not None or pool.knows(request)):
         pool.write_arrived(request, request.target // state.config.block_size)
 
 
 def give_up(state: EngineState, request: Request) -> None:
-    """A request leaves that holds blocks: they stay as long as anything may be written to them."""
+    """Remove a request that holds blocks; they stay held while a transfer may still write to them."""
     came = state.arriving.pop(request)
     if came == "under way":
         state.orphans.append(request)

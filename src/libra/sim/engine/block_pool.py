@@ -1,8 +1,8 @@
 """The KV blocks of one engine: which are held, which can be reused, and in what order they are given away.
 
-Invariant: blocks are told apart only where the engine could tell: by the tokens in them, by who holds them, and by when
-they were let go. A block of known tokens that nobody holds stays findable until it is the least recently let go; what
-is findable of a context is always its beginning, without a gap.
+Invariant: blocks are told apart only where the engine could tell: by their tokens, by their holders, and by when they
+were let go. A block of known tokens without a holder stays findable until it is the least recently let go. The findable
+part of a context is always its beginning, without a gap.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class BlockPool:
         self.blocks = blocks
         self.block_size = block_size
         self.caching = caching
-        self.blank = blocks  # free, with no tokens that anyone could ask for
+        self.blank = blocks  # free, without tokens that could be found
         self.findable = 0  # free, with known tokens
-        self.shared = 0  # that holders have beyond the first of each block
+        self.shared = 0  # holders of blocks beyond the first of each block
         self.reads = BlockReads()
-        self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
+        self._free: OrderedDict[Run, None] = OrderedDict()  # without holders, least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self.copies = BlockCopies()
 
@@ -57,8 +57,8 @@ class BlockPool:
         return self.blocks - self.blank - self.findable
 
     def path(self, context: Owner) -> Path:
-        """Who owns the blocks of a request's context, or of a chain's. A block that only begins as the parent's is the
-        child's own."""
+        """Owners of the blocks of a request's context, or of a chain's. A block that shares only its beginning with the
+        parent's is the child's own."""
         link = context if isinstance(context, Chain) else context.chain
         if link is None:
             return ((context, 0, _END),)
@@ -77,7 +77,7 @@ class BlockPool:
         return owner in self._runs
 
     def find(self, path: Path, most: int) -> tuple[int, int]:
-        """(blocks found from the beginning of a context, at most `most`; how many of them nobody holds)."""
+        """(blocks found from the beginning of a context, at most `most`; how many of them have no holder)."""
         found = unheld = 0
         for owner, _, end in path:
             if end > most:
@@ -120,7 +120,7 @@ class BlockPool:
                 run.holders += 1
 
     def take(self, blocks: int) -> None:
-        """Give away `blocks` free blocks; there must be as many."""
+        """Give away `blocks` free blocks. Raises ValueError if fewer are free."""
         blank = self.blank
         self.blank = max(blank - blocks, 0)
         reads = self.reads
@@ -160,13 +160,13 @@ class BlockPool:
                 del self._runs[owner]
 
     def given_before(self, found: Mapping[Owner, int], most: int) -> int:
-        """Free blocks, `most` of them at most, that are given away before one that is read still, or is one of the
-        first so many of an owner."""
+        """Free blocks, at most `most`, that are given away before one that is still read or is among the first
+        `found[owner]` of its owner."""
         return self.reads.given_before(self._free, self.blank, found, most)
 
     def write(self, request: Request, full: int, *, again: bool = False) -> None:
-        """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them. With
-        `again` some of them were there already, and were not held but computed anew."""
+        """Let others find the first `full` blocks of a request, which it holds and which are full of its tokens now.
+        With `again` some of them were there already, and were computed anew instead of held."""
         written, request.written = request.written, full
         own_copy = request in self.copies.own
         for owner, start, end in request.path:
@@ -197,7 +197,7 @@ class BlockPool:
                 )
 
     def write_arrived(self, request: Request, full: int) -> None:
-        """The same of blocks whose tokens came from elsewhere: meanwhile others may have written them, too."""
+        """Like `write`, for blocks whose tokens came from elsewhere: meanwhile others may have written them, too."""
         for owner, start, end in request.path:
             begin, end = max(start, request.written), min(end, full)
             if begin >= end:
@@ -210,7 +210,7 @@ class BlockPool:
         request.written = max(request.written, full)
 
     def _write_again(self, request: Request, owner: Owner, begin: int, end: int) -> None:
-        """The same of the blocks from `begin` to `end`, of which others may have the first, too."""
+        """Like `write`, for the blocks from `begin` to `end`, the first of which others may have, too."""
         runs = self._runs[owner]
         known = max(begin, min(end, runs[-1].high))
         for block in range(begin, known):
@@ -219,11 +219,11 @@ class BlockPool:
             runs.append(Run(owner, known, end, 1))
 
     def adopt(self, path: Path, blocks: int) -> int:
-        """The first `blocks` blocks of a context come from elsewhere: as if a request had computed those that are not
-        here, and had ended. The others of them count as just let go, too, for they must outlive what follows.
+        """Take in the first `blocks` blocks of a context from elsewhere, as if a request had computed the missing ones
+        and ended. The others count as just let go, too, for they must outlive what follows.
 
-        Returns how many are here then: less than `blocks` if too few were free. No request may be about to write what
-        is missing.
+        Returns how many are here then: fewer than `blocks` if too few were free. No request may be about to write the
+        missing ones.
         """
         found, _ = self.find(path, blocks)
         self.hold(path, found)
@@ -242,7 +242,7 @@ class BlockPool:
         self._let_go(request.path, request.written, self.copies.own.pop(request, ()))
 
     def _let_go(self, path: Path, blocks: int, copies: Sequence[Run]) -> None:
-        """One holder less of the first `blocks` blocks of a context; of some of them it may have held copies."""
+        """Remove one holder of the first `blocks` blocks of a context. `copies` are those it held in their place."""
         free = self._free
         for owner, start, end in reversed(path):
             if start >= blocks:
@@ -277,9 +277,9 @@ class BlockPool:
                 free[run] = None
 
     def discard(self, full: int, held: int) -> None:
-        """Let go of `held` blocks that nobody will ask for, of which the first `full` are full.
+        """Let go of `held` blocks that will never be found, of which the first `full` are full.
 
-        Full blocks of tokens that were known keep their turn in the order of reuse, though nothing will be found.
+        Full blocks of known tokens keep their place in the order of reuse, although they cannot be found.
         """
         self.blank += held - full
         if not full:
@@ -292,7 +292,7 @@ class BlockPool:
             self._free[Run(None, 0, full, 0)] = None
 
     def resize(self, blocks: int) -> None:
-        """Have so many blocks from now on. What is free goes, in its order; there must be as much."""
+        """Set the number of blocks. To shrink, there must be enough free ones; they go in the order of reuse."""
         if blocks < self.blocks:
             self.take(self.blocks - blocks)
         else:
@@ -300,7 +300,7 @@ class BlockPool:
         self.blocks = blocks
 
     def clear(self) -> None:
-        """Forget all tokens. Nobody may hold a block."""
+        """Forget all tokens. Raises ValueError if a block is held."""
         if self.free != self.blocks:
             raise ValueError(f"{self.blocks - self.free} blocks are held: release them before the cache is cleared")
         self.blank, self.findable = self.blocks, 0
@@ -339,7 +339,7 @@ class BlockPool:
             del self._runs[owner]
 
     def block_of(self, request: Request, owner: Owner, block: int) -> Block:
-        """The one that a request holds of these tokens."""
+        """The block that a request holds for these tokens: the owner's, or a further copy."""
         copy = self.copies.of(request, owner, block)
         main = (owner, block)
         return main if copy is None or copy in self._runs.get(owner, ()) else copy

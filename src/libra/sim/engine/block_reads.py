@@ -1,7 +1,7 @@
-"""Blocks that were let go while something reads them still: whoever is given one of them waits for its readers.
+"""Blocks that were let go while they are still read: an iteration that reuses one of them waits for its readers.
 
-Invariant: such a block is in `reading` until its readers have ended or it is given away, and then in `given` until the
-next iteration was made to wait for it.
+Invariant: such a block is in `reading` until its readers have ended or it is given away. In the latter case it is in
+`given` until the next iteration was made to wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from libra.sim.engine.request import Owner, Request
 
 
 class Reader(Protocol):
-    """What reads blocks that were let go."""
+    """A transfer that reads blocks after they were let go."""
 
     end: int | None  # tick, if it is known
 
@@ -22,18 +22,18 @@ class Reader(Protocol):
 
 
 class BlockReads:
-    """Those of one block pool."""
+    """Blocks of one pool that are still read."""
 
     __slots__ = ("fenced", "given", "reading", "unwritten")
 
     def __init__(self) -> None:
         self.reading: dict[Block, tuple[Reader, ...]] = {}
         self.given: dict[Block, tuple[Reader, ...]] = {}
-        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, and nobody may know them: (number, block)
-        self.fenced: list[tuple[int, Run]] = []  # the same once let go: (blank ones that are given later, block)
+        self.unwritten: dict[Request, list[tuple[int, Run]]] = {}  # held, not findable: (number, block)
+        self.fenced: list[tuple[int, Run]] = []  # the same once let go: (blank blocks given away later, block)
 
     def settle(self, now: int) -> None:
-        """Who has ended by now reads no more."""
+        """Remove the readers that have ended by `now`."""
         if self.reading:
             left = {block: tuple(it for it in its if not it.ended(now)) for block, its in self.reading.items()}
             self.reading = {block: its for block, its in left.items() if its}
@@ -42,38 +42,38 @@ class BlockReads:
         self.reading[block] = (*self.reading.get(block, ()), reader)
 
     def drop(self, block: Block, reader: Reader) -> None:
-        """It does not read the block after all; others may."""
+        """Remove a reader that does not read the block after all; others may."""
         left = tuple(it for it in self.reading.pop(block, ()) if it is not reader)
         if left:
             self.reading[block] = left
 
     def fence(self, request: Request, blank: int) -> None:
-        """A request is about to let go of its blocks, of which some are read that nobody may know: they are blank then,
-        behind the `blank` ones that are so already, and its last one is given away first."""
+        """Note that a request is about to let go of blocks that are read but not findable. They become blank, behind
+        the `blank` ones there are already, and the request's last block is given away first."""
         self.fenced += [(blank + number - request.written, block) for number, block in self.unwritten.pop(request)]
 
     def give_blank(self, left: int) -> None:
-        """Blank blocks are given away; so many are left."""
+        """Note that blank blocks are given away; `left` of them remain."""
         while self.fenced and self.fenced[-1][0] >= left:
             self.give_block(self.fenced.pop()[1])
 
     def give(self, owner: Owner | None, low: int, high: int) -> None:
-        """The blocks from `low` to `high` of an owner are given away."""
+        """Note that the blocks from `low` to `high` of an owner are given away."""
         for block in [it for it in self.reading if isinstance(it, tuple) and it[0] is owner and low <= it[1] < high]:
             self.given[block] = self.reading.pop(block)
 
     def give_block(self, block: Block) -> None:
-        """One block is given away, which something may read still."""
+        """Note that one block is given away, which may still be read."""
         if block in self.reading:
             self.given[block] = self.reading.pop(block)
 
     def rename(self, block: Block, name: Block) -> None:
-        """A further copy becomes the block itself."""
+        """Let a further copy become the block itself."""
         if block in self.reading:
             self.reading[name] = self.reading.pop(block)
 
     def given_before(self, free: Iterable[Run], blank: int, found: Mapping[Owner, int], most: int) -> int:
-        """As `BlockPool.given_before`, of `blank` blocks and then of the `free` ones, in the order of reuse."""
+        """Like `BlockPool.given_before`, for `blank` blocks and then the `free` runs, in the order of reuse."""
         fenced = next((after for after, block in reversed(self.fenced) if block in self.reading), None)
         if fenced is not None:
             return min(blank - 1 - fenced, most)

@@ -1,8 +1,8 @@
-"""Blocks of one context that share a fate: one entry of a block pool stands for as many as it can.
+"""Runs of blocks of one context that are held and let go together: one entry of a block pool for as many as possible.
 
-Invariant: of a block that is known one copy is in a run of its owner, where others find it. Requests that computed its
-tokens beside that one have further copies, each a run of its own; the oldest takes the place of the one that is found
-once that is forgotten.
+Invariant: of each known block one copy is in a run of its owner, where others find it. Other requests that computed its
+tokens hold further copies, each a run of its own. The oldest of these replaces the findable copy once that is
+forgotten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.sim.engine.request import Owner, Request
 class Run:
     """Blocks `low` to `high` (exclusive) of an owner's context that have the same holders and were let go together.
 
-    Without an owner: so many blocks that nobody will ask for.
+    Without an owner: blocks that will never be found.
     """
 
     owner: Owner | None
@@ -35,26 +35,26 @@ class BlockCopies:
 
     def __init__(self) -> None:
         self.further: dict[Owner, dict[int, list[Run]]] = {}  # of each block, oldest first
-        self.own: dict[Request, list[Run]] = {}  # blocks that it has although other copies of them were found
+        self.own: dict[Request, list[Run]] = {}  # copies that it holds although others can be found
 
     def add(self, request: Request, owner: Owner, block: int) -> None:
-        """A request has computed a block that is known."""
+        """Note that a request has computed a block that is known already."""
         copy = Run(owner, block, block + 1, 1)
         self.own.setdefault(request, []).append(copy)
         self.further.setdefault(owner, {}).setdefault(block, []).append(copy)
 
     def of(self, request: Request, owner: Owner, block: int) -> Run | None:
-        """The copy of a block that a request has, further or not any more."""
+        """The copy of a block that a request holds, whether or not it still is a further one."""
         mine = (it for it in self.own.get(request, ()) if it.owner is owner and it.low == block)
         return next(mine, None)
 
     def oldest(self, owner: Owner, block: int) -> Run | None:
-        """Of the further copies of a block."""
+        """The oldest of the further copies of a block; None: there is none."""
         copies = self.further[owner].get(block)
         return copies[0] if copies else None
 
     def forget(self, owner: Owner, block: int, copy: Run) -> None:
-        """It is none of the further copies any more."""
+        """Remove one of the further copies of a block."""
         copied = self.further[owner]
         copied[block].remove(copy)
         if not copied[block]:

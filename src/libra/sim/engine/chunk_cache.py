@@ -1,8 +1,8 @@
-"""The KV chunks that a tier holds, and which of them give way to others.
+"""The KV chunks that a tier holds, and the order in which they are evicted.
 
-Invariant: a chunk that is written or read stays; what is asked for is stored whole or not at all. The rules are those
-of vLLM's `CPUOffloadingManager` with its policies `lru` and `arc`: what a request uses counts as used once, when the
-request ends, its last chunk first, so that a prefix outlives what follows it.
+Invariant: a chunk that is being written or read stays; either all chunks of a write are stored or none. The rules are
+those of vLLM's `CPUOffloadingManager` with its policies `lru` and `arc`. The chunks of a request count as used once,
+when it ends, its last chunk first, so that a prefix outlives what follows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from libra.sim.engine.request import Owner
 
-Key = tuple[Owner, int]  # whose the last tokens of a chunk are, and which chunk of a context it is
+Key = tuple[Owner, int]  # owner of a chunk's last tokens, and the chunk's place in its context
 CachePolicy = Literal["lru", "arc"]
 Presence = Literal["missing", "pending", "there"]
 
@@ -33,7 +33,7 @@ class KVChunk:
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """What one request did with chunks."""
+    """Chunks that one request has used, by what it did with them."""
 
     seen: set[Key] = field(default_factory=set)
     inserted: set[Key] = field(default_factory=set)
@@ -42,7 +42,7 @@ class Access:
 
 
 class ChunkCache(ABC):
-    """Room for so many chunks."""
+    """Cache with room for `chunks` chunks."""
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
@@ -54,7 +54,7 @@ class ChunkCache(ABC):
         return "missing" if chunk is None else "pending" if chunk.pending else "there"
 
     def begin_read(self, keys: Sequence[Key], access: Access) -> None:
-        """Chunks that are there are read: they stay until the read has ended."""
+        """Begin to read chunks that are there: they stay until the read has ended."""
         for key in keys:
             chunk = self._chunk(key)
             self.idle -= chunk.idle
@@ -69,7 +69,7 @@ class ChunkCache(ABC):
             self.idle += chunk.idle
 
     def begin_write(self, keys: Sequence[Key], access: Access) -> list[Key] | None:
-        """Those of the chunks that are not there are written from now on. None: they do not fit beside what stays."""
+        """Begin to write the missing ones of the chunks, and return them. None: too few other chunks can be evicted."""
         found = {key: chunk for key in keys if (chunk := self._get(key)) is not None}
         new = [key for key in keys if key not in found]
         missed = [key for key in new if key not in access.missed]
@@ -98,12 +98,12 @@ class ChunkCache(ABC):
             self.idle += 1
 
     def end_access(self, access: Access) -> None:
-        """The request has ended: what it did counts as one use."""
+        """Count the accesses of a request that has ended as one use."""
         self._use(sorted(access.seen, key=lambda key: -key[1]), access)
 
     @abstractmethod
     def order(self) -> tuple[Hashable, ...]:
-        """All that says what will give way to what."""
+        """The state that determines the order of eviction."""
 
     def _chunk(self, key: Key) -> KVChunk:
         chunk = self._get(key)
@@ -118,19 +118,19 @@ class ChunkCache(ABC):
 
     @abstractmethod
     def _miss(self, keys: Sequence[Key]) -> None:
-        """A request wants to write chunks that are not there."""
+        """Note that a request wants to write chunks that are not there."""
 
     @abstractmethod
     def _use(self, keys: Sequence[Key], access: Access) -> None:
-        """A request that used these has ended; the last of its context come first."""
+        """Note that a request that used these chunks has ended; the last of its context come first."""
 
     @abstractmethod
     def _victims(self, count: int, spared: Collection[Key]) -> list[Key] | None:
-        """Take out so many idle chunks, or none at all."""
+        """Evict `count` idle chunks that are not `spared`. None: there are fewer, and none is evicted."""
 
 
 class LruCache(ChunkCache):
-    """The least recently used goes first."""
+    """Evicts the least recently used chunk first."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)
@@ -163,8 +163,8 @@ class LruCache(ChunkCache):
 
 
 class ArcCache(ChunkCache):
-    """Adaptive replacement (Megiddo and Modha 2003): chunks used once, and more often, each in their order; what went
-    recently says which of the two has too little room."""
+    """Adaptive replacement (Megiddo and Modha 2003): a queue of chunks used once, and one of those used more often. The
+    recently evicted chunks tell which of the two has too little room."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks)

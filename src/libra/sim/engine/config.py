@@ -1,4 +1,4 @@
-"""How one engine is set up, in vLLM's terms.
+"""Configuration of one engine, in vLLM's terms.
 
 Invariant: a configuration that exists can run every request that it accepts: the KV cache holds the longest context,
 and one iteration has room for a token of every running request.
@@ -32,16 +32,16 @@ class EngineConfig(Value):
     enable_chunked_prefill: bool = True
     policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
-    watermark: float = 0.0  # share of the blocks that stays free when a request is admitted beside others
-    reserve_full_prompt: bool = True  # admit what fits whole, not just its first chunk: `scheduler_reserve_full_isl`
+    watermark: float = 0.0  # share of the blocks that stays free when a request is admitted while others run
+    reserve_full_prompt: bool = True  # admit by the whole prompt, not its first chunk: `scheduler_reserve_full_isl`
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
     kv_load_failure_policy: FailurePolicy = "fail"  # of requests whose KV does not come
-    # That an engine leaves free for each request with KV before it takes blocks for one more prompt to come: SGLang's
+    # SGLang's: tokens that stay free for each request with KV when blocks are taken for one more prompt to pull
     num_reserved_decode_tokens: int = 0
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
     speculative: Speculative | None = None  # drafts that are verified with each token
-    kv_tiers: tuple[KVTier, ...] = ()  # where KV is kept beside the GPU, the nearest first
+    kv_tiers: tuple[KVTier, ...] = ()  # where KV is offloaded to, the nearest first
 
     def __post_init__(self) -> None:
         for field in (
@@ -102,8 +102,8 @@ class EngineConfig(Value):
         first = self.kv_tiers[0]
         if not first.offload_prompt_only and any(tier.shared for tier in self.kv_tiers):
             raise ValueError(
-                f"kv_tiers: offload_prompt_only of {first.name} is false; beside a shared tier it is not simulated:"
-                " leave it out"
+                f"kv_tiers: offload_prompt_only of {first.name} is false; with a shared tier that is not"
+                " simulated: leave it out"
             )
         for tier in self.kv_tiers:
             tokens = tier.blocks_per_chunk * self.block_size
@@ -135,7 +135,7 @@ class EngineConfig(Value):
 
     @property
     def step_budget(self) -> int:
-        """Tokens that the first request of an iteration may have; each takes `input_slots` beside its own."""
+        """Tokens that the first request of an iteration may have; each takes `input_slots` in addition to its own."""
         return self.max_num_batched_tokens - self.input_slots
 
     @property
@@ -152,16 +152,16 @@ class EngineConfig(Value):
 
     @property
     def tokens_each(self) -> int:
-        """Of a request that generates, in an iteration."""
+        """Tokens of a generating request in one iteration."""
         return 1 if self.speculative is None else self.speculative.tokens_each
 
     @property
     def draft_blocks(self) -> int:
-        """That a pull leaves free, for the drafts of its request."""
+        """Blocks that a pull leaves free for the drafts of its request."""
         return 0 if self.speculative is None else self.blocks(self.tokens_each + self.lookahead)
 
     def held_blocks(self, tokens: int) -> int:
-        """Blocks of a request that has computed so many tokens."""
+        """Blocks of a request that has computed `tokens` tokens."""
         if self.speculative is not None:
             tokens = min(tokens + self.lookahead, self.max_model_len)
         return -(-tokens // self.block_size)
@@ -171,17 +171,17 @@ class EngineConfig(Value):
         return int(self.watermark * (self.kv_blocks + 1))
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRole(Value):
-    """What an engine does of a request."""
+    """The part of a request's work that an engine does."""
 
     name: RoleName
-    takes: Literal["prompt", "context"]  # what comes to it: requests, or those whose prompts were computed elsewhere
-    hands_over: bool  # another engine goes on where the prompt is computed
+    takes: Literal["prompt", "context"]  # new requests, or those whose prompts were computed elsewhere
+    hands_over: bool  # another engine continues once the prompt is computed
 
 
 COLOCATED = EngineRole("colocated", "prompt", hands_over=False)
@@ -198,15 +198,15 @@ class EngineSpec(Value):
     config: EngineConfig
     cost: IterationCost
     bucket: int = 0
-    node: str = ""  # where it is; engines of one node move KV over its links
+    node: str = ""  # engines of one node move KV over its links
     devices: int = 1  # GPUs
     role: EngineRole = COLOCATED
-    kv_bytes: float = 0.0  # of a token, on all devices together: what a pull of it reads
-    group: GroupSpec | None = None  # whose rank it is; its cost is the group's then
+    kv_bytes: float = 0.0  # of a token, on all devices together; a pull reads them
+    group: GroupSpec | None = None  # the engine is a rank of it, and `cost` is the group's then
 
     @property
     def defers(self) -> bool:
-        """Whether blocks that an iteration under way may write are let go only with its end: beside a KV consumer."""
+        """Whether blocks that an iteration under way may write are let go only with its end: for a KV consumer."""
         config = self.config
         return bool(self.role == DECODE or config.kv_tiers) and (
             config.async_scheduling or config.pipeline_parallel_size > 1

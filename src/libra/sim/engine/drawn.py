@@ -1,8 +1,8 @@
-"""Requests that generate with drafts: as many tokens in an iteration as are accepted of those drafted, and one.
+"""Requests that generate with drafts: each iteration brings the accepted drafts and one more token.
 
-Invariant: what a request computes, holds and generates in each of its iterations is known when it comes, as if it were
-alone; of the batch there are sums over its requests for each iteration to come. Who has fewer tokens in an iteration
-than it wants, or none, comes anew with the next one.
+Invariant: what a request computes, holds and generates in each of its iterations is known when it enters, as if it were
+alone. The batch is kept as sums over its requests for each iteration to come. A request that gets fewer tokens in an
+iteration than it wants, or none, enters anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from libra.sim.engine.speculative import Draws, Ints, Speculative
 ATTENDED: Final = 0  # tokens that are attended to
 BLOCKS: Final = 1  # held from an iteration on
 ROWS: Final = 2  # tokens in it
-_FEWEST = 1024  # iterations for which there is room
+_FEWEST = 1024  # iterations for which there is room, at least
 
 
 class Course:
@@ -42,18 +42,19 @@ class Course:
         offset: int,
     ) -> None:
         self.start = start
-        self.known = known  # tokens that others may know of before it
+        self.known = known  # tokens that others can find before it
         self.generated = generated  # before it
         self.held = held  # blocks, before it
-        self.tokens = tokens  # of the context before each iteration, the one to compute next too; and after the last
-        self.sums = sums  # what it adds to those of the batch
+        self.tokens = tokens  # of the context before each iteration, with the one to compute next; and after the last
+        self.sums = sums  # its part of the batch's sums
         self.undrawn = undrawn  # iterations that verify nothing: 1 if its first one does not
         self.offset = offset
 
 
 class Drawn(Generation):
-    """As vLLM schedules: a running request gets its next token and `num_speculative_tokens` drafts, or as many as
-    `max_model_len` allows; the blocks for them, and for what the drafter looks ahead, stay when drafts are rejected."""
+    """The generating requests of a batch with drafts, as vLLM schedules them. A running request gets its next token and
+    `num_speculative_tokens` drafts, or what `max_model_len` allows. The blocks for them, and for what the drafter looks
+    ahead, stay when drafts are rejected."""
 
     __slots__ = (
         "_block",
@@ -91,7 +92,7 @@ class Drawn(Generation):
         return self._sums.item(self.iteration - self._origin, ROWS) if self.count else 0
 
     def spread(self, absent: Collection[Request] = ()) -> int:
-        """Of contexts that all grow by the mean."""
+        """Like `Generation.spread`, for contexts that all grow by the mean."""
         count, offsets, squares = self.count, self._offsets, self._squares
         for request in absent:
             offset = _course(request).offset
@@ -177,8 +178,8 @@ class Drawn(Generation):
         return self._done()
 
     def _enter(self, request: Request, start: int, known: int, generated: int, held: int, first: int | None) -> None:
-        """A request generates from the iteration `start` on. It holds `held` blocks, and others may know of its first
-        `known` tokens; `first` tokens of it are in the first iteration, if not as many as it wants."""
+        """Let a request generate from the iteration `start` on. It holds `held` blocks, and others can find its first
+        `known` tokens; `first` limits its tokens in the first iteration, if they are fewer than it wants."""
         undrawn, tokens = self._tokens(request, generated, first)
         before, begin, steps = tokens[:-1], tokens.item(0), len(tokens) - 1
         sums = np.empty((steps, 3), np.int64)
@@ -203,8 +204,8 @@ class Drawn(Generation):
             self.ask(request)
 
     def _tokens(self, request: Request, generated: int, first: int | None) -> tuple[int, Ints]:
-        """Tokens of a request's context before each iteration and after the last, if the next one has `first` tokens of
-        it, or as many as it wants. And in how many of them, 0 or 1, nothing is verified."""
+        """(iterations, 0 or 1, that verify nothing; tokens of a request's context before each iteration and after the
+        last). The next iteration has `first` tokens of the request; None: all that it wants."""
         draws, number, verified = self._draws, request.number, request.verifications
         begin, end = request.prompt_tokens + generated, request.prompt_tokens + request.output_tokens
         if first == 1 and begin < end:
@@ -213,13 +214,13 @@ class Drawn(Generation):
         return 0, draws.contexts(number, verified, begin, end, first or self._each)
 
     def _put(self, request: Request, course: Course, last: int) -> None:
-        """A request follows its course, and generates its last token with the iteration `last`."""
+        """Add the course of a request, which generates its last token with the iteration `last`."""
         request.course, request.last = course, last
         steps = len(course.sums)
         at = self._room(course.start, steps)
         sums = self._sums[at : at + steps]
         sums += course.sums
-        if course.start > self.iteration:  # it sits out the next one
+        if course.start > self.iteration:  # it is not in the next one
             self._sums[at - 1, BLOCKS] += course.held
         self._held += course.held
         heappush(self._ends, (last, request.admission, request))
@@ -253,7 +254,7 @@ class Drawn(Generation):
         self.context = self.context_after(0)
 
     def _room(self, start: int, steps: int) -> int:
-        """The line of an iteration; from it on there is room for so many."""
+        """The index of the line of iteration `start`. Makes room for `steps` lines from there on."""
         at = start - self._origin
         if at + steps >= len(self._sums):
             kept = self._sums[self.iteration - self._origin : max(self._end, self.iteration) - self._origin]
@@ -272,10 +273,10 @@ def _course(request: Request) -> Course:
 
 
 def held_by(course: Course, over: int) -> int:
-    """Blocks held when so many of the iterations are over."""
+    """Blocks held when `over` of the iterations are over."""
     return course.sums.item(over - 1, BLOCKS) if over > 0 else course.held
 
 
 def _known(course: Course, over: int) -> int:
-    """Tokens that others may know of when so many of the iterations are over."""
+    """Tokens that others can find when `over` of the iterations are over."""
     return course.tokens.item(over - 1) if over > 0 else course.known

@@ -1,9 +1,9 @@
 """Drafts under asynchronous scheduling: an iteration is decided before it is known how many drafts of the one before it
 are accepted.
 
-Invariant: a request is scheduled from where it is if all its drafts under way are accepted: so many tokens has its
-context for `max_model_len` and for blocks, which it keeps. What it computes and generates is what is accepted. vLLM's
-`num_output_placeholders`.
+Invariant: a request is scheduled as if all its drafts under way are accepted. Its context counts all of them for
+`max_model_len` and for blocks, which it keeps. What it computes and generates is what is accepted. These drafts are
+vLLM's `num_output_placeholders`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from libra.sim.engine.speculative import Ints
 
 
 class CourseAhead(Course):
-    """One request's iterations from `start` on, but for those that are decided without it: up to its last one and maybe
-    one more, in vain; or to the one whose tokens `max_model_len` limits, which depends on the one before."""
+    """One request's iterations from `start` on, without those that are decided without it. They go to its last one, and
+    maybe one more, in vain; or to the one whose tokens `max_model_len` limits, which depends on the one before."""
 
     __slots__ = ("before", "overruns", "positions", "since", "whole")
 
-    before: int  # tokens generated before the iteration under way when it was made
-    since: int  # the iteration that was to be decided then: `start`, or the one before it
+    before: int  # tokens generated before the iteration that was under way when the course was made
+    since: int  # the next iteration to be decided at that time: `start`, or the one before it
     positions: Ints  # tokens of the context before each iteration if all drafts under way are accepted
     whole: bool  # it goes to the last iteration
     overruns: bool  # and one further
@@ -37,7 +37,7 @@ class CourseAhead(Course):
 
 
 class DrawnAhead(Drawn):
-    """As vLLM's `AsyncScheduler` does."""
+    """The same under the rules of vLLM's `AsyncScheduler`."""
 
     __slots__ = ()
 
@@ -103,8 +103,8 @@ class DrawnAhead(Drawn):
         return [request for request in done if _course(request).whole]
 
     def _again(self, request: Request, start: int, first: int | None) -> None:
-        """Let a request go on from the iteration `start` on, which is the next one only if it has `first` tokens in it,
-        or if none is under way."""
+        """Let a request continue from the iteration `start` on. That is the next one only if the request has `first`
+        tokens in it, or if none is under way."""
         generated, before = self.generated(request), self.generated(request, -1)
         course, at = self._leave(request)
         position = request.prompt_tokens + generated - 1 if first is None else course.positions.item(at)
@@ -120,8 +120,8 @@ class DrawnAhead(Drawn):
         position: int,
         first: int | None = None,
     ) -> None:
-        """A request generates from the iteration `start` on, decided from `position`, with `first` tokens in it if not
-        as many as it wants. It holds `held` blocks."""
+        """Let a request generate from the iteration `start` on, decided from `position`. It has `first` tokens in that
+        one; None: all that it wants. It holds `held` blocks."""
         each, longest = self._each, self._length
         undrawn, tokens = self._tokens(request, generated, first)
         context, steps = tokens.item(0), len(tokens) - 1
@@ -164,7 +164,7 @@ class DrawnAhead(Drawn):
         return course, over
 
     def _slots(self, course: CourseAhead, at: int, row: int) -> int:
-        """Of whose blocks a request holds for so many tokens in an iteration."""
+        """Tokens for which a request holds blocks in its iteration `at`, with `row` tokens in it."""
         return min(course.positions.item(at) + row + self._lookahead, self._length)
 
 

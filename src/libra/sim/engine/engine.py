@@ -1,8 +1,8 @@
-"""One engine, seen from outside: what is asked of it, what it plans, and what it has done.
+"""One simulated engine, seen from outside: the calls it takes, what it plans, and what it has done.
 
 Invariant: the rules are those of vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's
-phases. As long as nothing can change but the number of tokens, iterations are not visited but advanced together, and
-nobody outside can tell.
+phases. As long as nothing but the number of tokens can change, iterations are advanced together instead of one by one.
+No caller sees a difference.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from libra.sim.engine.tiers import Tiers
 
 @dataclass(slots=True, eq=False, repr=False)
 class SimEngine(EngineState):
-    """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
+    """An engine driven from outside: `plan` says when the next event ends, `commit` applies it at that tick.
 
-    `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when
-    they moved the end forward. What ends at a tick is committed before they come, and they come before what is planned
-    at that tick. After any of them but `ask` an engine that is not busy, or is open, is to be planned; after `adopt`
-    too.
+    `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may be called at any tick in between, and return True if
+    they moved the end forward. At one tick, the caller commits first, then makes these calls, then plans. After any of
+    them but `ask`, and after `adopt`, an engine that is not busy, or is open, has to be planned.
 
-    Blocks for KV are taken with a plan; `pull_ended` says that it came or never will, `sent` that KV which a request
-    keeps is not needed.
+    Blocks for KV are taken with a plan; `pull_ended` says that the KV came or never will, `sent` that the KV which a
+    request keeps is no longer needed.
 
-    `asked` are the running requests that reached their `ask_at` with the last commit; `interrupted` those that left,
-    unfinished, with the last plan; `pulls` those for whose KV there are blocks from then on, and how many;
-    `ended` those that came to an end without running: theirs did not come, or its first token was all they asked for.
-    All are cleared by the next commit or plan, whichever comes first.
+    `asked` are the running requests that reached their `ask_at` with the last commit. `interrupted` are those that left
+    unfinished with the last plan. `pulls` are those for whose KV blocks were taken, and how many. `ended` are those
+    that ended without running: their KV did not come, or its first token was all they asked for. All are cleared by the
+    next commit or plan, whichever comes first.
     """
 
-    open: bool = field(default=False, init=False)  # may decide on more before `end`
+    open: bool = field(default=False, init=False)  # may plan more before `end`
     closing: bool = field(default=False, init=False)  # takes no more work
-    closed: bool = field(default=False, init=False)  # and has none
+    closed: bool = field(default=False, init=False)  # closing, and has no work left
     paused_ticks: int = field(default=0, init=False)
     _due: list[Pause] = field(default_factory=list, init=False)
     _pause: Pause | None = field(default=None, init=False)
 
-    # What comes from outside
+    # Calls from outside
 
     def submit(self, request: Request, now: int) -> bool:
         """Queue a request, or refuse it (its status says so).
@@ -78,18 +77,18 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def cancel(self, request: Request, now: int) -> bool:
-        """Stop a request at the end of the iteration that is under way, unless it finishes with that one; `generated`
-        is right then."""
+        """Stop a request at the end of the iteration that is under way, unless it finishes with that one. From then on
+        `generated` is right."""
         if not self._has(request):
             return False
         mark(self, request, "cancelled")
         return cut_stretch(self, now)
 
     def interrupt(self, request: Request, now: int) -> bool:
-        """Stop a request at the end of the iteration that is under way, to go on elsewhere.
+        """Stop a request at the end of the iteration that is under way, to continue elsewhere.
 
-        Unless it finishes with that one, it is in `interrupted` of the plan that follows, and `generated` says how many
-        tokens its owner keeps: a new request has them in its prompt. Nothing happens to one that is cancelled already.
+        Unless it finishes with that one, it is in `interrupted` after the plan that follows, and `generated` says how
+        many tokens its owner keeps: a new request has them in its prompt. A request that leaves already is left alone.
         """
         if not self._has(request) or request in self.leaving:
             return False
@@ -97,14 +96,13 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def release_leaving(self, now: int) -> None:
-        """Release the requests that leave, at a boundary, before the plan that would do so: others at that instant may
-        need to know."""
+        """Release the requests that leave, at a boundary, before the plan that would do so: other events at that tick
+        may depend on it."""
         if not self.busy and self.leaving:
             leave(self, sorted(self.leaving, key=lambda it: it.number), now)
 
     def pause(self, pause: Pause, now: int) -> bool:
-        """Stop at the end of the iteration that is under way, until the pause is over. An engine that closes does not
-        pause."""
+        """Stop at the end of the iteration under way, until the pause is over. A closing engine does not pause."""
         if self.closing:
             return False
         self._due.append(pause)
@@ -114,7 +112,7 @@ class SimEngine(EngineState):
         """Take no more work, and stop for good at the end of the iteration (or the pause) that is under way.
 
         The plan that follows is None, and lets go of all requests that have not finished: they are in `interrupted`,
-        those that ran first. Nobody is asked about any more. What the cache holds can still be looked up.
+        running ones first. All `ask_at` are dropped. What the cache holds can still be looked up.
         """
         if self.closing:
             return False
@@ -126,8 +124,8 @@ class SimEngine(EngineState):
     def ask(self, request: Request, tokens: int, now: int) -> bool:
         """Stop at the end of the iteration with which a request has generated `tokens` tokens: it is in `asked` then.
 
-        This replaces the request's `ask_at`. A request that finishes with that token or before is not asked about.
-        Raises ValueError for a request that neither runs nor waits here, or leaves, or has generated as many already.
+        This replaces the request's `ask_at`. A request that finishes with that token or before is not in `asked`.
+        Raises ValueError for a request that neither runs nor waits here, or leaves, or has these tokens already.
         """
         if not self._has(request):
             raise ValueError(f"request {request.number} neither runs nor waits on engine {self.index}: ask its own")
@@ -150,13 +148,13 @@ class SimEngine(EngineState):
         return cut_to(self, steps)
 
     def pull_ended(self, request: Request, now: int, failure: str | None = None, *, first_token: bool = False) -> bool:
-        """The KV of a request's prompt has come, maybe with its first token, or did not, and why: seen at the end of
-        the iteration under way. Of a request that was given up meanwhile, its blocks are free then."""
+        """Note that the KV of a request's prompt has come, maybe with its first token; or has not, and why. Seen at the
+        end of the iteration under way. If the request was given up meanwhile, its blocks are free from then on."""
         self.notices.append(PullEnd(request, failure, first_token))
         return cut_stretch(self, now)
 
     def sent(self, request: Request, now: int) -> bool:
-        """The blocks that a finished request keeps are free from the end of the iteration under way on, or from now."""
+        """Free the blocks that a finished request keeps, at the end of the iteration under way, or now if none is."""
         self.notices.append(Sent(request))
         if not self.busy:
             self.count_held(now)
@@ -164,16 +162,16 @@ class SimEngine(EngineState):
         return cut_stretch(self, now)
 
     def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
-        """The KV of a context's first `tokens` tokens has come from another engine. Returns how many of them are here
+        """Take in the KV of a context's first `tokens` tokens from another engine. Returns how many of them are here
         now and were not before.
 
-        Full blocks that are missing become findable; nobody holds them. The least recently let go give way to them, but
-        nothing that is held: where too little is free, as many as fit are taken from the beginning. What a running
-        request is about to compute itself counts as being here, and nothing is taken that follows it; so does
-        everything without prefix caching. All that is here of these tokens counts as let go last. The end may move
-        forward, as with `submit`, for a request that waits may fit now: compare `end`.
+        Full blocks that are missing become findable, without a holder. They replace the least recently let go, never
+        held ones: if too few are free, the first that fit are taken. Tokens that a running request is about to compute
+        count as here, and nothing after them is taken; without prefix caching all count as here. All blocks here of
+        these tokens count as let go last. The end may move forward, as with `submit`, for a waiting request may fit
+        now: compare `end`.
 
-        Raises ValueError if the engine closes, and for a request that has ended or has less than so many tokens.
+        Raises ValueError if the engine closes, and for a request that has ended or has fewer than `tokens` tokens.
         """
         if self.closing:
             raise ValueError(f"engine {self.index} is closing: send KV to another one")
@@ -185,7 +183,7 @@ class SimEngine(EngineState):
         return new * self.config.block_size
 
     def tier_changed(self, now: int) -> bool:
-        """Another engine has begun something in a tier that is shared: who waits for that is told anew."""
+        """Note that another engine has begun a transfer in a shared tier: waiting requests are looked up again."""
         tiers = self.tiers
         return tiers is not None and bool(tiers.watched or tiers.failed) and cut_stretch(self, now)
 
@@ -211,8 +209,8 @@ class SimEngine(EngineState):
         return generation.generated(request, ended)
 
     def cached_tokens(self, context: Chain | Request, now: int) -> int:
-        """How many tokens of a context's beginning have KV that could be found: of a chain all that there are, of a
-        request those that it would not compute if it were admitted."""
+        """Tokens of a context's beginning whose KV can be found: for a chain all there are, for a request those that it
+        would not compute if it were admitted."""
         return cached_blocks(self, context, now) * self.config.block_size
 
     def kv_usage(self, now: int) -> float:
@@ -221,11 +219,11 @@ class SimEngine(EngineState):
         return self.pool.held / self.pool.blocks
 
     def token_seconds(self, now: int) -> float:
-        """Seconds to a token of one more sequence, as long as the others are on average, once all that is accepted
-        runs. Where that is more than KV memory or `max_num_seqs` allow, sequences take turns."""
+        """Seconds per token of one more sequence, as long as the others on average, once all accepted ones run. Where
+        KV memory or `max_num_seqs` do not allow that, sequences take turns."""
         config, flights = self.config, len(self.flights.all)
         accepted = -(-(len(self.running) + len(self.arriving) + len(self.waiting)) // flights)
-        # What was generated counts as far as it exceeds the prompts of those that do not generate yet.
+        # Generated tokens count as far as they exceed the prompts of requests that do not generate yet.
         generating = self.flight.generation.context_after(ended_by(self, now))
         context = max(generating, self.load_tokens // flights)
         more = context + context // accepted if accepted else 1
@@ -234,24 +232,24 @@ class SimEngine(EngineState):
         return turns * self.decode_ticks(batch, int(more / turns)) / TICKS
 
     def decode_ticks(self, batch: DecodeBatch, context: int) -> int:
-        """Of one iteration of such a batch, whose contexts have so many tokens together."""
+        """Ticks of one iteration of a batch whose contexts have `context` tokens in total."""
         base, slope, _ = self.cost.line(batch, context)
         return base + slope * context
 
     def recall_rate(self, now: int) -> float:
-        """How often a second its device is wanted back."""
+        """Times a second that the lender recalls its device."""
         return 0.0
 
     @property
     def borrowed(self) -> bool:
-        """Whether it gives way to whoever lends its device: at once, but KV can be fetched from it still."""
+        """Whether it gives way to the lender of its device: at once, but KV can still be fetched from it."""
         return False
 
-    # What happens next
+    # Next event
 
     def plan(self, now: int) -> int | None:
-        """Decide at an iteration's boundary what to do until when. None: there is nothing to do, and if the engine
-        closes, it is closed now."""
+        """Decide at an iteration's boundary what to do, and return the tick at which it ends. None: there is nothing to
+        do; a closing engine is closed now."""
         if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         if now > self.seen:
@@ -280,7 +278,7 @@ class SimEngine(EngineState):
         return self._iterate(now)
 
     def _iterate(self, now: int) -> int | None:
-        """There is something to compute: plan it."""
+        """Plan an iteration."""
         self.start = now
         self.busy = True
         self.events += 1
@@ -296,7 +294,7 @@ class SimEngine(EngineState):
         return self.end
 
     def _iterate_with(self, tiers: Tiers, now: int) -> int | None:
-        """The same beside tiers: an iteration may have to wait for a store, and an engine for KV."""
+        """Like `_iterate` with tiers: an iteration may have to wait for a store, and an engine for KV."""
         self.wait = 0
         ahead = self.config.async_scheduling
         if plan_ahead(self, now) if ahead else schedule(self, now, self.most_steps):
@@ -318,7 +316,7 @@ class SimEngine(EngineState):
         return self.end
 
     def _drain(self, now: int) -> int:
-        """No batch is sent until those under way have landed; then the pause begins."""
+        """Send no batch until those under way have landed; then begin the pause."""
         if self.flights.under_way:
             self.end = self.flights.under_way[0].end
         elif self.under_way is not None:
@@ -331,7 +329,7 @@ class SimEngine(EngineState):
         return self.end
 
     def commit(self) -> list[Request]:
-        """Make happen what was planned; returns the requests that finished with it, in order."""
+        """Apply what was planned. Returns the requests that finished with it, in order."""
         if self.asked or self.interrupted or self.pulls or self.ended:
             self._forget_told()
         self.busy = False
@@ -348,13 +346,13 @@ class SimEngine(EngineState):
             return []
         if self.overlapping:
             self.flight = flight = self.flights.land()
-            # A full pipeline is busy all the time, and not as many times as it has stages.
+            # A full pipeline is busy all the time, not once for each stage.
             self.start = flight.end - (flight.end - flight.start) // len(self.flights.all)
             self.end = flight.end
         return complete_ahead(self) if self.under_way is not None else complete(self)
 
     def stop(self, now: int) -> None:
-        """Time is up: iterations that have ended by `now` count, and of the one under way its time until now."""
+        """End the simulation: count the iterations that have ended by `now`, and the time so far of the current one."""
         if self.busy and self.steps > 1:
             catch_up(self, now + 1)
         self.count_held(now)

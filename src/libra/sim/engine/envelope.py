@@ -25,15 +25,15 @@ def corners(first: Ints, growth: Ints, steps: int) -> Iterator[tuple[int, int, i
         steeper = growth > flattest
         done = steps - at
         if done > 1 and steeper.any():
-            # The first iteration in which it is above: the quotient is rounded down, and one more.
+            # The first iteration in which a steeper line is above: the quotient, rounded down, plus one.
             done = min(done, int(((top - values[steeper]) // (growth[steeper] - flattest)).min()) + 1)
         yield done, int(top), int(flattest), int((of_top & (growth == flattest)).argmax())
         at += done
 
 
 def scaled(ticks: Ints, growth: Ints, lines: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
-    """The lines that an iteration follows of which the engines' own part is `ticks`, growing by `growth`: the longest
-    of `factor * own + more`, for each (factor, more)."""
+    """The lines of an iteration whose engines' own parts take `ticks` and grow by `growth`. It takes the longest of
+    `factor * own + more` over all (factor, more) of `lines`."""
     if len(lines) == 1 and lines[0][0] == 1:
         return ticks + lines[0][1], growth
     return (

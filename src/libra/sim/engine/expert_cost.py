@@ -1,7 +1,7 @@
-"""What an iteration takes of data-parallel ranks that divide the experts of a model over all their GPUs.
+"""Duration of an iteration of data-parallel ranks that divide the experts of a model over all their GPUs.
 
-Invariant: in each layer all wait for the GPU to whose experts most tokens go: the fullest one by the expectation, or
-drawn for every iteration. Which experts are asked for depends on the iteration alone, so no schedule changes it.
+Invariant: in each layer all wait for the GPU whose experts get most tokens: the fullest one by expectation, or drawn
+for every iteration. The expert load depends on the iteration alone, so no schedule changes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLoad:
-    """How often experts are asked for: `shares` of the first phase, the second one, .., each of `phase` iterations."""
+    """Load of each expert: `shares` of the first phase, the second one, .., each of `phase` iterations."""
 
     shares: Callable[[int], Shares]
     active: int  # experts of a token
@@ -43,11 +43,11 @@ class ExpertLoad:
         return self.shares(0 if self.phase is None else iteration // self.phase)
 
     def until(self, iteration: int) -> int:
-        """The iteration from which on it changes."""
+        """The iteration at which the shares change next."""
         return UNLIMITED if self.phase is None else (iteration // self.phase + 1) * self.phase
 
     def mean(self, begin: int, end: int) -> Shares:
-        """Of the iterations from one up to another."""
+        """Mean shares of the iterations from `begin` up to `end`."""
         total, at = np.zeros_like(self.at(begin)), begin
         while at < end:
             following = min(end, self.until(at))
@@ -58,12 +58,12 @@ class ExpertLoad:
 
 
 class ExpertCost:
-    """`GroupCost` of such ranks. Experts that move are paid for where they do, as vLLM's balancer does without
+    """`GroupCost` of such ranks. An iteration in which experts move takes longer, as with vLLM's balancer without
     `use_async`: each GPU's network brings those that come to it.
 
-    `drafter` has the times of what proposes drafts on a rank. If that is a layer with such experts (`draft_experts`),
-    its first pass has all tokens of the iteration, and each further one a token of every request, padded to the rank
-    with most. Raises ValueError where the grid does not reach."""
+    `drafter` has the times of the drafter on a rank. If that is a layer with such experts (`draft_experts`), its first
+    pass has all tokens of the iteration, and each further one a token of every request, padded to the rank with most.
+    Raises ValueError if the grid does not reach far enough."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class ExpertCost:
             raise ValueError(
                 f"num_redundant_experts is {slots - experts}: {slots} experts are no multiple of {grid.gpus} GPUs"
             )
-        self._placements = [initial_placement(experts, slots, grid.layers)]  # after so many moves
-        self._pauses = [0]  # ticks that these took
+        self._placements = [initial_placement(experts, slots, grid.layers)]  # by the number of moves before it
+        self._pauses = [0]  # ticks of the move to each placement
         self._ranks: dict[Graph, GridCost] = {}
         self.rank(Graph("NONE"))
         self._shares = lru_cache(64)(self._rank_shares)
@@ -128,7 +128,7 @@ class ExpertCost:
         return Together(tuple(lines), until - iteration if until < UNLIMITED else UNLIMITED)
 
     def fullest(self, iteration: int) -> float:
-        """How many times the mean of all GPUs the fullest one has of an iteration's tokens: the mean of all layers."""
+        """Tokens of the fullest GPU in an iteration, in multiples of the mean of all GPUs; averaged over the layers."""
         balancing, load = self._balancing, self._load
         moves = 0 if balancing is None else balancing.moves(iteration)
         self._move(moves)
@@ -140,7 +140,7 @@ class ExpertCost:
         return ticks(float(self._grid.layer_seconds(fullest * tokens).sum()))
 
     def _drawn(self, tokens: int, moves: int, phase: int, iteration: int) -> int:
-        """Each copy of a token goes to a GPU by itself, in each layer."""
+        """Ticks with a GPU drawn for each copy of a token on its own, in each layer."""
         random = np.random.default_rng((self._load.drawn or 0, iteration))
         copies = tokens * self._load.active
         fullest = random.multinomial(copies, self._shares(moves, phase)).max(axis=1)
@@ -152,7 +152,7 @@ class ExpertCost:
         return exact
 
     def _move(self, moves: int) -> None:
-        """Find where experts are after so many moves, and what each of them takes."""
+        """Find the placement of experts after each of the first `moves` moves, and the ticks of each."""
         balancing, grid = self._balancing, self._grid
         while balancing is not None and len(self._placements) <= moves:
             before = after = self._placements[-1]

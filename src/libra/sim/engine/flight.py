@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Path, Request
 
-# A request that left, whose blocks an iteration under way may still write: of so many tokens, so many of them known
+# (request, path, tokens, known): a request that left, whose blocks an iteration under way may still write. They hold
+# `tokens` tokens, of which `known` are final.
 Deferred = tuple[Request, Path, int, int]
 
 
@@ -23,9 +24,9 @@ class Flight:
     index: int
     generation: Generation
     finishing: list[Request] = field(default_factory=list)  # their prompts are computed with the iteration under way
-    chunk: Request | None = None  # a part of whose prompt, and not the last, is under way
-    deferred: list[Deferred] = field(default_factory=list)  # let go when it has landed
-    waits: bool = False  # for blocks that another one under way may still write
+    chunk: Request | None = None  # a part of its prompt, not the last, is under way
+    deferred: list[Deferred] = field(default_factory=list)  # let go when the batch has landed
+    waits: bool = False  # for blocks that another batch under way may still write
     under_way: bool = False
     start: int = 0  # ticks, of the iteration under way
     end: int = 0
@@ -33,30 +34,30 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """The iteration that is computed while the next one is decided: with asynchronous scheduling. What comes of it is
-    known at its end."""
+    """The iteration that is computed while the next one is decided, with asynchronous scheduling. Its results are known
+    at its end."""
 
     ticks: int
-    absent: Collection[Request] = ()  # that generate, but are not in it
-    late: Collection[Request] = ()  # that were not in the one before: what they compute in this one is known already
-    chunk: Request | None = None  # whose prompt it computes a part of, and not the last
+    absent: Collection[Request] = ()  # generating requests that are not in it
+    late: Collection[Request] = ()  # not in the one before: what they compute in this one is known already
+    chunk: Request | None = None  # it computes a part of its prompt, not the last
     deferred: list[Deferred] = field(default_factory=list)
-    started: list[Request] = field(default_factory=list)  # whose prompts are computed with it
-    ending: dict[Request, int] = field(default_factory=dict)  # of which it surely is the last: slots of their blocks
-    stopping: list[Request] = field(default_factory=list)  # the same, but that is seen only when it has ended
-    asks: list[tuple[Request, int, int]] = field(default_factory=list)  # that reach `ask_at`, it, and what they reach
+    started: list[Request] = field(default_factory=list)  # their prompts are complete with it
+    ending: dict[Request, int] = field(default_factory=dict)  # it is known to be their last one: slots of their blocks
+    stopping: list[Request] = field(default_factory=list)  # it is their last one, which is seen only when it has ended
+    asks: list[tuple[Request, int, int]] = field(default_factory=list)  # reached: (request, `ask_at`, tokens generated)
     stale: list[tuple[int, Request, int]] = field(default_factory=list)  # preempted since: admission, request, tokens
     dummy: bool = False  # the engine is a rank that has nothing to compute in it
 
     @property
     def eventful(self) -> bool:
-        """Whether anything but tokens comes with its end."""
+        """Whether its end brings anything but tokens."""
         return self.dummy or bool(
             self.started or self.ending or self.stopping or self.asks or self.stale or self.deferred
         )
 
     def forget(self, request: Request) -> None:
-        """A request leaves: its tokens will be dropped."""
+        """Drop the tokens of a request that leaves."""
         self.ending.pop(request, None)
         for requests in (self.started, self.stopping):
             if request in requests:
@@ -64,10 +65,10 @@ class UnderWay:
 
 
 class Flights:
-    """The batches of an engine: as many as it has pipeline stages.
+    """The batches of an engine: one for each pipeline stage.
 
-    A stage takes its share of an iteration's time: layers are taken to be divided evenly, and what is sent from stage
-    to stage to take no time.
+    A stage takes its share of an iteration's time: layers are assumed to be divided evenly, and transfers between
+    stages to take no time.
     """
 
     __slots__ = ("_stages", "all", "under_way")
@@ -75,15 +76,15 @@ class Flights:
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.all = [Flight(index, generation) for index, generation in enumerate(generations)]
         self.under_way: list[Flight] = []  # oldest first
-        self._stages = [0] * len(self.all)  # tick at which each stage has worked off what was sent to it
+        self._stages = [0] * len(self.all)  # tick at which each stage has finished all batches sent to it
 
     @property
     def free(self) -> list[Flight]:
-        """Those that wait for blocks come first, or the others would take them again and again."""
+        """Batches not under way. Those that wait for blocks come first, or the others would take them every time."""
         return sorted((it for it in self.all if not it.under_way), key=lambda it: not it.waits)
 
     def end_of(self, now: int, ticks: int) -> int:
-        """When an iteration that takes so long leaves the last stage, if it is sent to the first one now."""
+        """Tick at which an iteration of `ticks` ticks leaves the last stage, if it is sent to the first one now."""
         share, rest = divmod(ticks, len(self._stages))
         at = now
         for stage, free in enumerate(self._stages):

@@ -1,4 +1,4 @@
-"""Requests that generate: how many tokens each of them has, needs blocks for, and still has to come.
+"""Requests that generate: the tokens that each has, needs blocks for, and still has to generate.
 
 Invariant: the same iterations give the same counts, whether they are advanced one by one or together.
 """
@@ -14,10 +14,10 @@ from libra.sim.engine.request import Request
 
 
 class Generation(ABC):
-    """The requests of a batch that generate. How many tokens each iteration brings is known when one comes, so that any
+    """The requests of a batch that generate. The tokens of each iteration are known when a request enters, so that any
     number of iterations costs as much as one.
 
-    `asks` has whoever is to be asked about, at least; it is empty where nobody is.
+    `asks` has at least the requests with an `ask_at`; it is empty if there are none.
     """
 
     __slots__ = ("_ends", "asks", "at_limit", "context", "count", "iteration", "stalled")
@@ -25,27 +25,27 @@ class Generation(ABC):
     def __init__(self) -> None:
         self.iteration = 0  # the next one
         self.count = 0  # requests
-        self.context = 0  # sum of the tokens that they attend to in the next iteration, the new ones too
+        self.context = 0  # sum of the tokens that they attend to in the next iteration, new ones included
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
         self.stalled: set[Request] = set()  # in the next iteration they generate nothing
-        self.at_limit: set[Request] = set()  # whose tokens in the next iteration `max_model_len` limits, maybe to none
+        self.at_limit: set[Request] = set()  # `max_model_len` limits their tokens in the next iteration, maybe to none
 
     # Requests
 
     @abstractmethod
     def add(self, request: Request, slots: int) -> None:
         """Let a request generate from the next iteration on: its prompt is computed, and its first token (or the next
-        one) is known. It holds the blocks of so many tokens."""
+        one) is known. It holds the blocks of `slots` tokens."""
 
     @abstractmethod
     def remove(self, request: Request, row: int = 0) -> tuple[int, int]:
-        """Take a request out, of which `row` tokens are in the next iteration already. Returns of how many tokens it
-        holds blocks, and how many have KV that is known to others."""
+        """Take a request out, of which `row` tokens are in the next iteration already. Returns (tokens for which it
+        holds blocks, tokens whose KV others can find)."""
 
     @abstractmethod
     def computed(self, request: Request, more: int = 0) -> int:
-        """Tokens of a request that have KV after `more` iterations, as far as others may know."""
+        """Tokens of a request whose KV others can find after `more` iterations."""
 
     @abstractmethod
     def generated(self, request: Request, more: int = 0) -> int:
@@ -53,28 +53,28 @@ class Generation(ABC):
 
     @abstractmethod
     def row(self, request: Request, after: int = 0) -> int:
-        """Tokens of a request in the next iteration, or the one that is so many after it."""
+        """Tokens of a request in the iteration that is `after` iterations after the next one."""
 
     @abstractmethod
     def needs(self, request: Request, row: int) -> int:
-        """Blocks that a request needs for so many tokens in the next iteration."""
+        """Blocks that a request needs for `row` tokens in the next iteration."""
 
     @abstractmethod
     def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
-        """The next iteration goes without some of the requests, and with only so many tokens of others. Returns the sum
-        of the tokens that are attended to in it."""
+        """Leave the `skipped` requests out of the next iteration, and give those in `cut` only the tokens it says.
+        Returns the sum of the tokens that are attended to in it."""
 
     @abstractmethod
     def reaches(self, request: Request, tokens: int) -> int:
-        """The iteration with which a request has generated so many tokens, unless it is put off."""
+        """The iteration with which a request has generated `tokens` tokens, unless it is stalled."""
 
     def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until a request has generated so many tokens; 0 or fewer if it has."""
+        """Iterations until a request has generated `tokens` tokens; 0 or fewer if it has."""
         return self.reaches(request, tokens) + 1 - self.iteration
 
     def ask(self, request: Request) -> None:
-        """Note that the `ask_at` of a request is new, or comes in another iteration than before. A request that ends
-        with that token is not asked."""
+        """Note that the `ask_at` of a request is new, or is reached in another iteration than before. A request that
+        ends with that token is not noted."""
         assert request.ask_at is not None
         if request.ask_at < request.output_tokens:
             iteration = self.reaches(request, request.ask_at)
@@ -82,12 +82,13 @@ class Generation(ABC):
                 heappush(self.asks, (iteration, request.admission, request))
 
     def overruns(self, request: Request, longest: int) -> bool:
-        """Whether the iteration after its last one is decided with a request, for nobody knows yet that it has ended:
-        it can be no longer than `longest` tokens. With asynchronous scheduling."""
+        """Whether, with asynchronous scheduling, a request is also in the iteration after its last one, because its end
+        is not known when that one is decided. Its context can be no longer than `longest` tokens."""
         return request.stop == "eos" and request.prompt_tokens + request.output_tokens < longest
 
     def rest(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """No iteration is under way: the next one is decided from tokens that are known. These generate."""
+        """Note that no iteration is under way: the next one is decided from known tokens. `requests` are all that
+        generate."""
 
     # Iterations
 
@@ -102,7 +103,7 @@ class Generation(ABC):
         return self.count
 
     def alike(self, steps: int) -> int:
-        """How many of the next `steps` iterations have as many tokens as the first."""
+        """Number of the next `steps` iterations before the first one whose tokens differ from those of the next."""
         return steps
 
     @abstractmethod
@@ -111,7 +112,7 @@ class Generation(ABC):
 
     @abstractmethod
     def context_after(self, steps: int) -> int:
-        """`context` of the iteration after so many, as long as nobody ends before."""
+        """`context` of the iteration after the next `steps`, if no request ends before."""
 
     @abstractmethod
     def demand(self, steps: int = 1) -> int:
@@ -119,12 +120,12 @@ class Generation(ABC):
 
     @abstractmethod
     def affordable(self, steps: int, blocks: int) -> int:
-        """How many of the next `steps` iterations `blocks` blocks last for."""
+        """Number of the next `steps` iterations for which `blocks` blocks suffice."""
 
     @abstractmethod
     def advance(self, steps: int) -> list[Request]:
-        """Count these iterations as done. Returns the requests that generated their last token in them, in the order of
-        admission; they are still here."""
+        """Count the next `steps` iterations as done. Returns the requests that generated their last token in them, in
+        the order of admission; they are not taken out."""
 
     def steps_to_end(self) -> int:
         """Iterations until the first request has generated its last token. There must be one that generates."""
@@ -173,10 +174,10 @@ class Generation(ABC):
 
 
 class Even(Generation):
-    """A token each in every iteration.
+    """Requests that generate one token each in every iteration.
 
-    What changes with each iteration is kept in sums for all requests, and of one request only differences to the count
-    of iterations.
+    What changes with each iteration is kept as a sum over all requests; each request keeps only its difference to the
+    count of iterations.
     """
 
     __slots__ = ("_offsets", "_phases", "_size", "_squares")
@@ -216,7 +217,7 @@ class Even(Generation):
         self._squares -= offset * offset
         if request in self.stalled:
             self.stalled.remove(request)
-            self.context -= 1  # it was put off by one already
+            self.context -= 1  # `stall` has moved its offset by one already
         return tokens + row, tokens + row
 
     def computed(self, request: Request, more: int = 0) -> int:

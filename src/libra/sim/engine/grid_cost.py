@@ -1,7 +1,7 @@
-"""What an iteration takes on a GPU, read from the grid that the planner reads.
+"""Duration of an iteration on a GPU, read from the grid that the planner reads.
 
-Invariant: the simulator and the planner have one source of times, `cost.EngineGrid`; what is added here is how the
-parts of a mixed iteration come together, and what the CPU adds.
+Invariant: the simulator and the planner have one source of times, `cost.EngineGrid`. This module adds how the parts of
+a mixed iteration combine, and the host overhead.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ class GridCost:
 
     - Decoding alone takes what the grid says for the batch and its mean context: piecewise linear in their product. A
       batch is padded to the next CUDA graph; the padding has no context.
-    - Drafts that are verified cost their linear layers; and before that each of them a pass of the drafter, over all
+    - Drafts that are verified cost their linear layers. Before that, each of them costs a pass of the drafter over all
       requests together. The drafter computes prompts, too.
     - One prefill chunk alone takes what the grid says for it.
-    - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
-      the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
-      cost, at the rate by which the grid's largest chunk grows with what is before it.
-    - Where each chunk has as many tokens as a request that decodes, such as the last one of a prompt whose KV was
-      pulled, the iteration is one that only decodes: vLLM goes by the tokens, and has the graph of such a batch run it.
-    - The grid's terms and its host come to that; `libra.cost.kernels` and `libra.cost.host` say what they are.
+    - In a mixed iteration, linear layers process all tokens at once. They add the time of one chunk with all these
+      tokens, less that of the decoding batch alone; attention adds up. The attention in a chunk's grid time is the cost
+      of its pairs of tokens, at the rate by which the grid's largest chunk grows with the context before it.
+    - If each chunk has as many tokens as a request that decodes, such as the last one of a prompt whose KV was pulled,
+      the iteration counts as decoding only: vLLM goes by the tokens, and runs it with the graph of such a batch.
+    - The grid's terms and host overhead are added; see `libra.cost.kernels` and `libra.cost.host`.
 
-    Raises ValueError where the grid does not reach: to `max_num_seqs`, to `max_num_batched_tokens`, or to
-    `max_model_len`.
+    Raises ValueError if the grid does not reach `max_num_seqs`, `max_num_batched_tokens`, or `max_model_len`.
     """
 
     __slots__ = (
@@ -72,8 +71,7 @@ class GridCost:
         host: HostCost | None = None,
         drafter: EngineGrid | None = None,
     ) -> None:
-        """`host` takes the place of the grid's; `drafter` has the times of the model that proposes drafts, if one
-        does."""
+        """`host` replaces the grid's; `drafter` has the times of the model that proposes drafts, if there is one."""
         self._captures = sizes = config.capture_sizes
         largest = self._size(DecodeBatch(config.max_num_seqs, config.tokens_each))
         longest = config.max_model_len
@@ -95,13 +93,13 @@ class GridCost:
         linear = linear_layers(grid, run[-1])
         self._unpadded: list[float] = linear.tolist()
         self._linear = [round(self._unpadded[tokens] * TICKS) for tokens in (0, *run[1:])]  # ticks
-        self._together: list[int] | None = None  # of an iteration with prefill, where that is not decode's and more
+        self._together: list[int] | None = None  # of a whole iteration with prefill, where the grid has a term for it
         if terms.linear is not None:
             self._together = [round(terms.linear * ticks) for ticks in self._linear]
         self._attention: Callable[[Chunk], int] = lru_cache(_MEMORY)(self._attention_ticks)
         self._alone: Callable[[tuple[int, int]], int] = lru_cache(_MEMORY)(self._alone_ticks)
         self._request = round(host.request * TICKS)
-        self._least: list[int] = []  # by tokens; empty where there is none
+        self._least: list[int] = []  # least ticks of the device, by tokens; empty where the host sets none
         if host.piecewise or host.eager:
             self._least = [round(self._launching(tokens) * TICKS) for tokens in range(most + 1)]
         self._more = terms.decode - 1
@@ -164,7 +162,7 @@ class GridCost:
         )
 
     def _uniform(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk], admitted: Admitted) -> int:
-        """Of an iteration that only decodes, the chunks too: the squares of all contexts say how they differ."""
+        """Ticks of an iteration whose chunks count as decoding. The spread follows from the squares of all contexts."""
         requests, attended, squares = batch.requests, context, 0
         if requests and self.uneven:
             squares = (batch.spread * batch.spread + context * context) // requests
@@ -181,7 +179,7 @@ class GridCost:
         return ticks + round(admitting * TICKS)
 
     def _uneven_line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        """`line` of a batch that says how its contexts differ."""
+        """`line` of a batch that says how much its contexts differ."""
         even = batch[:2]
         lines = self._lines.get(even)
         if lines is None:
@@ -192,19 +190,19 @@ class GridCost:
         return base + slope * counted, slope, limit - counted
 
     def _launching(self, tokens: int, each: int = 0) -> float:
-        """Of a batch that only decodes, `each` tokens of every request; 0: of another."""
+        """Least device seconds of a batch that only decodes, with `each` tokens per request; 0: of another batch."""
         kind, _ = graph_of(
             tokens, self._captures, self._seqs, "FULL_AND_PIECEWISE", uniform=each > 0, tokens_each=max(1, each)
         )
         return self._host.launching(kind)
 
     def _counted(self, batch: DecodeBatch) -> int:
-        """Tokens that a batch's context counts more than it has: for what contexts differ by, less what they share. It
-        is the same in all iterations of a stretch."""
+        """Tokens by which a batch counts more context than it has: for the difference of its contexts, less what they
+        share. The same in all iterations of a stretch."""
         return (self._spread * batch.spread - self._saved * batch.shared) // _SCALE
 
     def _make_lines(self, batch: DecodeBatch) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Limits of context between the pieces, and the pieces, as `line` gives them."""
+        """(limits of context between the pieces, the pieces as `line` gives them)."""
         requests, host = batch.requests, self._host
         size = self._size(batch)
         cpu, least = host.seconds(requests), self._launching(requests * batch.tokens_each, batch.tokens_each)
@@ -213,7 +211,7 @@ class GridCost:
         contexts: Sequence[int] = self._grid.contexts
         if self._drafter is not None:
             contexts = sorted({*contexts, *self._drafter.contexts})
-        if least:  # it may be the longer one up to anywhere that the grid reaches
+        if least:  # it may be the longer one anywhere in the grid, and beyond
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
         drafts = self._draft_seconds(batch)
         if self._more:
@@ -228,7 +226,7 @@ class GridCost:
             slope = round((end - start) / (right - left))
             limits.append(right)
             pieces.append((start - slope * left, slope, right))
-        # As in the grid, times go on beyond the last point as before it.
+        # As in the grid, times beyond the last point continue the last piece.
         limits.pop()
         pieces[-1] = (*pieces[-1][:2], UNLIMITED)
         for (base, slope, _), context in zip(pieces, [requests, *limits], strict=True):
@@ -240,19 +238,19 @@ class GridCost:
         return limits, pieces
 
     def _alone_ticks(self, batch: tuple[int, int]) -> int:
-        """What a batch takes without any context, of which an iteration with prefill has its linear layers."""
+        """Ticks of a batch without any context, whose linear layers are part of an iteration with prefill."""
         size = self._size(DecodeBatch(*batch))
         alone = (1 + self._more) * self._grid.decode_seconds(size, 0)
         return round((alone + self._draft_seconds(DecodeBatch(*batch))) * TICKS)
 
     def _draft_seconds(self, batch: DecodeBatch) -> float:
-        """What the linear layers of its graph take longer for the drafts that are verified."""
+        """Seconds that verified drafts add to the linear layers of a batch's graph."""
         verified = self._linear[min(batch.requests * batch.tokens_each, self._most)]
         more: int = verified - round(self._unpadded[min(self._size(batch), self._most)] * TICKS)
         return more / TICKS
 
     def _decode_seconds(self, size: int, context: float) -> float:
-        """Of a batch, and of the drafter's passes."""
+        """Seconds of a batch and of the drafter's passes."""
         seconds = self._grid.decode_seconds(size, context)
         if self._drafter is not None:
             seconds += self._passes * self._drafter.decode_seconds(size, context)
@@ -264,7 +262,7 @@ class GridCost:
         return -(-padded(batch.requests * each, self._captures) // each)
 
     def _attention_ticks(self, chunk: Chunk) -> int:
-        """What a chunk costs beyond its linear layers."""
+        """Ticks of a chunk beyond its linear layers."""
         new, before = chunk
         seconds = self._grid.prefill_seconds(new, before) - self._unpadded[new]
         if self._drafter is not None:

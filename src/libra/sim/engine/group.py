@@ -1,14 +1,14 @@
 """Data-parallel ranks with one clock: they begin each iteration together, and it lasts as long as the slowest needs.
 
-Invariant: each rank decides as an engine of its own does, at the boundaries of the group's iterations; only how long
-these take is the group's. A rank is looked at when its own plan ends or something comes to it, and is brought up to
-date then, so that an iteration costs what happens in it, not what ranks there are. The rules are those of vLLM's
-`DPEngineCoreProc` and `coordinate_batch_across_dp`: a rank without work runs a dummy batch, the lowest kind of CUDA
-graph holds for all, with a graph all are padded to the largest, and the group stops only with its first step and with
+Invariant: each rank schedules as an independent engine does, at the boundaries of the group's iterations; only their
+duration is the group's. A rank is visited, and brought up to date, when its own plan ends or an event reaches it. So
+the work per iteration depends on its events, not on the number of ranks. The rules are those of vLLM's
+`DPEngineCoreProc` and `coordinate_batch_across_dp`. A rank without work runs a dummy batch. The lowest kind of CUDA
+graph holds for all, and with a graph all are padded to the largest. The group stops only with its first step and with
 each `sync_interval`-th.
 
 With asynchronous scheduling a step decides the iteration after the one that begins with it (the first step of a group
-at rest begins nothing, and takes no time). So when the group stops, an iteration is under way still: all run it.
+at rest begins nothing, and takes no time). So when the group stops, an iteration is still under way: all run it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class RankGroup:
-    """The clock of some ranks. `land` at its `end`, commit the ranks that it returns, call `landed`; plan ranks, and
-    let it `depart`."""
+    """The common clock of some ranks. The caller lets it `land` at its `end`, commits the ranks that this returns and
+    calls `landed`; then it plans ranks, and calls `depart`."""
 
     def __init__(
         self, spec: GroupSpec, ranks: Sequence[Rank], *, exact: bool, trace: Callable[[Iteration], None] | None
@@ -42,32 +42,32 @@ class RankGroup:
         config = ranks[0].config
         self.spec = spec
         self.ranks = tuple(ranks)
-        self.index = ranks[0].index  # among events
+        self.index = ranks[0].index  # orders its events
         self.busy = False  # until `end`
         self.due = False  # it has landed, or a rank has planned: `depart` is to be called
         self.start = self.end = 0  # ticks
         self.iteration = 0  # the next one, or the one under way
-        self.unseen: dict[Request, int] = {}  # that came since the iteration under way began, and when
-        self.given_up: dict[Request, int] = {}  # the same of those that leave
-        self.planning = False  # a rank does
+        self.unseen: dict[Request, int] = {}  # requests that came since the iteration under way began; their ticks
+        self.given_up: dict[Request, int] = {}  # the same for those that leave
+        self.planning = False  # a rank is planning
         self.batches = RankBatches(spec, config, len(ranks))
         self._counter = 0  # steps since the group began to run
         self._running = self._pausing = False
-        self._fresh: list[Rank] = []  # that have planned at this boundary
-        self._opened: list[Rank] = []  # to which something came at it
+        self._fresh: list[Rank] = []  # ranks that have planned at this boundary
+        self._opened: list[Rank] = []  # ranks that an event reached at this boundary
         self._latest = 0  # tick at which the latest iteration that has landed began
         self._horizon = 0  # iteration up to which the group is under way
         self._pieces: list[Piece] = []  # of the iterations up to there
-        self._bounds: list[str] = []  # what bounds each of these, where that has names
-        self._bounded: Counter[str] = Counter()  # ticks of iterations that have landed, by that
+        self._bounds: list[str] = []  # bottleneck of each of these, where the cost names it
+        self._bounded: Counter[str] = Counter()  # ticks of iterations that have landed, by bottleneck
         self._exact, self._trace = exact, trace
-        self._noted: list[Iteration] = []  # what ranks planned, until it is known how long it takes
+        self._noted: list[Iteration] = []  # planned by ranks, until its duration is known
         self._until = np.full(len(ranks), UNLIMITED)  # iteration with which each rank's plan ends
         # With asynchronous scheduling:
         self._ahead = config.async_scheduling
         self._moving = False  # an iteration that begins at this boundary is decided
-        self._ends = False  # none is that follows the one under way
-        self._coming: list[tuple[Rank, RankWork]] = []  # what ranks decided for the iteration after the one under way
+        self._ends = False  # no iteration follows the one under way
+        self._coming: list[tuple[Rank, RankWork]] = []  # decided by ranks for the iteration after the one under way
         self._first: Stretch | None = None  # the iteration that begins at this boundary
         for place, rank in enumerate(ranks):
             rank.join(self, place)
@@ -77,8 +77,8 @@ class RankGroup:
     # The clock's ranks
 
     def bring(self, state: EngineState) -> None:
-        """Count the iterations of a rank that had ended at the latest boundary, but for one with which its plan ended,
-        and let it know the ticks of those that follow."""
+        """Count the iterations of a rank that had ended at the latest boundary, except one with which its plan ended.
+        Sets the rank's `pieces` for those that follow."""
         rank = cast("Rank", state)
         if not rank.busy or rank.dummy or not rank.steps or rank.fresh or self._pausing:
             return
@@ -98,13 +98,13 @@ class RankGroup:
             rank.pieces = after(self._pieces, -done) if self.busy else [(0, self.start, UNLIMITED, 0)]
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """So many more iterations of a rank are counted; they have ended."""
+        """Note that `steps` more iterations of a rank, which have ended, are counted."""
         rank = cast("Rank", state)
         rank.begin += steps
         rank.pieces = after(self._pieces, rank.begin - self.iteration)
 
     def cut(self, state: EngineState, now: int) -> bool:
-        """Let a rank decide again at the first boundary at or after `now`. True: that is sooner for the group."""
+        """Let a rank decide again at the first boundary at or after `now`. True: the group's end is sooner."""
         rank = cast("Rank", state)
         if not rank.busy or self._pausing:
             return False
@@ -121,7 +121,7 @@ class RankGroup:
         return False
 
     def limit(self, state: EngineState, steps: int) -> bool:
-        """Let a rank decide again after so many of its planned iterations. True: that is sooner for the group."""
+        """Let a rank decide again after `steps` of its planned iterations. True: the group's end is sooner."""
         rank = cast("Rank", state)
         return self._limit(rank, rank.begin + steps)
 
@@ -139,7 +139,7 @@ class RankGroup:
         return True
 
     def planned(self, rank: Rank) -> None:
-        """A rank has planned, at the boundary that is now."""
+        """Note that a rank has planned, at the current boundary."""
         self.due, self.planning, rank.fresh = True, False, True
         self._until[rank.place] = UNLIMITED  # until something limits it, or it departs
         self._fresh.append(rank)
@@ -155,14 +155,14 @@ class RankGroup:
     # Time
 
     def land(self) -> list[Rank]:
-        """The iterations under way have ended. Returns the ranks whose plans end with them."""
+        """End the iterations under way. Returns the ranks whose plans end with them."""
         self.busy, self.due, now = False, True, self.end
         if self._pausing:
             self._pausing = False
             return list(self.ranks)
         steps = self._horizon - self.iteration
         self._latest = self.start
-        if steps > 1:  # what came before the last of these iterations began has been seen by then
+        if steps > 1:  # requests that came before the last of these iterations began have been seen by then
             self._latest = last = end_of(self._pieces, steps - 1)
             self.unseen = {request: came for request, came in self.unseen.items() if came > last}
         if self._bounds:
@@ -188,8 +188,8 @@ class RankGroup:
         return ended
 
     def landed(self) -> None:
-        """Those ranks are committed: see whether anybody still has work. What came or was given up since the iteration
-        began does not count."""
+        """Check whether any rank still has work, once those that ended are committed. Requests that came or were given
+        up since the iteration began do not count."""
         if self._running and (self._counter == 1 or self._counter % self.spec.sync_interval == 0):
             unseen, given_up = self.unseen, self.given_up
             gone = {it for rank in self.ranks for it in rank.leaving if given_up.get(it, -1) < self.end}
@@ -203,12 +203,12 @@ class RankGroup:
         self._tell()
 
     def opened(self) -> list[Rank]:
-        """Ranks to which something came while others planned already: let them plan, too, before `depart`."""
+        """Ranks that an event reached while others planned already: let them plan, too, before `depart`."""
         opened, self._opened = self._opened, []
         return [rank for rank in opened if not rank.fresh]
 
     def depart(self, now: int) -> bool:
-        """All ranks that had to have planned. True: they compute something until `end`."""
+        """Begin the next iterations, once all ranks that had to have planned. True: the group is busy until `end`."""
         self.due = False
         fresh, self._fresh = self._fresh, []
         for rank in fresh:
@@ -243,7 +243,7 @@ class RankGroup:
         return True
 
     def _take(self, rank: Rank) -> None:
-        """Note what a rank has planned; if nothing, it runs dummy batches."""
+        """Note the plan of a rank; without one, it runs dummy batches."""
         if rank.busy and not rank.preempts:
             rests = self._ahead and not self._moving
             self._until[rank.place] = self.iteration + (0 if rests else max(1, rank.steps))
@@ -258,7 +258,7 @@ class RankGroup:
             self._coming.append((rank, work))
 
     def _begin(self) -> None:
-        """Let the iterations up to the horizon be under way, and see what they take."""
+        """Let the iterations up to the horizon be under way, and price them."""
         first, self._first = self._first, None
         if self._ahead and not self._moving:
             self._horizon, self._pieces, self._bounds, self.end = self.iteration, [], [], self.start
@@ -266,7 +266,7 @@ class RankGroup:
         most = int(self._until.min()) - self.iteration
         if self._exact or self._coming:
             most = 1
-        elif self.iteration + most == UNLIMITED:  # nobody has work
+        elif self.iteration + most == UNLIMITED:  # no rank has work
             interval = self.spec.sync_interval
             most = interval - self._counter % interval if self._counter else 1
         if first is None or most > 1:
@@ -275,14 +275,14 @@ class RankGroup:
         self._horizon = self.iteration + steps
 
     def bounded(self, now: int) -> Counter[str]:
-        """Ticks of the iterations that have ended by now, by what bounds them."""
+        """Ticks of the iterations that have ended by `now`, by bottleneck."""
         if not self.busy or self._pausing:
             return self._bounded
         steps, end = cut([*self._pieces], self._horizon - self.iteration, now)
         return self._bounded + self._bounding(steps if end <= now else steps - 1)
 
     def _bounding(self, steps: int) -> Counter[str]:
-        """Of the first so many iterations under way."""
+        """Ticks of the first `steps` iterations under way, by bottleneck."""
         found: Counter[str] = Counter()
         following = [before for before, *_ in self._pieces[1:]] + [steps]
         for (before, _, first, more), after_it, name in zip(self._pieces, following, self._bounds, strict=False):
@@ -299,7 +299,7 @@ class RankGroup:
             self._trace(iteration)
 
     def _tell(self) -> None:
-        """Tell of the iterations whose end is known."""
+        """Trace the iterations whose end is known."""
         noted, self._noted = self._noted, []
         for iteration in noted:
             assert self._trace is not None
@@ -310,7 +310,7 @@ class RankGroup:
                 self._trace(replace(iteration, end=end))
 
     def _end_from(self, start: int) -> int | None:
-        """The end of the iteration under way, or just landed, that began at a tick. None: it is none of these."""
+        """The end of the iteration under way, or just landed, that began at `start`. None: there is none."""
         pieces = self._pieces
         if not pieces or start < pieces[0][1] or start >= self.end:
             return None

@@ -1,7 +1,7 @@
-"""What an iteration of several data-parallel ranks takes: each rank's own part, and what they do together.
+"""Duration of an iteration of several data-parallel ranks: each rank's own part, and the part that they do together.
 
-Invariant: whole ticks. A rank's own part is an `IterationCost`; the whole follows lines in the slowest rank's part, so
-that jumps are sums.
+Invariant: whole ticks. A rank's own part is an `IterationCost`. The whole is linear in the slowest rank's part, piece
+by piece, so that the time of many iterations is a sum.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 
 
 class Graph(NamedTuple):
-    """How all ranks run an iteration: the lowest of their kinds, and with a graph the size of the largest, in tokens.
-    Without one each runs its own tokens, and `size` is 0. `whole`: what could be divided into micro-batches is not."""
+    """CUDA graph with which all ranks run an iteration: the lowest of their kinds, and the size of the largest, in
+    tokens. Without a graph each runs its own tokens, and `size` is 0. `whole`: not divided into micro-batches."""
 
     kind: GraphKind
     size: int = 0
@@ -24,9 +24,9 @@ class Graph(NamedTuple):
 
 
 class Together(NamedTuple):
-    """An iteration takes the longest of `factor * slowest + ticks` for each (factor, ticks) of `lines`, where `slowest`
-    are the ticks of the slowest rank's own part. This holds for so many iterations. `names` say, for each line, what
-    bounds an iteration that follows it; there are none where that is no question."""
+    """Ticks of an iteration: the longest of `factor * slowest + ticks` for each (factor, ticks) of `lines`, where
+    `slowest` are the ticks of the slowest rank's own part. The lines hold for `holds` iterations. `names` is the
+    bottleneck of an iteration on each line; empty where the cost does not tell them apart."""
 
     lines: tuple[tuple[int, int], ...]
     holds: int = UNLIMITED
@@ -36,7 +36,7 @@ class Together(NamedTuple):
 class GroupCost(Protocol):
     @property
     def host(self) -> HostCost:
-        """That of each rank."""
+        """The host of each rank."""
         ...
 
     def rank(self, graph: Graph) -> IterationCost:
@@ -44,16 +44,16 @@ class GroupCost(Protocol):
         ...
 
     def together(self, graph: Graph, tokens: int, requests: int, cpu: float, iteration: int) -> Together:
-        """What ranks do together with so many tokens, padding and dummy batches included, in the group's
-        `iteration`-th iteration (counted from 0) and those after it. `requests` are those of the rank with most, `cpu`
-        the seconds of the host that takes longest."""
+        """The part that ranks do together, in the group's `iteration`-th iteration (counted from 0) and those after it.
+        `tokens` includes padding and dummy batches, `requests` are those of the rank with most, `cpu` the seconds of
+        the host that takes longest."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """When ranks divide what they compute: as vLLM's dual batch overlap, only if each has so many tokens, and as many
-    that none of its micro-batches is empty."""
+    """When ranks divide their batches: as in vLLM's dual batch overlap, only if each rank reaches its threshold of
+    tokens, and has enough that none of its micro-batches is empty."""
 
     count: int
     dbo_decode_token_threshold: int  # of a rank that only decodes
@@ -65,22 +65,22 @@ class MicroBatching:
                 raise ValueError(f"{key} is {getattr(self, key)}; set it to the micro-batches, {self.count}, or more")
 
     def wanted(self, tokens: int, *, uniform: bool) -> bool:
-        """By a rank."""
+        """Whether a rank with `tokens` tokens reaches its threshold."""
         return tokens >= (self.dbo_decode_token_threshold if uniform else self.dbo_prefill_token_threshold)
 
     def fills(self, fewest: int, largest: int) -> bool:
-        """Whether the rank with fewest tokens has some in its last micro-batch: all are as long as those of the rank
-        with most, padding included."""
+        """Whether the rank with fewest tokens has some in its last micro-batch. Micro-batches are as long as those of
+        the rank with most, padding included."""
         return largest // self.count * (self.count - 1) < fewest
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Ranks that begin each iteration together: those engines whose `EngineSpec` has it."""
+    """A group of ranks that begin each iteration together: the engines whose `EngineSpec` has it."""
 
     name: str
     cost: GroupCost
-    sync_interval: int = 16  # vLLM's `dp_sync_interval`: iterations between two looks whether anybody has work
+    sync_interval: int = 16  # vLLM's `dp_sync_interval`: iterations between two checks whether any rank has work
     micro_batching: MicroBatching | None = None  # None: always, where the cost has micro-batches
 
     def __post_init__(self) -> None:

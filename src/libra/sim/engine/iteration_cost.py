@@ -1,4 +1,4 @@
-"""What one iteration of an engine takes.
+"""Duration of one iteration of an engine.
 
 Invariant: whole ticks, and for decoding alone exactly linear in the context between two knots, so that the sum over
 many iterations is known without visiting each.
@@ -20,8 +20,8 @@ UNLIMITED = 1 << 62
 
 
 class DecodeBatch(NamedTuple):
-    """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, or with it the drafts that
-    are verified. The last two are told to those costs that ask for them (`IterationCost.uneven`)."""
+    """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, and the drafts that are
+    verified with it. The last two fields are set only for costs that need them (`IterationCost.uneven`)."""
 
     requests: int
     tokens_each: int = 1
@@ -41,12 +41,13 @@ NONE_ADMITTED = Admitted()
 
 
 class IterationCost(Protocol):
-    """`context` is the sum of the tokens that the requests of the batch attend to, the new ones too."""
+    """Ticks of iterations. `context` is the sum of the tokens that the requests of the batch attend to, new ones
+    included."""
 
     @property
     def uneven(self) -> bool:
-        """Whether times depend on how even contexts are, on what they share, or on what is admitted: batches say so
-        then, and `mixed` is told."""
+        """Whether times depend on the spread of contexts, on the blocks they share, or on admissions. Then batches have
+        `spread` and `shared`, and `mixed` gets `admitted`."""
         ...
 
     def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
@@ -65,8 +66,8 @@ class IterationCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AffineCost(Value):
-    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be so. A draft takes
-    what a prompt token does."""
+    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be so. A draft costs
+    as much as a prompt token."""
 
     step: int
     per_sequence: int = 0  # of those that decode
@@ -99,8 +100,8 @@ class AffineCost(Value):
 
 
 def measured_cost(cost: EngineCost) -> AffineCost:
-    """Of an engine as a run measures it. Every prefill chunk pays `per_turn`: an engine of this kind takes a prompt in
-    one chunk."""
+    """Cost of an engine as a run measures it. Every prefill chunk pays `per_turn`: an engine of this kind takes a
+    prompt in one chunk."""
     return AffineCost(
         step=max(1, ticks(cost.step)),
         per_sequence=ticks(cost.per_sequence),

@@ -1,8 +1,8 @@
 """Consecutive iterations that only generate: planned together, cut short, and brought up to date without a visit.
 
-Invariant: the end of the k-th iteration is one formula in whole numbers, wherever it is asked for; so a stretch that is
-cut short ends exactly where an iteration would have, and whoever asks in between is told what had been seen in visiting
-each.
+Invariant: the end of the k-th iteration is one formula in whole numbers, wherever it is evaluated. So a stretch that is
+cut short ends exactly where an iteration would have, and a query in between gets the same answer as if each iteration
+had been visited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LISTED = 256  # iterations whose ticks are listed at once
 
 def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
     """Plan iterations until one of the requests is done or blocks run out. `taken` blocks of the first iteration are
-    held already. With one under way that one ends first, and the last that is planned only begins with the end."""
+    held already. If an iteration is under way, it ends first, and the last planned one only begins at the end."""
     generation, under_way = state.flight.generation, state.under_way
     steps = 1 if most == 1 else min(generation.steps_to_end(), most)
     if state.config.speculative is not None:
@@ -93,8 +93,7 @@ def count_stretch(state: EngineState) -> list[Request]:
 
 
 def catch_up(state: EngineState, now: int) -> None:
-    """Count those of the planned iterations that ended before now, but not the last one: the rest stays planned as it
-    is."""
+    """Count the planned iterations that ended before `now`, but not the last one. The rest stays planned as it is."""
     if state.clock is not None:
         state.clock.bring(state)
     steps, pieces = state.steps, state.pieces
@@ -113,9 +112,9 @@ def catch_up(state: EngineState, now: int) -> None:
 
 
 def settle(state: EngineState, now: int) -> int:
-    """Bring counts and blocks to where they are if every iteration is visited; the plan stays as it is.
+    """Bring counts and blocks to where they are if every iteration is visited. The plan stays as it is.
 
-    Returns 1 if one has ended that is not counted yet, for it ends now, and the plan may still be cut there.
+    Returns 1 if an iteration ends now: it is not counted yet, because the plan may still be cut there. Else 0.
     """
     if not state.busy or not state.steps:
         return 0
@@ -141,8 +140,8 @@ def ended_by(state: EngineState, now: int) -> int:
 
 
 def _store_filled(state: EngineState, tiers: Tiers, following: int) -> None:
-    """Let what the planned iterations fill be stored, as if each had been visited. The last of them takes `following`
-    ticks, if it only begins with the end."""
+    """Store the chunks that the planned iterations fill, as if each had been visited. The last of them takes
+    `following` ticks, if it only begins at the end."""
     pieces, ahead = state.pieces, int(state.under_way is not None)
     due = [(_full_in(state, tiers, request), place, request) for place, request in enumerate(_generating(state))]
     heapify(due)
@@ -159,13 +158,13 @@ def _store_filled(state: EngineState, tiers: Tiers, following: int) -> None:
 
 
 def _generating(state: EngineState) -> list[Request]:
-    """In the order of their admission."""
+    """The generating requests, in the order of their admission."""
     ending = state.ending
     return [request for request in state.running if request not in ending]
 
 
 def _full_in(state: EngineState, tiers: Tiers, request: Request, after: int = 0) -> int:
-    """The first iteration, of those after so many, with which a chunk of a request is full and known to be."""
+    """The first iteration after the next `after` ones with which a chunk of a request is full and known to be."""
     tokens = tiers.full_at(request) - request.prompt_tokens
     if tokens <= 0:  # a chunk of the prompt that found no room
         return after + 1
@@ -184,7 +183,7 @@ def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], 
 
 
 def _plan_after(state: EngineState, start: int, ticks: int) -> None:
-    """Let an iteration of so many ticks be the first of those planned, before the batch's next ones."""
+    """Plan a first iteration of `ticks` ticks, then the batch's next ones."""
     state.pieces, state.end = [(0, start, ticks, 0)], start + ticks
     if state.steps > 1:
         pieces, state.end = _of_batch(state, state.end, state.steps - 1)
@@ -219,7 +218,7 @@ def _tell(state: EngineState) -> None:
 
 
 def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, steps: int) -> tuple[list[Piece], int]:
-    """Pieces in which the ticks of an iteration grow evenly, and the tick at which `steps` >= 1 iterations end."""
+    """(pieces in which the ticks of an iteration grow evenly, tick at which `steps` >= 1 iterations end)."""
     pieces: list[Piece] = []
     before, decoding = 0, batch.requests
     while True:
@@ -237,14 +236,14 @@ def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, ste
 
 
 def uneven_stretch(cost: IterationCost, now: int, batch: DecodeBatch, contexts: list[int]) -> tuple[list[Piece], int]:
-    """The same of iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
+    """Like `stretch`, for iterations whose contexts do not grow evenly, but do not fall: a piece for each."""
     ticks = uneven_ticks(cost, batch, contexts)
     ends = list(accumulate(ticks, initial=now))
     return list(zip(range(len(ticks)), ends, ticks, repeat(0), strict=False)), ends[-1]
 
 
 def uneven_ticks(cost: IterationCost, batch: DecodeBatch, contexts: list[int]) -> list[int]:
-    """Of iterations whose contexts do not fall."""
+    """Ticks of each of several iterations whose contexts do not fall."""
     ticks = list[int]()
     while len(ticks) < len(contexts):
         done = len(ticks)
@@ -254,8 +253,8 @@ def uneven_ticks(cost: IterationCost, batch: DecodeBatch, contexts: list[int]) -
 
 
 def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:
-    """(iterations, end) of a stretch of `steps` that stops at its first end at or after `now`, which is in it. Pieces
-    after that are removed."""
+    """(iterations, end) of a stretch of `steps` that stops with the first iteration that ends at or after `now`. Pieces
+    after that are removed from `pieces`."""
     while len(pieces) > 1 and pieces[-1][1] >= now:
         steps = pieces.pop()[0]
     before, start, first, growth = pieces[-1]
@@ -270,7 +269,7 @@ def end_of(pieces: list[Piece], steps: int) -> int:
 
 
 def after(pieces: list[Piece], steps: int) -> list[Piece]:
-    """What is left of the pieces when the first `steps` iterations have ended."""
+    """The pieces that are left when the first `steps` iterations have ended."""
     left = [(before - steps, start, first, growth) for before, start, first, growth in pieces if before > steps]
     before, start, first, growth = next(piece for piece in reversed(pieces) if piece[0] <= steps)
     ended = steps - before
@@ -278,12 +277,12 @@ def after(pieces: list[Piece], steps: int) -> list[Piece]:
 
 
 def ticks_of(steps: int, first: int, growth: int) -> int:
-    """Ticks of iterations of which the first takes `first` and each other `growth` more than the one before."""
+    """Ticks of `steps` iterations: the first takes `first` ticks and each other `growth` more than the one before."""
     return steps * first + growth * (steps * (steps - 1) // 2)
 
 
 def _least_steps(first: int, growth: int, ticks: int, most: int) -> int:
-    """Least steps from 1 to `most` that take `ticks` or more; `most` if none does. Guessed, then put right."""
+    """Least steps from 1 to `most` that take `ticks` or more; `most` if none does. Estimated, then corrected."""
     if growth:
         half = first - growth / 2
         steps = int(2.0 * ticks / (half + sqrt(max(0.0, half * half + 2.0 * growth * ticks))))

@@ -1,4 +1,4 @@
-"""Memory beside the GPU's that keeps KV: host, disk, a store that engines share."""
+"""Memory to which KV is offloaded from the GPU: host, disk, a store that engines share."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from libra.sim.engine.value import Value
 
 @dataclass(frozen=True, slots=True)
 class KVTier(Value):
-    """One tier of an engine, or with `shared` of all engines that name it so: those of a node share its link then.
+    """One tier of an engine; with `shared`, of all engines that use its name: those of a node share its link then.
 
-    The first tier of an engine is what it reads and writes; what comes there goes on to the others.
+    An engine reads and writes its first tier; chunks stored there are copied to the others.
     """
 
     name: str
-    chunks: int  # that it holds
+    chunks: int  # capacity
     block_bytes: float  # of a KV block, on all of the engine's devices together
-    store_bandwidth: float  # bytes/s towards it, one transfer after the other
+    store_bandwidth: float  # bytes/s to it, one transfer after the other
     load_bandwidth: float  # bytes/s from it
-    latency: float = 0.0  # seconds more that each transfer takes, beside others
+    latency: float = 0.0  # seconds that each transfer takes in addition; they overlap with other transfers
     blocks_per_chunk: int = 1
     policy: CachePolicy = "lru"
-    offload_prompt_only: bool = True  # what is generated is kept only once it is part of a prompt
+    offload_prompt_only: bool = True  # generated tokens are kept only once they are part of a prompt
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -52,6 +52,6 @@ class Channel:
         self._free = 0  # tick
 
     def send(self, size: float, now: int) -> int:
-        """The tick at which so many bytes are there that are sent now, or once the link is free."""
+        """Send `size` bytes now, or once the link is free. Returns the tick at which they are there."""
         self._free = max(self._free, now) + max(1, ticks(size / self._bandwidth))
         return self._free + self._latency

@@ -1,4 +1,4 @@
-"""What an engine is told at its boundaries, and what it tells of its iterations, as values."""
+"""Messages to an engine at its boundaries, and its trace of iterations, as values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra.sim.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What one iteration did, for `trace`. Requests are told by their numbers."""
+    """Record of one iteration, for `trace`. Requests are given by their numbers."""
 
     engine: int
     start: int  # ticks
@@ -31,7 +31,7 @@ class PullEnd:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Nobody will pull the KV of this request any more."""
+    """No engine will pull the KV of this request any more."""
 
     request: Request
 
@@ -44,4 +44,4 @@ class Pause:
     """An engine stops between two iterations, for new weights."""
 
     ticks: int
-    refresh: bool  # contexts are computed again, with the new weights
+    refresh: bool  # contexts are then computed again, with the new weights

@@ -1,7 +1,7 @@
 """Requests that stop running before they finish: preempted to make room, or because they leave.
 
-Invariant: whoever stops keeps the tokens it generated and loses its blocks; what others may find of them stays
-findable. When blocks run out the last admitted request (or the one of lowest priority) is preempted, to compute its
+Invariant: a request that stops keeps the tokens it generated and loses its blocks; full blocks of known tokens stay
+findable. When blocks run out, the last admitted request (or the one of lowest priority) is preempted, and computes its
 context again later.
 """
 
@@ -55,7 +55,7 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], di
 
 
 def _victim(state: EngineState) -> Request:
-    """The request to preempt, of the same batch: vLLM would also preempt one whose batch is under way."""
+    """The request to preempt, from the same batch: vLLM would also preempt one whose batch is under way."""
     members = state.members()
     if state.config.policy == "fcfs":
         return members[-1]
@@ -78,8 +78,8 @@ def _preempt(state: EngineState, request: Request, row: int) -> None:
 
 
 def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = False) -> int:
-    """Stop running a request that is not finished; it may end with that. Returns how many tokens of it are under way,
-    with asynchronous scheduling."""
+    """Stop running a request that is not finished; `ends`: for good. Returns its tokens that are under way, with
+    asynchronous scheduling."""
     more, under_way, partial = 0, state.under_way, request in state.partials
     request.reserves, in_iteration = False, state.is_under_way(request)
     if partial:
@@ -95,7 +95,7 @@ def _let_go(state: EngineState, request: Request, row: int = 0, *, ends: bool = 
             tokens, _ = stop_generating(state, request, row)
             if request in under_way.stopping:
                 under_way.stopping.remove(request)
-        # Blocks are known when an iteration is decided, with the tokens that are known then; or when one has ended, but
+        # Blocks become findable when an iteration is decided, with the tokens known then; or when one has ended, except
         # for the token that it brought last.
         decided = row or (more and request in under_way.late)
         known = max(request.prompt_tokens + request.generated - (not decided), request.target)

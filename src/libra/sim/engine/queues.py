@@ -13,7 +13,7 @@ from libra.sim.engine.request import Request
 
 
 class FcfsQueue(deque[Request]):
-    """First come, first served; a preempted request goes on where it was: at the head."""
+    """First come, first served; a preempted request returns to the head."""
 
     __slots__ = ()
 
@@ -25,7 +25,7 @@ class FcfsQueue(deque[Request]):
         return self[0]
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Heads that were taken out, in their order."""
+        """Put back heads that were taken out, in their order."""
         self.extendleft(reversed(requests))
 
     def push(self, request: Request) -> bool:

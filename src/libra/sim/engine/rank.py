@@ -1,7 +1,7 @@
-"""A data-parallel rank: an engine that decides by itself, and whose iterations begin and end with those of its group.
+"""A data-parallel rank: an engine that schedules on its own, and whose iterations begin and end with its group's.
 
-Invariant: what it decides is what an engine of its own would, with dummy batches where it has nothing to compute. With
-asynchronous scheduling a dummy batch is an iteration under way like any other, of which nothing comes.
+Invariant: it schedules as an independent engine does, with dummy batches while it has nothing to compute. With
+asynchronous scheduling a dummy batch is an iteration under way like any other, without results.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from libra.sim.engine.request import Request
 
 @dataclass(slots=True, eq=False, repr=False)
 class Rank(SimEngine):
-    """An engine of a group. It is driven as any other, but `plan` says nothing of an end: that is the group's."""
+    """An engine of a group. It is driven as any other, but `plan` returns no end: that is the group's."""
 
     place: int = field(default=0, init=False)
     begin: int = field(default=0, init=False)  # iteration of the group at whose beginning it planned
     fresh: bool = field(default=False, init=False)  # it has planned at this boundary
     dummy: bool = field(default=False, init=False)  # it has no work, and runs dummy batches
-    preempts: bool = field(default=False, init=False)  # it does nothing else in this iteration
+    preempts: bool = field(default=False, init=False)  # it only preempts in this iteration
     dummies: int = field(default=0, init=False)  # dummy batches that it has run
     group: RankGroup = field(init=False)
     noted: NotedCost = field(init=False)
@@ -37,7 +37,7 @@ class Rank(SimEngine):
 
     @property
     def draining(self) -> bool:
-        """Whether it decides nothing more, and what is under way ends."""
+        """Whether it decides nothing more, and only ends the iteration under way."""
         return self.busy and self.under_way is not None and bool(self._due or self.closing)
 
     def submit(self, request: Request, now: int) -> bool:
@@ -54,7 +54,7 @@ class Rank(SimEngine):
         return SimEngine.interrupt(self, request, now)
 
     def plan(self, now: int) -> None:
-        """Decide what to do from this boundary on: the group says until when."""
+        """Decide what to do from this boundary on; the group determines until when."""
         self.group.planning = True
         self.noted.work = NOTHING
         if self.config.async_scheduling:
@@ -69,7 +69,7 @@ class Rank(SimEngine):
         self.group.planned(self)
 
     def _look_at_drafts(self) -> None:
-        """How many tokens there are, as long as that stays so: a graph is chosen by them."""
+        """Limit the plan to iterations with equal tokens, by which a graph is chosen, and note these tokens."""
         generation, batch = self.flight.generation, self.work.batch
         contexts = None
         if self.steps:
@@ -79,7 +79,8 @@ class Rank(SimEngine):
         self.work = self.work._replace(contexts=contexts, missing=missing)
 
     def _plan_ahead(self, now: int) -> None:
-        """Where it was idle a dummy batch is under way, and from rest one that takes no time."""
+        """Plan with asynchronous scheduling. If the rank was idle, a dummy batch is under way; if the group was at
+        rest, one that takes no time."""
         group, preempted = self.group, self.preemptions
         lasts = group.lasts()
         stops = bool(self._due or self.closing)

@@ -1,7 +1,7 @@
-"""What each rank of a group computes in the iterations that follow, and how long these take.
+"""The batch of each rank of a group in the iterations that follow, and the duration of these.
 
-Invariant: whole ticks, as `GroupCost` has them. A rank's line is asked for anew only where a rank has planned, or its
-context has left what the line holds for.
+Invariant: whole ticks, as in `GroupCost`. A rank's line is computed anew only if the rank has planned, or its context
+has left the range for which the line holds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _KINDS: tuple[GraphKind, ...] = ("NONE", "PIECEWISE", "FULL")  # from the lowest
 
 
 class RankWork(NamedTuple):
-    """What a rank computes in an iteration; with `growth` the tokens of context that each later one has more, or with
-    drafts the `contexts` of all that are planned."""
+    """Batch of a rank in an iteration. Each later iteration has `growth` tokens of context more; with drafts,
+    `contexts` has those of all planned iterations."""
 
     batch: DecodeBatch
     context: int = 1
@@ -35,7 +35,7 @@ class RankWork(NamedTuple):
     chunks: Sequence[Chunk] = ()
     admitted: Admitted = NONE_ADMITTED
     contexts: list[int] | None = None
-    missing: int = 0  # tokens that requests which decode have fewer than `tokens_each` of the batch
+    missing: int = 0  # tokens by which decoding requests have fewer than `tokens_each` each
 
     @property
     def tokens(self) -> int:
@@ -43,7 +43,7 @@ class RankWork(NamedTuple):
 
     @property
     def uniform(self) -> bool:
-        """Whether all requests have the same tokens, as if all decoded."""
+        """Whether all requests have `tokens_each` tokens, as if all decoded."""
         return not self.missing and all(new == self.batch.tokens_each for new, _ in self.chunks)
 
 
@@ -52,7 +52,7 @@ NOTHING = RankWork(DecodeBatch(0))
 
 @dataclass(slots=True, eq=False)
 class NotedCost:
-    """Stands where an engine's cost does, and notes what an iteration has: its price takes all ranks."""
+    """Takes the place of an engine's cost, and only notes an iteration's batch: its price depends on all ranks."""
 
     uneven: bool
     work: RankWork = NOTHING
@@ -69,7 +69,7 @@ class NotedCost:
 
 
 class Stretch(NamedTuple):
-    """So many iterations and their ticks, and what bounds each piece, where that has names."""
+    """`steps` iterations, the pieces of their ticks, and the bottleneck of each piece, where the cost names it."""
 
     steps: int
     pieces: list[Piece]
@@ -78,18 +78,18 @@ class Stretch(NamedTuple):
 
 
 class RankBatches:
-    """Those of all ranks of a group."""
+    """The batches of all ranks of a group."""
 
     def __init__(self, spec: GroupSpec, config: EngineConfig, count: int) -> None:
         self._spec, self._config, self._count = spec, config, count
         self.idle = RankWork(DecodeBatch(1, config.tokens_each))  # a dummy batch
         self._works = [self.idle] * count
         self._contexts, self._growths = np.ones(count, np.int64), np.zeros(count, np.int64)
-        self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # its own, of a graph
+        self._kinds, self._sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)  # of each rank's own graph
         self._requests = np.ones(count, np.int64)
         self._cpu = np.full(count, spec.cost.host.seconds(1))
         self._tokens = np.ones(count, np.int64)  # without padding
-        self._divides = np.zeros(count, np.bool_)  # whether it would, by `micro_batching`
+        self._divides = np.zeros(count, np.bool_)  # whether each rank would divide its batch, by `micro_batching`
         self._versions = np.zeros(count, np.int64)
         self._mixed: set[int] = set()  # places of those with prefill in the next iteration
         self._drafts = config.speculative is not None
@@ -98,7 +98,7 @@ class RankBatches:
         self._graph, self._together = Graph("NONE"), Together(((1, 0),))  # of the next iteration
 
     def put(self, place: int, work: RankWork) -> None:
-        """A rank computes this from the next iteration on."""
+        """Let a rank compute `work` from the next iteration on."""
         config = self._config
         self._works[place] = work
         self._contexts[place], self._growths[place] = work.context, work.growth
@@ -123,23 +123,23 @@ class RankBatches:
             self._divides[place] = rule.wanted(work.tokens, uniform=work.uniform)
 
     def goes_on(self, place: int, work: RankWork) -> bool:
-        """Whether that is what a rank computes anyway, in the iteration after the next one."""
+        """Whether `work` is what a rank computes anyway, in the iteration after the next one."""
         before = self._works[place]
         if self._drafts or before.chunks or work.chunks or before.batch != work.batch or before.growth != work.growth:
             return False
         return bool(work.context == self._contexts[place] + self._growths[place])
 
     def advance(self, steps: int) -> None:
-        """So many iterations have ended."""
+        """Note that `steps` iterations have ended."""
         self._contexts += self._growths * steps
         self._done += steps
 
     def price(self, iteration: int, start: int, most: int) -> Stretch:
-        """The iterations from this one on, or as many of them as are alike."""
+        """Price at most `most` iterations from this one on, up to the first for which the group's lines change."""
         kind, largest = _KINDS[self._kinds.min()], int(self._sizes.max())
         padded, cost, rule = kind != "NONE", self._spec.cost, self._spec.micro_batching
         divided = rule is None or bool(self._divides.all() and rule.fills(int(self._tokens.min()), largest))
-        # Micro-batches are padded without a graph, too: all ranks have as many.
+        # Micro-batches are padded without a graph, too: all ranks have equal tokens.
         alike = padded or (divided and rule is not None)
         tokens = largest * self._count if alike else int(self._sizes.sum())
         self._graph = graph = Graph(kind, largest if padded else 0, not divided)
@@ -182,13 +182,13 @@ class RankBatches:
         return Stretch(steps, pieces, bounds, ends[-1])
 
     def ticks_with(self, batch: DecodeBatch, context: int) -> int:
-        """Of an iteration like the latest one, if a rank with this batch were the slowest."""
+        """Ticks of an iteration like the latest one, if a rank with this batch were the slowest."""
         base, slope, _ = self._spec.cost.rank(self._graph).line(batch, context)
         return max(factor * (base + slope * context) + more for factor, more in self._together.lines)
 
 
 class _Lines:
-    """What each rank needs for its own part with one graph, as lines in the ranks' contexts."""
+    """Ticks of each rank's own part with one graph, as lines in the ranks' contexts."""
 
     __slots__ = ("_base", "_limits", "_of", "_slope", "_starts", "_versions", "cost", "graph")
 
@@ -200,7 +200,7 @@ class _Lines:
         self._of: list[tuple[int, Ints]] = [(-1, np.zeros(1, np.int64))] * count
 
     def of(self, place: int, work: RankWork, version: int) -> Ints:
-        """Ticks of each of the iterations that a rank plans; a single one holds for all."""
+        """Ticks of each of the iterations that a rank plans; a single entry holds for all."""
         known, ticks = self._of[place]
         if known != version:
             batch, contexts = work.batch, work.contexts
@@ -217,7 +217,7 @@ class _Lines:
     def at(
         self, contexts: Ints, growths: Ints, versions: Ints, works: Sequence[RankWork], without: Sequence[int]
     ) -> tuple[Ints, Ints, int]:
-        """(ticks, growth) of each rank but some, and for how many iterations they hold."""
+        """(ticks, growth) of each rank but those in `without`, and the number of iterations for which they hold."""
         # A stretch that was cut goes back to where a line did not hold yet.
         stale = (self._versions != versions) | (contexts < self._starts) | (contexts >= self._limits)
         if without:

@@ -1,8 +1,8 @@
 """One call to an engine, a prompt and tokens generated after it; and the chains that say which contexts share tokens.
 
-Invariant: what is asked never changes; what happened is written once, except for the counts of repeated events. Only
-`ask_at`, which is no part of the work, comes and goes. Two contexts have the same tokens as far as they follow the same
-chains, and no further.
+Invariant: the fields that describe the work never change; those that tell what happened are written once, except the
+counts of repeated events. Only `ask_at`, which is no part of the work, comes and goes. Two contexts have the same
+tokens as far as they follow the same chains, and no further.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Chain:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """What is asked, and what became of it. Times are ticks, lengths are tokens.
+    """A request and its outcome. Times are ticks, lengths are tokens.
 
-    `output_tokens` is how many tokens it will generate (the simulator is told; a policy is not). A request without a
-    chain shares its tokens with no other. `stop` is what ends it: a length, which a scheduler knows beforehand, or a
-    token, which it has to see. `ask_at` is a count of generated tokens, 1 or more, at which the engine stops to be
-    asked about the request; while an engine has it, `SimEngine.ask` sets it.
+    `output_tokens` is the number of tokens it will generate (known to the simulator, not to a policy). A request
+    without a chain shares its tokens with no other. `stop` is what ends it: a length, which a scheduler knows
+    beforehand, or a token, which it has to see. `ask_at` is a count of generated tokens, 1 or more, at which the engine
+    stops, so that its caller can decide about the request; while an engine has the request, `SimEngine.ask` sets it.
     """
 
     number: int  # ties between equal arrivals go to the lower one
@@ -62,19 +62,19 @@ class Request:
     ask_at: int | None = None
     pull: bool = False  # the KV of its prompt is on another engine, and comes from there
     keeps: bool = False  # its blocks stay when it finishes, for another engine to pull them
-    owner: object | None = None  # whoever submitted it
+    owner: object | None = None  # the object that submitted it
     status: Status = field(default="waiting", init=False)
     reason: str | None = field(default=None, init=False)  # why it was refused, or did not finish
     engine: int | None = field(default=None, init=False)
     scheduled: int | None = field(default=None, init=False)  # start of its first iteration
     prefill_end: int | None = field(default=None, init=False)
     first_token: int | None = field(default=None, init=False)
-    finish: int | None = field(default=None, init=False)  # also of what was cancelled, interrupted or refused
+    finish: int | None = field(default=None, init=False)  # also of cancelled, interrupted and refused requests
     generated: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the cache when it was first admitted
     preemptions: int = field(default=0, init=False)
     # What follows is the engine's own, while it has the request.
-    path: Path = field(default=(), init=False)  # who owns its blocks
+    path: Path = field(default=(), init=False)  # owners of its blocks
     written: int = field(default=0, init=False)  # blocks that the pool knows to be full of its tokens
     admission: int = field(default=-1, init=False)  # number of its admission, while it runs
     flight: int = field(default=-1, init=False)  # batch it generates in, once its prompt is computed with one
@@ -82,16 +82,16 @@ class Request:
     target: int = field(default=0, init=False)  # tokens to compute before it generates the next one
     offset: int = field(default=0, init=False)  # computed tokens less the engine's iterations, while it generates
     last: int = field(default=0, init=False)  # iteration that generates its last token
-    course: Course | None = field(default=None, init=False)  # what it does in each of its iterations, with drafts
+    course: Course | None = field(default=None, init=False)  # with drafts: its tokens in each of its iterations
     verifications: int = field(default=0, init=False)  # of drafts, that are over
-    padding: int = field(default=0, init=False)  # drafts that nobody proposed, in the iteration that admits it
+    padding: int = field(default=0, init=False)  # placeholder drafts, in the iteration that admits it
     reserves: bool = field(default=False, init=False)  # blocks stay free for it while its prompt is not complete
 
 
-Owner = Chain | Request  # whose tokens are in a block: a chain's, or those of a request that shares with no other
-Path = tuple[tuple[Owner, int, int], ...]  # who owns a context's blocks, each from which block on and up to which
+Owner = Chain | Request  # of the tokens in a block: a chain, or a request that shares with no other
+Path = tuple[tuple[Owner, int, int], ...]  # (owner, first block, end of its blocks) of all parts of a context
 
 
 def owner_of(path: Path, block: int) -> Owner:
-    """Whose a block of a context is."""
+    """The owner of a block of a context."""
     return next(owner for owner, _, end in path if block < end)

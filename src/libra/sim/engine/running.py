@@ -1,7 +1,7 @@
-"""One iteration: what each running request computes in it, and what has come of it at its end.
+"""One iteration: the tokens that each running request computes in it, and its results at its end.
 
-Invariant: running requests come first, in the order of their admission, a token each or the next chunk of a prompt.
-Waiting ones are admitted only if nothing was preempted for these.
+Invariant: running requests come first, in the order of their admission, with a token each or the next chunk of a
+prompt. Waiting ones are admitted only if none was preempted for these.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from libra.sim.engine.tiers import Tiers
 
 
 def schedule(state: EngineState, now: int, most: int) -> bool:
-    """Schedule an iteration of the batch that is looked at, of any kind, or `most` that only generate; they begin now,
-    and end at `state.end`. False: nothing fits."""
+    """Schedule an iteration of `state.flight`, of any kind, or up to `most` that only generate. They begin now, and end
+    at `state.end`. Returns False if nothing fits."""
     config, generation, tiers = state.config, state.flight.generation, state.tiers
     state.chunk = None
     demand, partials = generation.demand(), tuple(state.partials)
@@ -56,7 +56,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     elif not batch.requests:
         ticks = 0
     elif plain and most:
-        # Rows become shorter towards `max_model_len`, so that with drafts a request may come to fit the budget.
+        # Rows become shorter towards `max_model_len`, so that with drafts a request may fit the budget later.
         plan_stretch(state, now, 1 if config.speculative is not None and _admits(state) else most, demand)
         return True
     else:
@@ -69,8 +69,8 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
         _trace(state, now, order, {*room.preempted, *room.skipped, *partials}, parts, chunks, cached, room.preempted)
     if batch.requests or chunks:
         return True
-    # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way, or
-    # others compute meanwhile.
+    # The only request that was tried was preempted. A step that does no more takes no time, unless an iteration is
+    # under way, or other ranks compute meanwhile.
     if state.clock is not None:
         return bool(room.preempted)
     return bool(room.preempted) and state.under_way is None and not state.wait and schedule(state, now, most)
@@ -148,8 +148,8 @@ def _trace(
 
 
 def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> list[tuple[Request, int]]:
-    """Of those that an iteration computes with: the tokens that have KV with it, as far as they are known. Who
-    generates stores nothing, unless it is to."""
+    """(request, tokens that have KV and are known) of the requests in an iteration. Generating requests store no KV
+    unless a tier keeps generated tokens, or earlier chunks found no room."""
     tiers, flight = state.tiers, state.flight
     assert tiers is not None
     if not chunks and not tiers.failed and tiers.prompt_only:
@@ -169,8 +169,8 @@ def _admits(state: EngineState) -> bool:
 
 
 def fill(state: EngineState, now: int) -> int:
-    """Give a batch to every pipeline stage that has none, as vLLM's batch queue does. Returns how many are under way;
-    the first of them ends at `state.end`."""
+    """Give a batch to every pipeline stage that has none, as vLLM's batch queue does. Returns the number of batches
+    under way; the first of them ends at `state.end`."""
     flights = state.flights
     for flight in flights.free:
         state.flight = flight
@@ -199,7 +199,7 @@ def nothing_fits(state: EngineState) -> AssertionError:
 
 
 def complete(state: EngineState) -> list[Request]:
-    """End what was planned. Returns the requests that finished with it, in order."""
+    """End the planned iterations. Returns the requests that finished with them, in order."""
     now, flight = state.end, state.flight
     generation = flight.generation
     if state.steps:
@@ -242,20 +242,20 @@ def count_iteration(state: EngineState) -> None:
 
 
 def tell_first_token(request: Request, now: int) -> None:
-    """Its prompt is computed here, unless another engine did so before."""
+    """Note the first token of a request. Its prompt is complete, too, unless another engine computed it before."""
     request.first_token = now
     if request.prefill_end is None:
         request.prefill_end = now
 
 
 def tell_asked(state: EngineState, request: Request, generated: int) -> None:
-    """A request has generated its `ask_at` tokens, and with drafts maybe some more."""
+    """Note that a request has generated its `ask_at` tokens, and with drafts maybe some more."""
     request.generated, request.ask_at = generated, None
     state.asked.append(request)
 
 
 def start_generating(state: EngineState, request: Request) -> None:
-    """Let a request whose prompt is computed generate. Raises ValueError where another one generates on its chain."""
+    """Let a request whose prompt is computed generate. Raises ValueError if another one generates on its chain."""
     state.flight.generation.add(request, state.slots(request))
     request.reserves = False
     chain = request.chain
@@ -268,8 +268,8 @@ def start_generating(state: EngineState, request: Request) -> None:
 
 
 def finish(state: EngineState, request: Request, tokens: int, known: int, now: int, row: bool = False) -> None:
-    """End a request that has generated all its tokens; `tokens` of its context are computed, and so many of them
-    known. `row`: it is in the iteration under way, in vain."""
+    """End a request that has generated all its tokens. It holds blocks for `tokens` tokens, of which `known` are final.
+    `row`: it is in the iteration under way, in vain."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now

@@ -1,4 +1,4 @@
-"""What the phases of an iteration share: the queues, the blocks, and the batches of one engine.
+"""State that the phases of an iteration share: the queues, the blocks, and the batches of one engine.
 
 Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens held.
 """
@@ -22,7 +22,7 @@ from libra.sim.engine.queues import FcfsQueue, PriorityQueue
 from libra.sim.engine.request import Owner, Path, Request, Status
 from libra.sim.engine.tiers import Tiers
 
-_KEPT = 1024  # batches: one is asked for at every event
+_KEPT = 1024  # batches that are made once: one is needed at every event
 Arrival = Literal["under way", "come", "written", "failed", "to compute"]  # of a prompt's KV
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
@@ -33,10 +33,10 @@ def _batches(tokens_each: int) -> list[DecodeBatch]:
 
 
 class Clock(Protocol):
-    """Says how long an engine's iterations take, where that is not the engine's own: `pieces` are right after `bring`
-    only, and as far as what the clock has under way."""
+    """Determines how long an engine's iterations take, if it runs with others. `pieces` are only right after `bring`,
+    and only for the iterations that the clock has under way."""
 
-    index: int  # among events
+    index: int  # orders its events
     busy: bool  # until `end`
     end: int
 
@@ -45,7 +45,7 @@ class Clock(Protocol):
         ...
 
     def forward(self, state: EngineState, steps: int) -> None:
-        """So many more of its iterations are counted; they have ended."""
+        """Note that `steps` more of the engine's iterations, which have ended, are counted."""
         ...
 
     def cut(self, state: EngineState, now: int) -> bool:
@@ -53,15 +53,15 @@ class Clock(Protocol):
         ...
 
     def limit(self, state: EngineState, steps: int) -> bool:
-        """Let it decide after so many of its planned iterations, fewer than planned. True: as with `cut`."""
+        """Let the engine decide after `steps` of its planned iterations, fewer than planned. True: as with `cut`."""
         ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class EngineState:
-    """State and its smallest changes; the rules are in `running`, `admission`, `preemption` and `jump`.
+    """State of an engine and its elementary changes; the rules are in `running`, `admission`, `preemption` and `jump`.
 
-    `exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is finer then.
+    `exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is more precise then.
     """
 
     config: EngineConfig
@@ -70,55 +70,55 @@ class EngineState:
     _: KW_ONLY
     exact: bool = False
     trace: Callable[[Iteration], None] | None = None
-    defers: bool = False  # what an iteration under way may write is let go with its end
-    clock: Clock | None = field(default=None, init=False)  # that it shares with others
+    defers: bool = False  # blocks that an iteration under way may write are let go with its end
+    clock: Clock | None = field(default=None, init=False)  # shared with other engines
     pool: BlockPool = field(init=False)
     tiers: Tiers | None = field(default=None, init=False)
     waiting: FcfsQueue | PriorityQueue = field(init=False)
     arriving: dict[Request, Arrival] = field(default_factory=dict, init=False)  # hold blocks and wait, in order
-    ready: int = field(default=0, init=False)  # of those, whose KV is not under way
+    ready: int = field(default=0, init=False)  # requests of these whose KV is not under way
     orphans: list[Request] = field(default_factory=list, init=False)  # given up, with their KV under way
-    # Finished, but the blocks of so many tokens stay, and so many of these are known
+    # Finished requests whose blocks stay: (tokens, known ones of them)
     sending: dict[Request, tuple[int, int]] = field(default_factory=dict, init=False)
     notices: list[Notice] = field(default_factory=list, init=False)  # to be seen at the next boundary
     running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
     # Their prompts are computed in part; in the order of admission. Only one, unless others came while it got no blocks
     partials: dict[Request, None] = field(default_factory=dict, init=False)
-    blocked: bool = field(default=False, init=False)  # the head of the queue fits only once something is let go
+    blocked: bool = field(default=False, init=False)  # the head of the queue fits only once blocks are let go
     admissions: int = field(default=0, init=False)
     flights: Flights = field(init=False)
-    flight: Flight = field(init=False)  # the batch that is looked at
-    overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
-    chunk: Request | None = field(default=None, init=False)  # of whose prompt the last decided iteration has a part
+    flight: Flight = field(init=False)  # the batch that is being scheduled, or has ended
+    overlapping: bool = field(init=False)  # several batches are under way: every iteration is visited
+    chunk: Request | None = field(default=None, init=False)  # the last decided iteration has a part of its prompt
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
-    most_steps: int = field(init=False)  # that may be planned at once
-    uneven: bool = field(init=False)  # batches say how their contexts differ
-    batches: list[DecodeBatch] = field(init=False)  # those that do not, by their requests
-    writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # who generates on a chain
+    most_steps: int = field(init=False)  # iterations that may be planned at once
+    uneven: bool = field(init=False)  # batches say how much their contexts differ
+    batches: list[DecodeBatch] = field(init=False)  # the batches that do not, by their requests
+    writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # the request that generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
     asked: list[Request] = field(default_factory=list, init=False)
     interrupted: list[Request] = field(default_factory=list, init=False)
-    pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # that begin, and of how many blocks
+    pulls: list[tuple[Request, int]] = field(default_factory=list, init=False)  # pulls that begin: (request, blocks)
     ended: list[Request] = field(default_factory=list, init=False)  # without running: their KV did not come, or was all
-    # Of what is planned
+    # The plan
     busy: bool = field(default=False, init=False)  # until `end`
     start: int = field(default=0, init=False)  # tick
     end: int = field(default=0, init=False)
-    waits: bool = field(default=False, init=False)  # nothing is computed until then
-    wait: int = field(default=0, init=False)  # ticks before the iteration, until blocks may be overwritten
+    waits: bool = field(default=False, init=False)  # nothing is computed until `end`
+    wait: int = field(default=0, init=False)  # ticks before the iteration until pending stores release the blocks
     steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
-    ticks: int = field(default=0, init=False)  # of the one that is decided while another is under way; 0: none is
-    pieces: list[Piece] = field(default_factory=list, init=False)  # of these iterations
+    ticks: int = field(default=0, init=False)  # of the iteration that is decided while another is under way; 0: none is
+    pieces: list[Piece] = field(default_factory=list, init=False)  # of the `steps` iterations
     taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
-    # Counted
+    # Counts
     load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
-    load_changed: Callable[[], object] | None = field(default=None, init=False)  # to be called when they have
+    load_changed: Callable[[], object] | None = field(default=None, init=False)  # called when `load_tokens` changes
     events: int = field(default=0, init=False)
     iterations: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
     busy_ticks: int = field(default=0, init=False)
     held_ticks: int = field(default=0, init=False)  # 2 x blocks held x ticks; even growth between two events
-    seen: int = field(default=0, init=False)  # tick up to which they are counted
+    seen: int = field(default=0, init=False)  # tick up to which `held_ticks` is counted
 
     def __post_init__(self) -> None:
         config, stages = self.config, self.config.pipeline_parallel_size
@@ -135,7 +135,7 @@ class EngineState:
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def carry(self, tokens: int) -> None:
-        """Requests of so many prompt tokens more, or fewer, are accepted and not finished."""
+        """Add `tokens`, which may be negative, to the prompt tokens of the requests accepted and not finished."""
         self.load_tokens += tokens
         if self.load_changed is not None:
             self.load_changed()
@@ -152,14 +152,14 @@ class EngineState:
         return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
     def batch(self, requests: int, absent: Collection[Request] = (), context: int | None = None) -> DecodeBatch:
-        """What the next iteration decodes if so many requests of the batch that is looked at are in it: without those
-        that are absent, and with so many tokens of context, if any are."""
+        """The decoding batch of the next iteration if `requests` requests of `flight` are in it: all but the `absent`
+        ones. If there are any of these, `context` has the tokens of its contexts."""
         if not self.uneven:
             return self.batches[requests] if requests < _KEPT else DecodeBatch(requests, self.config.tokens_each)
         generation = self.flight.generation
         shared = self.pool.shared * self.config.block_size
         holders = len(self.running) if self.overlapping else generation.count
-        if requests < holders:  # blocks do not say whose they are: as if all had a prefix in common
+        if requests < holders:  # blocks do not list their holders: as if all had a prefix in common
             shared = shared * max(0, requests - 1) // max(1, holders - 1)
         if context is None:
             context = generation.context
@@ -178,12 +178,12 @@ class EngineState:
         return self.under_way.ending if self.under_way is not None else ()
 
     def lag(self, request: Request) -> int:
-        """Iterations under way, 0 or 1, of a request that generates or has its last one under way."""
+        """Iterations under way, 0 or 1, that have a request which generates or whose last token is under way."""
         under_way = self.under_way
         return int(under_way is not None and request not in under_way.absent)
 
     def known(self, request: Request, step: int = 1) -> int:
-        """Tokens of a generating request that are known when the iteration that is `step` ones ahead is decided."""
+        """Tokens of a generating request that are known when the `step`-th of the next iterations is decided."""
         generation = self.flights.all[request.flight].generation
         before = self.lag(request) if step == 1 else int(self.under_way is not None)
         return request.prompt_tokens + generation.generated(request, step - 1 - before)
@@ -207,7 +207,7 @@ class EngineState:
     # Contexts of running requests
 
     def start_running(self, request: Request, tokens: int) -> None:
-        """Admit a request of whose context so many tokens are here."""
+        """Admit a request. The KV of the first `tokens` tokens of its context is here."""
         self.admissions += 1
         request.admission = self.admissions
         request.status = "running"
@@ -217,7 +217,7 @@ class EngineState:
         self.running[request] = None
 
     def slots(self, request: Request, chunk: int = 0) -> int:
-        """Tokens for which a running request that does not generate yet holds blocks, at least; those for the next
+        """Least tokens for which a running request that does not generate yet holds blocks, if those for the next
         `chunk` tokens are taken."""
         config, computed = self.config, request.computed + chunk
         if config.speculative is None:
@@ -246,8 +246,8 @@ class EngineState:
             self.pool.write(request, full, again=drafts is not None and drafts.recomputes_block)
 
     def write_all(self, path: Path, more: int = 0) -> None:
-        """Let other requests find what is generated on the chains of a context, `more` tokens of each after those
-        counted."""
+        """Let other requests find the tokens that are generated on the chains of a context, with `more` iterations
+        after those counted."""
         for owner, _, _ in path:
             writer = self.writers.get(owner)
             if writer is not None:
@@ -259,11 +259,11 @@ class EngineState:
         return any(owner in self.writers for owner, _, _ in request.path)
 
     def release(self, request: Request, tokens: int, known: int, row: bool = False) -> None:
-        """Stop running a request, and release the blocks of its computed tokens; so many of them are known. `row` says
+        """Stop running a request, and release the blocks of `tokens` tokens, of which `known` are final. `row` says
         whether it is in the iteration under way."""
         del self.running[request]
         request.admission = request.flight = -1
-        if self.config.num_reserved_decode_tokens:  # less is left free
+        if self.config.num_reserved_decode_tokens:  # fewer blocks are reserved
             self.blocked = False
         if row and self.defers:
             last = self.flights.under_way[-1] if self.overlapping and self.flights.under_way else self.under_way
@@ -273,7 +273,7 @@ class EngineState:
         self.let_go_blocks(request, tokens, known)
 
     def let_go_deferred(self, deferred: Iterable[Deferred]) -> None:
-        """Nothing writes any more to the blocks of those who left while an iteration had them."""
+        """Release the blocks of requests that left during an iteration that could still write to them."""
         for request, path, tokens, known in deferred:
             request.path = path
             self.let_go_blocks(request, tokens, known)
@@ -287,7 +287,7 @@ class EngineState:
         self.blocked = False
 
     def let_go_blocks(self, request: Request, tokens: int, known: int) -> None:
-        """Release the blocks of a request's computed tokens; so many of them are known."""
+        """Release the blocks of a request's `tokens` tokens, of which `known` are final."""
         size = self.config.block_size
         held = -(-tokens // size)
         if request in self.pool.reads.unwritten:

@@ -1,7 +1,7 @@
-"""What requests that wait fetch into the first tier from others, and whether that ever ends.
+"""Fetches of waiting requests from other tiers into the first one, and the check that they end.
 
-Invariant: nothing is refused that could go on by itself: only where nothing is computed, somebody fetches again what
-another one pushed out, and all is as it was before. vLLM's scheduler goes on with that for ever.
+Invariant: a run that could proceed by itself is never refused. It is refused only if nothing is computed, a request
+fetches again what another one evicted, and all is as it was before. vLLM's scheduler repeats that for ever.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ class TierTooSmallError(ValueError):
 
 
 class TierFetches:
-    """Those of one engine since it computed anything."""
+    """The fetches of one engine since its latest iteration."""
 
     def __init__(self, transfers: TierTransfers) -> None:
         self._transfers = transfers
         self._fetched: set[tuple[Request, Key]] = set()
-        self._again = False  # something was fetched a second time
-        self._states: set[Hashable] = set()  # in which that was so
+        self._again = False  # a request has fetched a chunk a second time
+        self._states: set[Hashable] = set()  # after such a fetch
 
     @property
     def requests(self) -> list[int]:
-        """The numbers of those that fetch."""
+        """The numbers of the requests that fetch."""
         return sorted({request.number for request, _ in self._fetched})
 
     def note(self, request: Request, key: Key) -> None:
-        """A request fetches a chunk."""
+        """Note that a request fetches a chunk."""
         self._again = self._again or (request, key) in self._fetched
         self._fetched.add((request, key))
 
     def forget(self) -> None:
-        """An iteration is computed."""
+        """Forget all fetches: an iteration is computed."""
         if self._fetched:
             self._fetched, self._again, self._states = set(), False, set()
 
     def repeat(self, waiting: Mapping[Request, Access], now: int) -> bool:
-        """Nothing is computed, and these wait: whether all is as it was before."""
+        """Whether the state is one it was in before. Nothing is computed, and the `waiting` requests wait."""
         if not self._again:
             return False
         self._again = False
@@ -55,7 +55,7 @@ class TierFetches:
 
 
 def too_small(transfers: TierTransfers, requests: Collection[int], chunks: int) -> TierTooSmallError:
-    """Of the first tier: so many chunks would do."""
+    """The error for a first tier that is too small: `chunks` chunks would suffice."""
     shelf = transfers.first
     return TierTooSmallError(
         f"kv_tiers: {shelf.tier.name} is too small, {shelf.tier.chunks} chunks: requests"

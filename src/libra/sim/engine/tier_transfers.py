@@ -1,8 +1,8 @@
-"""KV on its way between an engine's GPU and its tiers, and between tiers, and when it is there.
+"""KV transfers between an engine's GPU and its tiers, and between tiers, and their ends.
 
-Invariant: what ends is handled in the order of the ends, over all engines that share a tier, whoever looks first; so
-nothing depends on how often anyone looks. With several tiers the rules are those of vLLM's `TieringOffloadingManager`:
-all goes through the first one.
+Invariant: ends are handled in their order, over all engines that share a tier, whichever engine looks first. So nothing
+depends on how often an engine looks. With several tiers the rules are those of vLLM's `TieringOffloadingManager`: all
+chunks go through the first one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.sim.engine.request import Request
 
 
 class Shelf:
-    """A tier as one engine has it: what is in it, and the links to it and from it."""
+    """A tier as one engine sees it: its contents, and the links to it and from it."""
 
     __slots__ = ("cache", "into", "loaded", "loads", "out", "stored", "tier")
 
@@ -27,15 +27,15 @@ class Shelf:
         self.tier = tier
         self.cache: ChunkCache = chunk_cache(tier.chunks, tier.policy)
         self.into, self.out = Channel(tier.store_bandwidth, tier.latency), Channel(tier.load_bandwidth, tier.latency)
-        self.loads = 0  # by this engine, and the bytes of both directions
-        self.loaded = self.stored = 0.0
+        self.loads = 0  # by this engine
+        self.loaded = self.stored = 0.0  # bytes, the same
 
     @property
     def chunk_bytes(self) -> float:
         return self.tier.blocks_per_chunk * self.tier.block_bytes
 
     def store(self, size: float, now: int) -> int:
-        """Bytes go to it. Returns the tick at which they are there."""
+        """Send `size` bytes to the tier. Returns the tick at which they are there."""
         self.stored += size
         return self.into.send(size, now)
 
@@ -47,11 +47,11 @@ class Shelf:
 
 @dataclass(slots=True, eq=False)
 class Offload:
-    """Chunks on their way to the first tier. It reads the blocks until it has ended."""
+    """A store of chunks to the first tier. It reads the blocks until it has ended."""
 
     keys: list[Key]
     end: int | None = None  # tick; None: it has not begun
-    blocks: dict[Key, list[Block]] = field(default_factory=dict)  # that it reads, of a request that has ended
+    blocks: dict[Key, list[Block]] = field(default_factory=dict)  # blocks that it reads, if its request has ended
 
     def ended(self, now: int) -> bool:
         return self.end is not None and self.end <= now
@@ -59,16 +59,16 @@ class Offload:
 
 @dataclass(slots=True, eq=False)
 class TierTransfer:
-    """Under way, other than a store."""
+    """A transfer under way other than a store."""
 
     keys: list[Key]
-    shelf: Shelf  # where to, or where from
+    shelf: Shelf  # its source, or of a copy its destination
     kind: Literal["load", "copy", "promotion"]  # to the GPU; from the first tier to another; from that to the first
     request: Request | None = None
 
 
 class TierTransfers:
-    """Those of one engine. `shelves` are its tiers, the nearest first."""
+    """The transfers of one engine. `shelves` are its tiers, the nearest first."""
 
     def __init__(self, tiers: Sequence[KVTier]) -> None:
         self.shelves = [Shelf(tier) for tier in tiers]
@@ -78,10 +78,10 @@ class TierTransfers:
         self.coming: set[Key] = set()  # chunks that are being loaded
         self.begun = 0
         self.look_at: Callable[[int], object] | None = None  # lets its engine decide at the first boundary from then on
-        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # of all that is under way
+        self._ends: list[tuple[int, int, Offload | TierTransfer]] = []  # of all transfers under way
         self._arrived: list[Request] = []
 
-    # What begins
+    # Begins
 
     def store(self, what: Offload, now: int) -> int:
         what.end = self.first.store(len(what.keys) * self.first.chunk_bytes, now)
@@ -89,16 +89,17 @@ class TierTransfers:
         return what.end
 
     def load(self, request: Request, keys: list[Key], blocks: int, now: int) -> None:
-        """The chunks fill so many blocks of the GPU."""
+        """Load chunks into `blocks` blocks of the GPU."""
         self.loading[request] = end = self.first.load(blocks * self.first.tier.block_bytes, now)
         self._begin(end, TierTransfer(keys, self.first, "load", request))
 
     def promote(self, keys: list[Key], shelf: Shelf, now: int) -> None:
-        """From another tier to the first."""
+        """Fetch chunks from another tier to the first."""
         self._begin(shelf.load(len(keys) * shelf.chunk_bytes, now), TierTransfer(keys, shelf, "promotion"))
 
     def disturb(self, now: int) -> None:
-        """Others that share a tier are told something new from now on. At one tick they decide in their order."""
+        """Let the other engines that share a tier decide again: their lookups may find something else from now on. At
+        one tick engines decide in their order."""
         place = self.sharing.index(self)
         for number, it in enumerate(self.sharing):
             if number != place and it.look_at is not None:
@@ -108,10 +109,10 @@ class TierTransfers:
         self.begun += 1
         heappush(self._ends, (end, self.begun, what))
 
-    # What ends
+    # Ends
 
     def arrived(self, now: int) -> list[Request]:
-        """Those whose KV has come since this was asked last."""
+        """The requests whose KV has come since the last call."""
         self.pass_time(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
@@ -119,7 +120,7 @@ class TierTransfers:
         return arrived
 
     def pass_time(self, now: int) -> None:
-        """What has ended by now has."""
+        """Handle all ends up to `now`."""
         sharing = self.sharing
         while True:
             ends = [(it._ends[0][0], place) for place, it in enumerate(sharing) if it._ends and it._ends[0][0] <= now]
@@ -128,15 +129,15 @@ class TierTransfers:
             sharing[min(ends)[1]]._end_first()
 
     def next_load(self) -> int | None:
-        """The tick at which KV of a request is there next."""
+        """The tick at which the next request has its KV; None: no load is under way."""
         return min(self.loading.values(), default=None)
 
     def next_end(self) -> int | None:
-        """The tick at which anything ends next, also what others began that share a tier."""
+        """The tick of the next end of any transfer, also of the engines that share a tier; None: there is none."""
         return min((it._ends[0][0] for it in self.sharing if it._ends), default=None)
 
     def under_way(self, now: int) -> tuple[tuple[int, ...], ...]:
-        """In how many ticks what is under way ends, of each engine that shares a tier."""
+        """Ticks until each transfer under way ends, for each engine that shares a tier."""
         return tuple(tuple(sorted(end - now for end, *_ in it._ends)) for it in self.sharing)
 
     def _end_first(self) -> None:
@@ -163,7 +164,7 @@ class TierTransfers:
 
 
 class SharedTiers:
-    """What the engines of a cluster share: the contents of a tier, and with the engines of its node its link."""
+    """Tiers that the engines of a cluster share: all share the contents, those of one node also the link."""
 
     def __init__(self) -> None:
         self._first: dict[str, Shelf] = {}
@@ -171,7 +172,7 @@ class SharedTiers:
         self._sharing: list[TierTransfers] = []
 
     def join(self, transfers: TierTransfers, node: str) -> None:
-        """An engine comes. Raises ValueError where its tier is not what others have under that name."""
+        """Add an engine on `node`. Raises ValueError if its tier differs from that of others under the same name."""
         for shelf in transfers.shelves:
             name = shelf.tier.name
             if not shelf.tier.shared:

@@ -1,9 +1,9 @@
-"""What of KV is stored beside the GPU, and what is loaded where the GPU's own cache lacks it.
+"""KV offloaded from the GPU, and loads of what the GPU's own cache lacks.
 
-Invariant: as long as nothing ends and no block is given away that is read still, or was found for a request that waits,
-whoever asks again is told the same; so iterations may be counted together until then. A chunk that is still written, or
-that is being loaded already, means "ask again"; a block that is still read by a store is not overwritten before that
-has ended. The rules are those of vLLM's `OffloadingConnector`.
+Invariant: a repeated lookup has the same answer until a transfer ends, or a block is given away that is still read or
+was found for a waiting request. So iterations may be counted together until then. A chunk that is still written, or is
+being loaded already, means "ask again". A block that a store still reads is not overwritten before the store has ended.
+The rules are those of vLLM's `OffloadingConnector`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from libra.sim.engine.tier_transfers import Offload, Shelf, TierTransfers
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """What a request has to do with the tiers, from its first look to its end."""
+    """The accesses and stores of a request in the tiers, from its first lookup to its end."""
 
     access: Access = field(default_factory=Access)
     stored: int = 0  # chunks of its context that are there, or on their way
@@ -30,16 +30,16 @@ class Use:
     over: bool = False
 
     def until(self, now: int) -> int:
-        """When the last of its stores has ended."""
+        """The tick at which the last of its stores has ended; `now` if all have."""
         self.stores = [it for it in self.stores if not it.ended(now)]
         return max((it.end for it in self.stores if it.end is not None), default=now)
 
 
 class Tiers:
-    """Those of one engine, the nearest first."""
+    """The tiers of one engine, the nearest first."""
 
     def __init__(self, tiers: Sequence[KVTier], pool: BlockPool, *, volatile: bool = False) -> None:
-        """With `volatile` the last chunk that is known may change while its request generates."""
+        """With `volatile` the last known chunk may still change while its request generates."""
         self.transfers = TierTransfers(tiers)
         self.fetches = TierFetches(self.transfers)
         self.first = self.transfers.first
@@ -47,16 +47,16 @@ class Tiers:
         self.shared = any(tier.shared for tier in tiers)
         self.now = 0  # tick of the latest boundary
         self.failed: dict[Request, None] = {}  # running, with chunks that did not fit
-        self.watched: list[tuple[Request, int]] = []  # that wait, and how many blocks were found for them
-        self.patient = False  # nobody who waits has to be asked again before something changes
+        self.watched: list[tuple[Request, int]] = []  # waiting requests, and the blocks found for each
+        self.patient = False  # no waiting request needs another lookup before something changes
         self._pool = pool
         self._last_changes = volatile
         self._reads = pool.reads
         self._uses: dict[Request, Use] = {}
-        self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; what they could not store
-        self._loads: list[tuple[Request, list[Key], int]] = []  # of this schedule, and how many blocks
-        self._promotions: dict[Shelf, dict[Request, list[Key]]] = {}  # the same
-        self._stores: list[Offload] = []  # the same
+        self._ended: list[tuple[Request, Offload | None]] = []  # since the last schedule; their last stores
+        self._loads: list[tuple[Request, list[Key], int]] = []  # of this schedule: (request, chunks, blocks)
+        self._promotions: dict[Shelf, dict[Request, list[Key]]] = {}  # of this schedule
+        self._stores: list[Offload] = []  # of this schedule
         self._flushed = 0  # tick until which iterations wait for stores
 
     @property
@@ -64,18 +64,18 @@ class Tiers:
         return self.first.tier.blocks_per_chunk
 
     def restless(self, now: int) -> bool:
-        """Whether more is to be done with an iteration that could begin now than to store what it fills."""
+        """Whether an iteration that could begin now has more to do in the tiers than to store the chunks it fills."""
         failed = self.failed and self.prompt_only
         return bool(self._ended or self._reads.given or failed) or self._flushed > now
 
     @property
     def stirred(self) -> bool:
-        """Whether this schedule has begun anything that may change what others are told."""
+        """Whether this schedule has begun a transfer that may change the lookups of other requests."""
         return bool(self._loads or self._promotions or self._stores)
 
     def rest(self, waiting: Collection[Request]) -> None:
-        """Nothing is computed, and these wait. Raises ValueError where they take the first tier's room from each other
-        for ever."""
+        """Check requests that wait while nothing is computed. Raises ValueError if they evict each other's chunks from
+        the first tier for ever."""
         accesses = {request: self._uses[request].access for request in waiting if request in self._uses}
         if self.fetches.repeat(accesses, self.now):
             size = self.blocks_per_chunk * self._pool.block_size
@@ -86,19 +86,19 @@ class Tiers:
     # Time
 
     def settle(self, now: int) -> list[Request]:
-        """What has ended by now has. Returns the requests whose KV has come."""
+        """Handle the transfers that have ended by `now`. Returns the requests whose KV has come."""
         self.now = now
         arrived = self.transfers.arrived(now)
         self._reads.settle(now)
         return arrived
 
     def next_event(self) -> int | None:
-        """The tick at which something ends that anybody here waits for."""
+        """The tick of the next end of a transfer for which a request waits; None: there is none."""
         watching = self.watched or self.failed
         return self.transfers.next_end() if watching else self.transfers.next_load()
 
     def quiet(self, most: int) -> int:
-        """Free blocks, `most` of them at most, that are given away before one that is read still, or was found."""
+        """Free blocks, at most `most`, that are given away before one that is still read, or was found by a lookup."""
         if not (self.watched or self._reads.reading):
             return most
         found: dict[Owner, int] = {}
@@ -111,11 +111,11 @@ class Tiers:
     # A schedule
 
     def begin(self) -> None:
-        """Nobody has asked yet."""
+        """Begin a schedule, without lookups so far."""
         self.watched, self.patient = [], False
 
     def look(self, request: Request, tokens: int, found: int) -> int | None:
-        """Tokens after the first `found` ones that can be loaded of a context of so many; None: ask again."""
+        """Tokens that can be loaded after the first `found` ones of a context of `tokens` tokens; None: ask again."""
         use = self._uses.setdefault(request, Use())
         if use.until(self.now) > self.now:
             return None
@@ -144,7 +144,7 @@ class Tiers:
         return None if any(key in self.transfers.coming for key in hits) else tokens
 
     def load(self, request: Request, found: int, tokens: int) -> None:
-        """Load so many tokens after the first `found` ones; there are blocks for them."""
+        """Load `tokens` tokens after the first `found` ones, into blocks that are taken already."""
         size = self.blocks_per_chunk * self._pool.block_size
         use = self._uses[request]
         use.stored = (found + tokens) // size
@@ -156,7 +156,7 @@ class Tiers:
         self.touch(request, found // self._pool.block_size)
 
     def touch(self, request: Request, blocks: int) -> None:
-        """The first blocks of its context are given to a request, also those that others had before."""
+        """Let the next iteration wait for stores that still read the first `blocks` blocks of a request's context."""
         pool, path = self._pool, request.path
         for block, stores in self._reads.reading.items():
             if not isinstance(block, tuple) or block[1] >= blocks or owner_of(path, block[1]) is not block[0]:
@@ -165,8 +165,8 @@ class Tiers:
                 self._reads.given[block] = stores
 
     def conclude(self, rows: Iterable[tuple[Request, int]], preempted: Iterable[Request], now: int) -> int:
-        """The end of a schedule, with whose iteration requests have computed so many tokens that are known. It could
-        begin now; returns the ticks until it can: stores whose blocks are overwritten end first."""
+        """End a schedule. `rows` has the requests of its iteration, with their known tokens that have KV at its end.
+        Returns the ticks until the iteration can begin: stores whose blocks are overwritten end first."""
         given, begin, begun = self._reads.given, max(now, self._flushed), self.transfers.begun
         for request in preempted:
             self.failed.pop(request, None)
@@ -195,13 +195,13 @@ class Tiers:
         return begin - now
 
     def send(self, now: int) -> None:
-        """The iteration ends then: stores of what it computes begin."""
+        """Begin the stores of what an iteration computes, at its end `now`."""
         stores, self._stores = self._stores, []
         for store in stores:
             self.transfers.store(store, now)
 
     def end(self, request: Request, computed: int) -> None:
-        """A request ends; of so many tokens its blocks have the KV, which it lets go of after this."""
+        """Note that a request ends. Its blocks, which it lets go after this, have the KV of `computed` tokens."""
         use = self._uses.get(request)
         if use is None or use.over:
             return
@@ -218,7 +218,7 @@ class Tiers:
         self._ended.append((request, last))
 
     def full_at(self, request: Request) -> int:
-        """Known tokens with which a running request has a chunk to be stored."""
+        """Known tokens with which a running request has one more chunk to store."""
         return (self._uses[request].stored + 1 + self._last_changes) * self.blocks_per_chunk * self._pool.block_size
 
     def store(self, request: Request, known: int) -> None:
@@ -241,7 +241,7 @@ class Tiers:
             self._stores.append(store)
 
     def _store_last(self, store: Offload, use: Use) -> bool:
-        """Store what was not stored while its request ran. True: at once, for its blocks are given to others."""
+        """Store the chunks that were not stored while their request ran. True: at once, for its blocks are reused."""
         given = self._reads.given
         new = self.first.cache.begin_write(store.keys, use.access) or []
         for key in set(store.keys).difference(new):
@@ -254,7 +254,7 @@ class Tiers:
         return at_once
 
     def _fence(self, request: Request, store: Offload) -> None:
-        """Whoever is given a block that a store reads waits for it."""
+        """Let requests that are given a block which a store reads wait for the store."""
         size, reads = self.blocks_per_chunk, self._reads
         for key in store.keys:
             chunk = range(key[1] * size, (key[1] + 1) * size)
@@ -277,7 +277,7 @@ class Tiers:
         return known // (self.blocks_per_chunk * self._pool.block_size)
 
     def _presence(self, key: Key, request: Request, use: Use) -> Presence:
-        """Whether a chunk is in the first tier; from another one it is fetched."""
+        """Whether a chunk is in the first tier. If it is only in another one, it is fetched from there."""
         presence = self.first.cache.presence(key)
         if presence != "missing":
             return presence
@@ -292,6 +292,6 @@ class Tiers:
         return "missing"
 
     def _keys(self, path: Path, start: int, end: int) -> list[Key]:
-        """Of the chunks from one to another of a context."""
+        """Keys of the chunks from `start` to `end` (exclusive) of a context."""
         size = self.blocks_per_chunk
         return [(owner_of(path, (chunk + 1) * size - 1), chunk) for chunk in range(start, end)]

@@ -1,1 +1,1 @@
-"""What came of a simulation: columns, metrics and their definitions, files."""
+"""The outcome of a simulation: columns, metrics and their definitions, files."""

@@ -1,6 +1,6 @@
-"""What each number of a simulation means.
+"""Definitions of the numbers of a simulation.
 
-Invariant: every metric has one definition here, with its unit; whoever shows a metric shows this name and unit.
+Invariant: every metric has one definition here, with its unit; each report shows a metric by this name and unit.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class Definition:
 
 
 COMPLETED = (
-    "Latencies and rates are of finished requests only. Percentiles are nearest-rank: a value that occurred, the least"
-    " that so many percent of all values do not exceed."
+    "Latencies and rates are of finished requests only. Percentiles are nearest-rank: percentile p is the least value"
+    " that occurred and that p percent of all values do not exceed."
 )
 
 _DEFINITIONS = (
-    Definition("requests", "requests", "count", "All that were submitted, whatever became of them."),
-    Definition("finished", "finished", "count", "Requests that generated all they were asked for."),
+    Definition("requests", "requests", "count", "All that were submitted, whatever their outcome."),
+    Definition("finished", "finished", "count", "Requests that generated all their tokens."),
     Definition(
         "interrupted",
         "interrupted",
         "count",
-        "Parts of turns that the policy stopped; what was left of each went on elsewhere as a request of its own.",
+        "Parts of turns that the policy stopped; the rest of each continued elsewhere as a new request.",
     ),
     Definition("cancelled", "cancelled", "count", "Requests that their caller gave up."),
     Definition("refused", "refused", "count", "Requests that no engine takes, such as a prompt that is too long."),
@@ -64,14 +64,14 @@ _DEFINITIONS = (
         "ttft",
         "TTFT at first token",
         "s",
-        "From arrival to the first token's coming out: at prefill's end, where prefill and decode share an engine.",
+        "From arrival to the output of the first token: at the end of prefill, if prefill and decode share an engine.",
     ),
     Definition(
         "tpot",
         "TPOT",
         "s",
         "Time per output token after the first: from first token to finish, over generated tokens less one; of finished"
-        " requests of two tokens or more. Preemptions are in it.",
+        " requests of two tokens or more. Preemptions are included.",
     ),
     Definition("latency", "end to end", "s", "From arrival to finish."),
     Definition("trajectories", "trajectories", "count", "Trajectories that made a request."),
@@ -99,8 +99,8 @@ _DEFINITIONS = (
         "kv_share",
         "KV held",
         "share",
-        "KV blocks that requests hold over all blocks, mean over the makespan. Cached blocks that nobody holds are"
-        " free. Between two events blocks are taken to grow evenly.",
+        "KV blocks that requests hold over all blocks, mean over the makespan. Cached blocks without a holder are"
+        " free. Between two events blocks are assumed to grow evenly.",
     ),
     Definition("kv_peak_share", "KV peak", "share", "The largest share of the KV blocks held at any moment."),
     Definition(
@@ -113,12 +113,12 @@ _DEFINITIONS = (
         "preemptions",
         "preemptions",
         "count",
-        "Times that a running request went back to the queue for want of KV blocks, to compute its context again. New"
-        " weights that ask for that are not counted.",
+        "Times that a running request went back to the queue for lack of KV blocks, to compute its context again. The"
+        " same for new weights is not counted.",
     ),
     Definition("iterations", "iterations", "count", "Steps of the engines: each one batch through the model."),
-    Definition("events", "events", "count", "Decisions that were simulated to know all iterations."),
-    Definition("iterations_per_event", "iterations per event", "ratio", "How far time is compressed."),
+    Definition("events", "events", "count", "Decisions that were simulated to determine all iterations."),
+    Definition("iterations_per_event", "iterations per event", "ratio", "Iterations per simulated decision."),
 )
 
 DEFINITIONS: dict[str, Definition] = {definition.key: definition for definition in _DEFINITIONS}

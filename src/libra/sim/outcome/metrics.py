@@ -1,7 +1,7 @@
 """The numbers of a simulation.
 
-Invariant: latencies and rates are of finished requests, and every other request is counted with what became of it;
-a number that cannot be is None. All are defined in `DEFINITIONS`, by the names of the fields.
+Invariant: latencies and rates are of finished requests, and every other request is counted by its end. A number that
+does not exist is None. All are defined in `DEFINITIONS`, by the names of the fields.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Metrics:
     busy_share: float | None
     paused_share: float | None
     kv_share: float | None
-    kv_peak_share: float | None  # of the engine where it was largest; None: nobody watched
+    kv_peak_share: float | None  # of the engine with the largest; None: not recorded
     cache_hit_rate: float | None
     preemptions: int
     iterations: int
@@ -73,7 +73,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One engine; fields mean what they do in `Metrics`."""
+    """Metrics of one engine; fields have the same meaning as in `Metrics`."""
 
     name: str
     bucket: int
@@ -91,15 +91,15 @@ class EngineMetrics:
     role: RoleName
 
 
-_UNSAID: dict[Status, str] = {  # why a request ended that has no reason of its own
-    "interrupted": "the policy stopped it; the rest went on elsewhere",
+_UNSAID: dict[Status, str] = {  # reasons of requests that ended without one of their own
+    "interrupted": "the policy stopped it; the rest continued elsewhere",
     "cancelled": "its caller gave it up",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Requests that did not finish, for the same kind of reason; an ellipsis stands for what differs."""
+    """Requests that did not finish, for the same kind of reason; an ellipsis replaces numbers."""
 
     status: Status
     reason: str
@@ -213,7 +213,7 @@ def endings(requests: RequestColumns) -> tuple[Ending, ...]:
 
 
 def durations(requests: RequestColumns) -> dict[str, Durations]:
-    """Ticks that each finished request (or completed trajectory) took, by the metric that they are spread in."""
+    """Ticks that each finished request (or completed trajectory) took, by metric."""
     finished = requests.ended("finished")
     several = finished & (requests.generated >= 2)
     decoding = (requests.finish - requests.first_token)[several]
@@ -228,7 +228,7 @@ def durations(requests: RequestColumns) -> dict[str, Durations]:
 
 
 def _trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
-    """Of the completed trajectories, in the order of their first arrivals."""
+    """Ticks of the completed trajectories, in the order of their first arrivals."""
     of = requests.trajectory >= 0
     which = requests.trajectory[of]
     first = np.full(len(requests.trajectories), np.iinfo(np.int64).max)
@@ -242,7 +242,7 @@ def _trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
 
 
 def spread(ticks: Durations) -> Spread | None:
-    """Of durations in ticks. None: there are none."""
+    """The spread of durations in ticks; None: there are none."""
     count = len(ticks)
     if not count:
         return None
@@ -271,7 +271,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def bounded_shares(group: GroupResult) -> dict[str, float]:
-    """Of the time of a group's iterations, by what bounded them, the largest first."""
+    """Shares of the time of a group's iterations, by bottleneck, the largest first."""
     total = sum(group.bounded_ticks.values())
     ordered = sorted(group.bounded_ticks.items(), key=lambda it: (-it[1], it[0]))
     return {name: ticks / total for name, ticks in ordered if ticks}

@@ -1,8 +1,8 @@
-"""How full engines were over time: who looks at them while a cluster runs, and what was seen.
+"""Occupancy of engines over time: a recorder for a running cluster, and its series.
 
-Invariant: memory is bounded however long the simulation is, and what is remembered is sums over time. Rows follow each
-other without a gap, and each says the mean over its time, so that the mean over any stretch of whole rows is exact
-however often rows were merged.
+Invariant: memory is bounded for any length of simulation, and sums over time are kept. Rows follow each other without a
+gap, and each has the mean over its time. So the mean over any stretch of whole rows is exact, however often rows were
+merged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Ticks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSeries:
-    """Arrays of one entry a row, read-only. Before the first row and after the last one the engine has nothing.
+    """Read-only arrays with one entry a row. Before the first row and after the last one the engine has nothing.
 
-    `running` and `waiting` are requests, as of the engine's latest decision; `held` are KV blocks, which between two
-    decisions are taken to grow evenly.
+    `running` and `waiting` are requests, as of the engine's latest decision; `held` are KV blocks, which are assumed to
+    grow evenly between two decisions.
     """
 
     edges: Ticks  # [rows + 1], rising: a row is from one to the next
@@ -33,8 +33,8 @@ class EngineSeries:
     waiting: Means
     held: Means
     held_peak: Ticks  # blocks, largest at any moment of the row
-    pauses: tuple[tuple[int, int], ...] = ()  # ticks of (start, end), for new weights; adjoining ones are one
-    more_pauses: int = 0  # that there was no room for
+    pauses: tuple[tuple[int, int], ...] = ()  # ticks of (start, end), for new weights; adjoining ones are merged
+    more_pauses: int = 0  # not recorded, for lack of room
 
     def __post_init__(self) -> None:
         for values in (self.edges, self.running, self.waiting, self.held, self.held_peak):
@@ -48,7 +48,7 @@ class EngineSeries:
         return int(self.held_peak.max(initial=0))
 
     def merged(self, count: int) -> EngineSeries:
-        """Each `count` rows made into one; the last one may be of fewer."""
+        """The series with each `count` rows merged into one; the last one may have fewer."""
         if count == 1 or not len(self):
             return self
         firsts = np.arange(0, len(self), count)
@@ -73,8 +73,8 @@ class EngineSeries:
 
 
 class OccupancyRecorder:
-    """The `watch` of one cluster. A row is of as many of an engine's decisions as it takes to stay within `most_rows`
-    rows in all (or four an engine, where that is more), the same number for all engines."""
+    """The `watch` of one cluster. A row has the same number of decisions for all engines. That number grows, so that
+    there are at most `most_rows` rows in total, or four an engine if that is more."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         if most_rows < 1:
@@ -102,7 +102,7 @@ class OccupancyRecorder:
         seen.look(engine, now)
 
     def series(self, engine: int, end: int) -> EngineSeries:
-        """What was seen of the engine of this index, as of tick `end`, which is no earlier than the last look."""
+        """The series of the engine of this index, as of tick `end`, which is no earlier than its last decision."""
         seen = self._engines.get(engine)
         if seen is None:
             nothing = np.zeros(0)
@@ -129,7 +129,7 @@ class OccupancyRecorder:
             seen.more_pauses += 1
 
     def _coarsen(self) -> None:
-        """Two rows become one, from now on as well."""
+        """Merge rows in pairs, and double the decisions per row from now on."""
         for seen in self._engines.values():
             rows = seen.rows
             if len(rows) % 2 == 0:
@@ -141,8 +141,8 @@ class OccupancyRecorder:
 
 @dataclass(slots=True)
 class _Seen:
-    """One engine: rows of [start, running, waiting, held, largest held], where the three in the middle are times ticks
-    (held: twice that), and what it was when last looked at."""
+    """Records of one engine: rows of [start, running, waiting, held, largest held], and its state at its last decision.
+    The three values in the middle are multiplied by ticks (held: by twice the ticks)."""
 
     tick: int
     rows: list[list[int]] = field(default_factory=list)
@@ -164,15 +164,15 @@ class _Seen:
         self.steps = engine.steps
 
     def last(self, engine: SimEngine, now: int) -> None:
-        """What was seen lasted until `now`; where several iterations were decided at once, their blocks came one by
-        one, and the engine knows for how long they were held."""
+        """Add the last state, which lasted until `now`, to the latest row. If several iterations were decided at once,
+        their blocks came one by one, and the engine has counted for how long they were held."""
         span = now - self.tick
         held_ticks = engine.held_ticks - self.held_ticks if self.steps else 2 * self.held * span
         row = self.rows[-1]
         row[1] += self.running * span
         row[2] += self.waiting * span
         row[3] += held_ticks
-        # Blocks that came faster at first than at last would be taken to be more than there are.
+        # If blocks came faster at first than at last, the estimate would exceed the blocks there are.
         row[4] = max(row[4], self.held, min(held_ticks // span - self.held, engine.config.kv_blocks))
         self.filled += 1
 

@@ -1,4 +1,4 @@
-"""Means over stretches of time of what begins and ends."""
+"""Means over stretches of time of the number, or the weight, of intervals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ Means = NDArray[np.float64]
 
 
 def mean_present(begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None) -> Means:
-    """Of intervals, how many there are at a time, in the mean between neighbouring `edges`, which rise; or what they
-    weigh."""
+    """Mean number of intervals present at a time, or their mean weight, between neighbouring `edges`, which rise."""
     passed = _since(begins, edges, weights) - _since(ends, edges, weights)
     # Sums of many ticks as floats may miss zero by a trifle.
     return np.maximum(np.diff(passed) / np.diff(edges), 0.0)
@@ -20,7 +19,7 @@ def mean_present(begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.f
 def mean_present_by(
     owners: Ticks, count: int, begins: Ticks, ends: Ticks, edges: Ticks, weights: NDArray[np.float64] | None = None
 ) -> Means:
-    """The same for each of `count` owners, [owner, stretch]: `owners` says whose each interval is, -1 nobody's."""
+    """Like `mean_present` for each of `count` owners, [owner, stretch]. `owners` has the owner of each; -1: none."""
     ordered = np.argsort(owners, kind="stable")
     firsts = np.searchsorted(owners[ordered], np.arange(count + 1))
     made = np.zeros((count, len(edges) - 1))

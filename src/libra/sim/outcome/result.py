@@ -1,7 +1,7 @@
-"""What came out of one simulation: a column for each fact about its requests, and each engine's counts.
+"""The result of one simulation: columns of its requests' facts, and each engine's counts.
 
-Invariant: a value that holds on to nothing of the cluster it was made from. Equal simulations give equal results. Rows
-of requests are in the order in which they came; what never happened, or is not known, is -1.
+Invariant: a result keeps no reference to the cluster it was made from. Equal simulations give equal results. Rows of
+requests are in the order of arrival; a value that never happened, or is unknown, is -1.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestColumns:
-    """Read-only arrays of one entry a request. Times are ticks, lengths are tokens."""
+    """Read-only arrays with one entry a request. Times are ticks, lengths are tokens."""
 
     number: Column
     arrival: Column
     scheduled: Column  # start of its first iteration
     prefill_end: Column
     first_token: Column
-    finish: Column  # also of what was cancelled or refused
+    finish: Column  # also of cancelled and refused requests
     prompt: Column
-    output: Column  # asked for; less where the model length cuts it
-    generated: Column  # as far as it came
+    output: Column  # to generate; fewer than requested if the model length cuts them
+    generated: Column  # so far, if it did not finish
     cached: Column  # of the prompt, found in the prefix cache when it was first admitted
     preemptions: Column
     engine: Column  # index
@@ -55,13 +55,13 @@ class RequestColumns:
         return len(self.number)
 
     def ended(self, status: Status) -> NDArray[np.bool_]:
-        """Which requests ended so."""
+        """Mask of the requests that ended with `status`."""
         return np.equal(self.status, ENDS.index(status))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """One engine. What a time limit cut short counts up to there, save a lone iteration."""
+    """Counts of one engine. Iterations that a time limit cut short count up to there, except a single one."""
 
     name: str
     bucket: int
@@ -81,12 +81,12 @@ class GroupResult:
 
     name: str
     ranks: int
-    bounded_ticks: Mapping[str, int]  # of iterations that ended, by what bounded them; empty where that is no question
+    bounded_ticks: Mapping[str, int]  # of iterations that ended, by bottleneck; empty if the cost does not name it
 
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """One tier, of all engines that have one of this name."""
+    """Counts of one tier, over all engines that have one of this name."""
 
     name: str
     engines: int
@@ -101,12 +101,12 @@ class SimulationResult:
     workload: Mapping[str, Any]  # its description, as JSON values
     requests: RequestColumns
     engines: tuple[EngineResult, ...]
-    series: tuple[EngineSeries, ...]  # one an engine, or none where nobody watched
+    series: tuple[EngineSeries, ...]  # one an engine, or none without a recorder
     partial: bool  # the time limit came before the end
-    end: int  # tick of the last thing that happened, or the time limit
+    end: int  # tick of the last event, or the time limit
     groups: tuple[GroupResult, ...] = ()
-    transfers: Transfers | None = None  # of KV, where engines have roles
-    tiers: tuple[TierResult, ...] = ()  # of KV, where engines have any
+    transfers: Transfers | None = None  # of KV, if engines have roles
+    tiers: tuple[TierResult, ...] = ()  # of KV, if engines have any
 
     @property
     def start(self) -> int:
@@ -123,8 +123,8 @@ class SimulationResult:
 
 
 def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> SimulationResult:
-    """The result of a cluster that has run. `watcher` is the one that it was given as `watch`: it adds the peaks and
-    the series over time. Raises ValueError for a cluster that has not run to its end."""
+    """The result of a cluster that has run. `watcher` is its `watch`, and adds the peaks and the series over time.
+    Raises ValueError for a cluster that has not run to its end."""
     return SimulationResult(
         workload=cluster.workload.describe(),
         requests=request_columns(cluster.requests),
@@ -171,8 +171,8 @@ def _tiers(cluster: SimCluster) -> tuple[TierResult, ...]:
 
 
 def request_columns(requests: Sequence[Request]) -> RequestColumns:
-    """The columns of requests that a cluster has run. Raises ValueError where one is still under way, and where a time
-    does not fit: an int64 holds 106 days of ticks."""
+    """The columns of requests that a cluster has run. Raises ValueError if one is still under way, or a time does not
+    fit: an int64 holds 106 days of ticks."""
     reasons: dict[str, int] = {}
     trajectories: dict[str, int] = {}
     codes = {status: code for code, status in enumerate(ENDS)}

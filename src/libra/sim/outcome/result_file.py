@@ -1,7 +1,7 @@
-"""A simulation as files: its numbers as versioned JSON, and what became of each request, a line of JSON each.
+"""A simulation as files: its numbers as versioned JSON, and the outcome of each request as a line of JSON.
 
-Invariant: every metric in the document is defined in it. There is a line for every
-request that was submitted, in the order in which they came; times are seconds, and what never happened is null.
+Invariant: every metric in the document is defined in it. There is a line for every request that was submitted, in the
+order of arrival; times are seconds, and a value that never happened is null.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FORMAT = 1
 
 
 def document(result: SimulationResult) -> dict[str, Any]:
-    """What was asked and what came of it as JSON values, without the single requests. Engines tell their configuration
-    by its place in `configs`: most have the same."""
+    """The workload and the result as JSON values, without the single requests. An engine's `config` is its place in
+    `configs`: most engines have the same."""
     configs: dict[EngineConfig, int] = {}
     places = [configs.setdefault(engine.config, len(configs)) for engine in result.engines]
     transfers = transfer_metrics(result)
@@ -51,7 +51,7 @@ def document(result: SimulationResult) -> dict[str, Any]:
 
 
 def _groups(result: SimulationResult) -> dict[str, Any]:
-    """Groups of ranks, and the share of the time of their iterations that was bounded by each of what may."""
+    """Groups of ranks, and the share of their iterations' time by bottleneck."""
     told = [
         {"name": group.name, "ranks": group.ranks, "bounded_share": bounded_shares(group)} for group in result.groups
     ]
@@ -81,7 +81,7 @@ _ROWS = 10_000  # in memory at a time
 
 
 def write_outcomes(result: SimulationResult, path: Path | str) -> None:
-    """Write the lines; `FIELDS` says what is in them."""
+    """Write a line for each request, with the fields of `FIELDS`."""
     names = [engine.name for engine in result.engines]
     with open(path, "w", encoding="utf-8") as file:
         for first in range(0, len(result.requests), _ROWS):

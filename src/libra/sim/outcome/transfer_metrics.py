@@ -1,4 +1,4 @@
-"""The numbers of handing over KV: what a first token waits for, and what came of the transfers."""
+"""The numbers of KV transfers: the parts of the time to a first token, and the transfers' outcome."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ PUSHED_TTFT = ("waiting for decode", "waiting for prefill", "prefill", "KV trans
 
 @dataclass(frozen=True, slots=True)
 class TransferMetrics:
-    """`ttft` and what follows are of finished requests that were handed over; None, or no entry, where none is."""
+    """Metrics of KV transfers. `ttft` and the following are of finished requests that were handed over; None, or no
+    entry, if there are none."""
 
     begun: int
-    broken: int  # off: nothing came
-    bytes: int  # that came
+    broken: int  # aborted: nothing came
+    bytes: int  # of transfers that came
     kept_share: (
         float  # of prefill engines' blocks, mean over the makespan: of computed prompts, until they are transferred
     )
     ttft: dict[str, Spread]  # by `PULLED_TTFT` or `PUSHED_TTFT`, which add up to it
-    transfer_alone: Spread | None  # what a transfer takes with its links to itself
+    transfer_alone: Spread | None  # duration of a transfer with its links to itself
 
     @property
     def decode_wait(self) -> Spread:
-        """For a seat and blocks on the engine that goes on. There is a TTFT."""
+        """Wait for a place in the batch and blocks on the decode engine. `ttft` must not be empty."""
         return self.ttft["waiting for decode" if self.pushed else "waiting to pull"]
 
     @property
     def prefill_wait(self) -> Spread:
-        """For the engine that computes the prompt. There is a TTFT."""
+        """Wait for the prefill engine. `ttft` must not be empty."""
         return self.ttft["waiting for prefill" if self.pushed else "queueing"]
 
     @property
     def pushed(self) -> bool:
-        """Whether KV was. There is a TTFT."""
+        """Whether KV was pushed. `ttft` must not be empty."""
         return "waiting for decode" in self.ttft
 
 
 def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
-    """None where engines have no roles."""
+    """The metrics of a result's KV transfers; None: engines have no roles."""
     transfers = result.transfers
     if transfers is None:
         return None
@@ -67,16 +68,16 @@ def transfer_metrics(result: SimulationResult) -> TransferMetrics | None:
 
 
 def finished_transfers(requests: RequestColumns, transfers: Transfers) -> Ticks:
-    """Rows of transfers: of each finished request whose KV came the last one."""
+    """Rows of transfers: the last one of each finished request whose KV came."""
     last = np.full(len(requests), -1)
     came = np.flatnonzero(transfers.came >= 0)
-    last[transfers.row[came]] = came  # of several the last stays
+    last[transfers.row[came]] = came  # of several the last remains
     handed = last[requests.ended("finished")]
     return handed[handed >= 0]
 
 
 def ttft_parts(requests: RequestColumns, transfers: Transfers, handed: Ticks) -> dict[str, NDArray[np.int64]]:
-    """Ticks, for each of these rows of transfers."""
+    """Ticks of each part of the TTFT, for each of these rows of transfers."""
     its, pushed = transfers.row[handed], transfers.network.push
     moments = [
         requests.arrival[its],
@@ -92,7 +93,7 @@ def ttft_parts(requests: RequestColumns, transfers: Transfers, handed: Ticks) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBlocks:
-    """KV blocks of engines, each from one tick to another. Of prompts that share blocks each counts all of its own."""
+    """KV blocks of engines, each from one tick to another. Shared blocks count once for each prompt."""
 
     engine: Ticks
     since: Ticks
@@ -100,13 +101,13 @@ class HeldBlocks:
     blocks: NDArray[np.float64]
 
     def over(self, edges: Ticks, engine: int) -> NDArray[np.float64]:
-        """How many an engine has, in the mean between neighbouring edges."""
+        """Mean number of blocks of an engine between neighbouring edges."""
         its = self.engine == engine
         return mean_present(self.since[its], self.until[its], edges, self.blocks[its])
 
 
 def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """On prefill engines, until it is transferred; as of tick `end`."""
+    """Blocks that prefill engines keep until their KV is transferred; as of tick `end`."""
     its = np.flatnonzero(transfers.computed >= 0)
     released = transfers.released[its]
     until = np.where(released < 0, end, released)
@@ -114,7 +115,7 @@ def kept_blocks(transfers: Transfers, end: int) -> HeldBlocks:
 
 
 def reserved_blocks(transfers: Transfers, end: int) -> HeldBlocks:
-    """On decode engines, for KV to come."""
+    """Blocks that decode engines reserve for KV to come; as of tick `end`."""
     pushed = transfers.network.push
     its = np.flatnonzero((transfers.reserved if pushed else transfers.begun) >= 0)
     over = transfers.released if pushed else np.where(transfers.came < 0, transfers.sent, transfers.came)

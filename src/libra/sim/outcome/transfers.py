@@ -1,6 +1,7 @@
-"""KV that prefill engines handed over: a row for each prompt, and how full the links were.
+"""KV that prefill engines handed over: a row for each prompt, and the use of the links.
 
-Invariant: the links' use is that of the simulation, by the same rules from the same begins; so is when each pull ends.
+Invariant: the use of links, and the end of each transfer, are those of the simulation: the same rules are applied to
+the same begins.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from libra.sim.outcome.over_time import Means, Ticks, mean_present_by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Read-only arrays of one entry a prompt, in the order in which its KV was asked for. Times are ticks; what never
-    happened is -1."""
+    """Read-only arrays with one entry a prompt, in the order of `PrefillDecode.handed_over`. Times are ticks; a value
+    that never happened is -1."""
 
     row: Ticks  # of the request, in `RequestColumns`
-    source: Ticks  # engine that computes the prompt
-    target: Ticks  # and that went on with it
+    source: Ticks  # engine that computed the prompt
+    target: Ticks  # engine that decoded
     blocks: Ticks  # that the source kept
     computed: Ticks
     reserved: Ticks  # blocks for it, on the target
     size: Ticks  # bytes to transfer
     begun: Ticks  # the transfer
-    sent: Ticks  # the last byte; or it was broken off
+    sent: Ticks  # the last byte; or it was aborted
     came: Ticks
     released: Ticks  # by the source
     network: KVNetwork
@@ -57,7 +58,7 @@ class LinkUse:
 
 
 def transfers_of(cluster: SimCluster) -> Transfers | None:
-    """Of a cluster that has run; None where engines have no roles."""
+    """The transfers of a cluster that has run; None: engines have no roles."""
     pairs = cluster.pairs
     if pairs is None:
         return None
@@ -79,8 +80,8 @@ def transfers_of(cluster: SimCluster) -> Transfers | None:
 
 
 def link_use(transfers: Transfers, edges: Ticks) -> tuple[LinkUse, LinkUse]:
-    """What is sent by the engines, and what they receive, between neighbouring `edges`, which rise. What is under way
-    at the last edge is cut there."""
+    """(sending, receiving) use of the engines' links between neighbouring `edges`, which rise. Transfers under way at
+    the last edge are cut there."""
     stretches, engines = _stretches(transfers, int(edges[-1])), len(transfers.devices)
     begun = transfers.begun >= 0
     begins, ends = transfers.begun[begun], np.where(transfers.sent < 0, edges[-1], transfers.sent)[begun]
@@ -98,8 +99,8 @@ def link_use(transfers: Transfers, edges: Ticks) -> tuple[LinkUse, LinkUse]:
 
 
 def _stretches(transfers: Transfers, end: int) -> Ticks:
-    """(source, target, from tick, to tick, parts of bytes a tick) of each stretch in which a pull had one rate: the
-    pulls are sent again."""
+    """(source, target, from tick, to tick, parts of bytes a tick) of each stretch in which a transfer had one rate. All
+    transfers are replayed."""
     found: list[tuple[int, int, int, int, int]] = []
     source, target = transfers.source.tolist(), transfers.target.tolist()
 
@@ -126,9 +127,9 @@ def _stretches(transfers: Transfers, end: int) -> Ticks:
         if begins_now:
             size = int(transfers.size[row])
             network.begin(row, of(source[row], True), of(target[row], False), size, tick)
-        elif row in network:  # it was broken off
+        elif row in network:  # it was aborted
             network.drop(row, tick)
-    for row in range(len(transfers)):  # what the end cuts
+    for row in range(len(transfers)):  # transfers that the end cuts
         if row in network:
             network.drop(row, end)
     return np.array(found, np.int64).reshape(-1, 5)

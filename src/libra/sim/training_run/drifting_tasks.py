@@ -26,15 +26,15 @@ Indices = NDArray[np.int64]
 
 
 class _Prompts(NamedTuple):
-    """Of the whole data set, as [prompt] arrays."""
+    """Properties of the prompts of the data set, as [prompt] arrays."""
 
     task: Indices
-    difficulty: Numbers  # the part of an attempt's that its prompt has, on the scale where attempts have variance 1
+    difficulty: Numbers  # the prompt's part of an attempt's difficulty, where attempts have variance 1
     tokens: Indices
 
 
 class _Lengths(NamedTuple):
-    """Of the length classes, as [class] arrays."""
+    """Parameters of the length classes, as [class] arrays."""
 
     log_median: Numbers
     sigma: Numbers
@@ -43,15 +43,15 @@ class _Lengths(NamedTuple):
 
 
 class _Tools(NamedTuple):
-    """Of the tool outcomes in the order of what they are typical of. A level is all that are typical of the same.
+    """Parameters of the tool outcomes, in the order of `typical_until`. A level has all outcomes with the same.
 
-    Choices compare a standard normal with cuts, its quantiles, as one kind of draw serves for all.
+    Choices compare a standard normal with cuts, its quantiles, so that one kind of draw serves for all.
     """
 
     outcomes: tuple[ToolOutcome, ...]
     bounds: Numbers  # [level - 1] tokens up to which each level but the last is typical
     level_cuts: Numbers  # [level - 1] of a level by its share
-    first: Indices  # [level] its first outcome
+    first: Indices  # [level] index of its first outcome
     outcome_cuts: Numbers  # [level, most outcomes of one - 1] of an outcome by its share of its level; +inf: no more
     tells_cut: float  # below it, a return is typical
     returned: Numbers  # [outcome, 2] log median and sigma
@@ -60,13 +60,13 @@ class _Tools(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DriftingTasks:
-    """`Episodes` of one shape: the drift takes `steps` versions, and from then on lengths stay as they are.
+    """`Episodes` of one shape: the drift takes `steps` versions; after that, lengths stay as they are.
 
     An attempt at prompt p has the difficulty sqrt(`task_share`) T + sqrt(`prompt_share`) P + sqrt(rest) E, with T of
     p's task and P of p itself, each of mean 0 and variance 1. Its length class is the one that its rank by difficulty
     falls into, by the classes' shares at this version. The tokens that it generates are split over its turns. After
     each turn but the last a tool returns, and with probability `tool_signal` its outcome is one that is typical of the
-    tokens that then remain to be generated. What would outgrow `max_context` ends there.
+    tokens that then remain to be generated. A trajectory that would outgrow `max_context` ends there.
 
     The number of a group gives its draws and its version scales them: equal numbers are attempts at the same prompt.
     """
@@ -83,7 +83,7 @@ class DriftingTasks:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; the drift takes 1 version or more")
-        # Derived once, as `group` is asked thousands of times.
+        # Derived once, as `group` is called thousands of times.
         object.__setattr__(self, "_prompts", _make_prompts(self.shape, self.seed))
         object.__setattr__(self, "_lengths", _make_lengths(self.shape))
         object.__setattr__(self, "_tools", _make_tools(self.shape))
@@ -118,7 +118,7 @@ class DriftingTasks:
         task, prompt_tokens = self.shape.tasks[self._prompts.task[prompt]], int(self._prompts.tokens[prompt])
         whole = np.maximum(np.rint(tokens), 1).astype(np.int64)
         counts = np.maximum(np.rint(payload), 1).astype(np.int64)
-        # Where the last turn returned something, this is too much, and does no harm: `truncate` keeps what fits.
+        # This also counts a return of the last turn, which has none; that does no harm: `truncate` keeps what fits.
         total = prompt_tokens + ((whole + counts) * taken).sum(axis=0)
         columns = (column.T.tolist() for column in (whole, outcome, counts, duration))
         made = (
@@ -140,14 +140,14 @@ class DriftingTasks:
         )
 
     def _sizes(self, prompt: int, drifted: float, generator: np.random.Generator) -> tuple[Numbers, Indices]:
-        """Tokens that each sample generates, and in how many turns."""
+        """(generated tokens, turns) of each sample."""
         shape, lengths = self.shape, self._lengths
         own, length, many = generator.standard_normal((3, self.samples_per_prompt))
         unexplained = math.sqrt(max(1 - shape.task_share - shape.prompt_share, 0.0))
         difficulty = self._prompts.difficulty[prompt] + unexplained * own
         its = np.searchsorted(_cuts(shape.class_shares(drifted)), difficulty)
         log_generated = lengths.log_median[its] + lengths.sigma[its] * length + math.log(shape.growth) * drifted
-        # More than the context can hold is as much as it can hold: the exponent must not outgrow a float.
+        # Tokens are limited to what the context can hold, so that the exponent does not overflow a float.
         generated = np.exp(np.minimum(log_generated, math.log(shape.max_context)))
         turns = np.rint(np.exp(lengths.turns_log_median[its] + lengths.turns_sigma[its] * many))
         most = np.minimum(shape.max_turns, np.maximum(np.rint(generated), 1))  # a turn generates a token or more
@@ -162,7 +162,7 @@ def _turns(
     returned: list[int],
     seconds: list[float],
 ) -> tuple[Turn, ...]:
-    """The first `count` of these, of which the last one calls no tool."""
+    """The first `count` of these turns; the last one calls no tool."""
     calls = [
         Turn(tokens, its.tool, its.status, payload, duration)
         for tokens, its, payload, duration in zip(
@@ -174,7 +174,7 @@ def _turns(
 
 def _make_prompts(shape: TaskShape, seed: int) -> _Prompts:
     generator = generator_of(seed, _PROMPTS)
-    # Normal quantiles in random order: a data set of few prompts has the mean and spread that one of many has.
+    # Normal quantiles in random order: a data set of few prompts has the same mean and spread as one of many.
     task = generator.permutation(np.arange(shape.prompts) % len(shape.tasks))
     of_task = generator.permutation(_standard(len(shape.tasks)))
     own = generator.permutation(_standard(shape.prompts))
@@ -191,7 +191,7 @@ def _make_prompts(shape: TaskShape, seed: int) -> _Prompts:
 
 
 def _standard(count: int) -> Numbers:
-    """As many quantiles of a normal distribution, scaled to mean 0 and variance 1; a single one is 0."""
+    """`count` quantiles of a normal distribution, scaled to mean 0 and variance 1; a single one is 0."""
     quantiles = np.array([_quantile((rank + 0.5) / count) for rank in range(count)])
     return quantiles / quantiles.std() if count > 1 else quantiles
 
@@ -228,7 +228,7 @@ def _make_tools(shape: TaskShape) -> _Tools:
 
 
 def _outcomes(tools: _Tools, remaining: Numbers, tells: Numbers, level: Numbers, pick: Numbers) -> Indices:
-    """Index of the outcome of each return, by three standard normals of each."""
+    """Index of each return's outcome, chosen by three standard normals."""
     typical = np.searchsorted(tools.bounds, remaining)
     by_share = np.searchsorted(tools.level_cuts, level)
     chosen = np.where(tells < tools.tells_cut, typical, by_share)
@@ -241,7 +241,7 @@ def _lognormal(parameters: Numbers, outcome: Indices, draws: Numbers, limit: flo
 
 
 def _cuts(shares: tuple[float, ...] | list[float]) -> list[float]:
-    """Where a standard normal is cut into pieces of these probabilities: one cut less than there are shares."""
+    """Quantiles that divide a standard normal into pieces of these probabilities: one fewer than there are shares."""
     return [_quantile(float(below)) for below in np.cumsum(shares)[:-1]]
 
 

@@ -1,9 +1,9 @@
-"""What the policy under training generates at every stage of it, in which order prompts come up, and groups drawn from
-a log of real trajectories.
+"""Trajectories that the policy under training generates at each version, the order of their prompts, and groups drawn
+from a log of real trajectories.
 
-Invariant: a group is the same for every system that is simulated: who generates it, when and where changes neither its
-tokens nor its tools, but the version it starts under may, as that is what drift means. Every prompt comes up once in
-each pass over the data set, in an order that depends on nothing but the seed and the pass.
+Invariant: a group is the same for every simulated system: the engine and the time of its generation change neither its
+tokens nor its tools. The version under which it starts may change them: that is drift. Every prompt comes up once in
+each pass over the data set, in an order that depends only on the seed and the pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Episodes(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Tokens that no trajectory outgrows."""
+        """Most tokens of a trajectory's context."""
         ...
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
@@ -48,12 +48,12 @@ _ORDER, _SAMPLES = 0x6F72646572, 0x73616D706C6573  # streams of one seed
 
 
 def generator_of(seed: int, *stream: int) -> np.random.Generator:
-    """A generator apart from those of other streams of the seed, and the same wherever it is made."""
+    """A generator that is independent of other streams of the seed, and the same wherever it is made."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, *stream))))
 
 
 def prompt_at(number: int, prompts: int, seed: int) -> int:
-    """Index of the prompt of the `number`-th group, from 0, where each pass over `prompts` of them is shuffled."""
+    """Index of the prompt of the `number`-th group, from 0. Each pass over the `prompts` prompts is shuffled."""
     if number < 0:
         raise ValueError(f"number is {number}; groups are counted from 0")
     epoch, position = divmod(number, prompts)
@@ -65,23 +65,23 @@ def _order(epoch: int, prompts: int, seed: int) -> NDArray[np.int64]:
     return generator_of(seed, _ORDER, epoch).permutation(prompts)
 
 
-_Candidates = tuple[str, tuple[Trajectory, ...]]  # a prompt, and what its samples are drawn from
+_Candidates = tuple[str, tuple[Trajectory, ...]]  # a prompt, and the trajectories from which its samples are drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
     """`Episodes` by bootstrap: a group is a prompt of the log, and its samples are drawn with replacement.
 
-    They are drawn from the prompt's own finished trajectories. Where the log has only one of a prompt, they are drawn
+    They are drawn from the prompt's own finished trajectories. If the log has only one of a prompt, they are drawn
     from it and the `neighbours` - 1 finished trajectories of its task whose final contexts are nearest in logarithm: it
     is assumed that attempts at one prompt are as different as attempts of similar length. A borrowed sample keeps the
-    prompt tokens of its own prompt, so that what a prompt's length says of a trajectory's is as in the log.
+    prompt tokens of its own prompt, so that prompt and trajectory lengths are related as in the log.
 
-    Turns, tool returns, token counts and recorded seconds are as they were, cut at the context at most; what was not
-    recorded stays so.
+    Turns, tool returns, token counts and recorded seconds are as they were, cut only at `max_context`; unrecorded
+    values stay so.
 
     A log shows one policy, so groups are alike at every version. Unfinished trajectories are left out. Raises
-    ValueError where none is finished.
+    ValueError if none is finished.
     """
 
     log: tuple[Trajectory, ...] = field(repr=False)
@@ -130,7 +130,7 @@ class Resampled:
 
 
 def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candidates, ...]:
-    """One entry for each prompt, in the order in which the log first names them; of a prompt the shortest first."""
+    """One entry for each prompt, in the order in which the log first names them; its trajectories, shortest first."""
     by_prompt: defaultdict[str, list[Trajectory]] = defaultdict(list)
     by_task: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in finished:
@@ -149,7 +149,7 @@ def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candi
 def _nearest(one: Trajectory, of_task: Sequence[Trajectory], count: int) -> list[Trajectory]:
     """`one` and the `count` - 1 others nearest to it; ties by their place in `of_task`, as seen from its own.
 
-    Of a log that is cut, many are of the longest context: by ids alone, all would borrow from the same few.
+    In a truncated log, many have the longest context: with ties by id, all would borrow from the same few.
     """
     places = {trajectory.prompt_id: place for place, trajectory in enumerate(of_task)}
     own, size = places[one.prompt_id], len(of_task)

@@ -1,7 +1,7 @@
-"""The lent engines of a simulated run: who lends now, who has been recalled, and which weights they have.
+"""The lent engines of a simulated run: the current loans, the recalls, and the weights of the engines.
 
-Invariant: an engine takes turns only with weights that are not older than those that the turn's group began with. No
-version waits for lent engines. A recall loses no token: turns go on elsewhere at the same tick.
+Invariant: an engine takes turns only with weights that are no older than those that the turn's group began with. No
+version waits for lent engines. A recall loses no token: turns continue elsewhere at the same tick.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ class _Lender:
     recalled: str = ""  # why
 
     def tell_recall(self, now: int) -> None:
-        """It is over."""
+        """Note in the device's history that a recall is over."""
         if self.device.watch is not None and self.recalled_at is not None:
             self.device.watch.recalled(self.recalled_at, now, self.recalled)
 
 
 class Lending:
-    """Adds lent engines to a cluster, closes and adds them as serving recalls and returns, and brings them weights."""
+    """Adds lent engines to a cluster, closes and adds them as devices are recalled and lent, and sends them weights."""
 
     def __init__(self, tenancy: Tenancy, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
         """`load` is the pause in which an engine takes new weights."""
         self._tenancy, self._cluster, self._load, self._exact = tenancy, cluster, load, exact
         self._wanted: dict[str, EngineSpec] = {}
-        self._named: set[str] = set()  # whatever was wanted once
+        self._named: set[str] = set()  # all names that were ever wanted
         self._lenders: dict[str, _Lender] = {}  # of the devices that serve
-        self._version = self._newest = 0  # of the weights that lent engines have, and that there are
+        self._version = self._newest = 0  # of the weights that lent engines have, and of the newest weights
         self._sending = False
-        self._starved: list[str] = []  # devices without memory to lend, which there is not before the next version
+        self._starved: list[str] = []  # devices without memory to lend until the next version
 
     def outcome(self, now: int) -> tuple[LenderOutcome, ...]:
-        """Of each lender, once the run is over at tick `now`."""
+        """The outcome of each lender, once the run is over at tick `now`."""
         return tuple(_outcome(name, it, now) for name, it in self._lenders.items())
 
     # Engines
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all engines that were ever lent."""
+        """Names of all engines that were ever lent."""
         return frozenset(self._named)
 
     def want(self, specs: Iterable[EngineSpec], now: int) -> None:
-        """These are borrowed from now on, and no others."""
+        """Borrow these engines from now on, and no others."""
         before, self._wanted = self._wanted, {spec.name: spec for spec in specs}
         self._named |= self._wanted.keys()
         here = self._here()
@@ -112,7 +112,7 @@ class Lending:
         if kv is not None and not kv.useful and it.device.recalled is None:
             self._starved.append(name)
             return
-        # Nobody else has a say in what serving does until it lends again, so all of that can be made at once.
+        # Until the device is lent again, serving depends on nothing else: all its steps until then are made at once.
         self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
 
     def _return(self, name: str, now: int) -> None:
@@ -130,7 +130,7 @@ class Lending:
     # Weights
 
     def made(self, version: int, now: int) -> None:
-        """A version is made, and sent as soon as the one before it is there; what came in between is skipped."""
+        """Note that a version is made. It is sent once the one before it has arrived; others in between are skipped."""
         self._newest = version
         for it in self._lenders.values():
             if it.device.tenant.kv is not None:
@@ -160,13 +160,13 @@ class Lending:
             self._send(now)
 
     def _see(self) -> None:
-        """Say which engines are behind."""
+        """Tell the placer which engines are behind."""
         late = self._version < self._newest
         self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
 def _device(serving: ServingDevice, spec: EngineSpec, exact: bool, watched: bool) -> LenderDevice:
-    """`spec` is of the engine that borrows it."""
+    """The device of a lender. `spec` is of the engine that borrows it."""
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, serving.arrivals(), pace=pace, prompt=case.prompt)
@@ -201,7 +201,7 @@ def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
 
 
 def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
-    """Of the first so many requests, those that miss their SLO where nothing is lent."""
+    """Those of the first `came` requests that miss their SLO if nothing is lent."""
     case = serving.case
     cluster = SimCluster([case.spec], Requests(lambda: islice(serving.arrivals(), came), {}))
     cluster.run()
@@ -209,7 +209,7 @@ def _missed_alone(serving: ServingDevice, came: int) -> frozenset[int]:
 
 
 def _history(name: str, it: _Lender, served: Sequence[Request], blamed: frozenset[int], now: int) -> LoanHistory | None:
-    """None of one that nobody watched."""
+    """The history of a lender; None: it was not watched."""
     it.tell_recall(now)
     watch, case = it.device.watch, it.serving.case
     if watch is None:

@@ -2,11 +2,11 @@
 
 Invariant: admission is the executor's own (`libra.route.admission`), so no token is staler than the recipe
 allows and nothing is discarded; trajectories, engines, router and planner are those of `libra.sim` and
-`libra.plan`. All that is added here is who waits for whom.
+`libra.plan`. This module only adds which of them waits for which.
 
     started -> turns and tools -> finished -> group complete -> batch -> trained -> published -> the next may start
 
-Synchronous training is the case of staleness 0; colocated training has engines and trainers take turns on all devices.
+Synchronous training is the case of staleness 0. In colocated training, engines and trainers alternate on all devices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exa
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
     Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
-    visits every iteration of the engines: the same outcome, slower. Raises ValueError where recipe and episodes do not
+    visits every iteration of the engines: the same outcome, slower. Raises ValueError if recipe and episodes do not
     fit together, or a trajectory does not fit any engine.
     """
     run = PosttrainingRun(system, episodes, steps, exact=exact)
@@ -70,7 +70,7 @@ def _require_fit(system: System, episodes: Episodes, steps: int) -> None:
 
 
 class PosttrainingRun:
-    """One simulation of one system: a workload that the cluster asks, and that makes things happen to it."""
+    """One simulation of one system: the workload of a cluster, which also changes the cluster while it runs."""
 
     def __init__(self, system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> None:
         _require_fit(system, episodes, steps)
@@ -93,7 +93,7 @@ class PosttrainingRun:
         self._decided_at = (0, 0)  # version and tick of the latest decision
         self._expected = system.plan.predicted.step  # seconds of a step
         self._published_at = 0
-        self._publications: list[float] = []  # seconds at which versions were, from the first
+        self._publications: list[float] = []  # seconds at which versions were published, from the first
         self._pause_after: int | None = None  # version at whose publication the simulation pauses
         self._occupancy = Occupancy()
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
@@ -129,8 +129,8 @@ class PosttrainingRun:
         self._cluster.at(0, self._fill)
 
     def published(self, version: int) -> tuple[float, ...]:
-        """Seconds at which versions 1 to `version` were published; nothing beyond that is simulated, and a later call
-        goes on from there. `version` is at most the run's number of steps."""
+        """Seconds at which versions 1 to `version` were published. Nothing beyond that is simulated; a later call
+        continues from there. `version` is at most the run's number of steps."""
         if len(self._publications) < version:
             self._pause_after = version
             self._cluster.run()
@@ -143,7 +143,7 @@ class PosttrainingRun:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
 
     def outcome(self) -> SimulatedRun:
-        """The run as far as it is simulated: up to the latest version that was published."""
+        """The outcome so far: up to the latest version that was published."""
         cluster, lending = self._cluster, self._lending
         lent = frozenset[str]() if lending is None else lending.names
         return SimulatedRun(
@@ -167,7 +167,7 @@ class PosttrainingRun:
             engines=tuple(self._occupancy.spans),
         )
 
-    # What the cluster asks
+    # The cluster's workload
 
     def start(self) -> Iterable[Request]:
         return ()
@@ -196,7 +196,7 @@ class PosttrainingRun:
         return request
 
     def _resume(self, request: Request, now: int) -> Request:
-        """A turn that was stopped on its engine."""
+        """The request that continues a turn which was stopped on its engine."""
         caller = request.owner
         assert isinstance(caller, EpisodeCaller)
         caller.generated_before += request.generated
@@ -206,7 +206,7 @@ class PosttrainingRun:
     # Rollout
 
     def _fill(self, now: int) -> None:
-        """Start what may start."""
+        """Start the groups that may start."""
         admission, recipe = self._admission, self._recipe
         training = self._trainer.option.after_rollout + self._trainer.option.publish
         due = seconds(now) + (1 + recipe.staleness) * self._expected - training
@@ -234,11 +234,11 @@ class PosttrainingRun:
         most = self._recipe.concurrency
         if most is not None and live > most:
             return False
-        # One group runs whatever it fills, or there would be none.
+        # One group always runs, even if it does not fit, or there would be none.
         return not self._system.start_by_cache or not self._live or live <= self._held()
 
     def _held(self) -> float:
-        """Trajectories whose contexts the caches of the engines hold, at the mean context in which a token is
+        """Trajectories whose contexts fit into the engines' caches, at the mean context in which a token is
         generated."""
         request = self._plan.request
         generated = sum(cls.share * cls.generated for cls in request.classes)
@@ -266,7 +266,7 @@ class PosttrainingRun:
     # Versions
 
     def _stepped(self, step: SimulatedStep, now: int) -> None:
-        """The optimiser has made a version; its weights go to the engines while the trainer goes on."""
+        """Send the version that the optimiser has made to the engines, while the trainer continues."""
         self._trained.append(step)
         # Versions arrive in their order, also when another layout sends them faster.
         there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)

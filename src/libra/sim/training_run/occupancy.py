@@ -22,7 +22,7 @@ class Occupancy:
         self._busy: dict[int, int] = {}  # ticks, by index of the engine
 
     def observe(self, instances: Iterable[EngineInstance], limits: Sequence[int], now: int) -> None:
-        """A version is published at tick `now`; `limits` are the largest final contexts of the buckets."""
+        """Add spans up to tick `now`, at which a version is published. `limits` are the buckets' largest contexts."""
         for instance in instances:
             engine = instance.engine
             worked = engine.busy_ticks - self._busy.get(engine.index, 0)

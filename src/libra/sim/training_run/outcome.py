@@ -1,4 +1,4 @@
-"""What became of a post-training run.
+"""Outcome of a post-training run.
 
 Invariant: tokens and trajectories are counted when they have been trained on, once; seconds are simulated ones.
 """
@@ -15,7 +15,7 @@ from libra.sim.tenant import Misses
 class SimulatedStep:
     """One optimiser step."""
 
-    version: int  # that it made
+    version: int  # the version that it made
     started: float  # seconds at which the trainer began with its batch, or with a part of it
     ended: float  # seconds at which the optimiser had made the version
     waited: float  # seconds that the trainer was idle, since the step before: for complete groups, or another layout
@@ -32,7 +32,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpan:
-    """One engine of one's own between two published versions. Seconds."""
+    """One of the run's own engines between two published versions. Seconds."""
 
     engine: str
     up_to: int  # tokens: largest final context of its bucket
@@ -43,7 +43,7 @@ class EngineSpan:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """One change of the plan while the run went on."""
+    """One change of the plan during the run."""
 
     version: int
     seconds: float  # at which it was decided
@@ -55,20 +55,20 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True)
 class LenderOutcome:
-    """What became of one lender in a run; requests are those that came before its end."""
+    """Outcome of one lender in a run; requests are those that came before its end."""
 
     name: str
     requests: int
     missed: Misses
-    attributable: frozenset[int]  # of those, whoever is in time where nothing is lent
-    lent: float  # seconds that rollout did
-    away: float  # seconds in which nothing was lent, for the load was too high
+    attributable: frozenset[int]  # missed requests that are in time if nothing is lent
+    lent: float  # seconds that rollout computed
+    away: float  # seconds in which nothing was lent, because of recalls
     recalls: int
-    put_out: int  # turns that had to go as serving needed memory
-    uncovered: frozenset[int]  # requests that were there while the load was outside its envelope
+    put_out: int  # turns that were stopped because serving needed memory
+    uncovered: frozenset[int]  # requests that were present while the load was outside its envelope
     ttft: float  # seconds, at the 99th percentile
-    tpot: float  # likewise
-    margin: float | None  # seconds by which the closest of all later tokens came before it was due; None: no token did
+    tpot: float  # seconds, at the 99th percentile
+    margin: float | None  # seconds by which the closest token after a first one came before it was due; None: no token
     history: LoanHistory | None = None  # of one that was watched
 
 
@@ -82,11 +82,11 @@ class SimulatedRun:
     seconds: float  # until the last step's weights were published
     engine_seconds: float  # device seconds in which engines were in service
     engine_busy: float  # of these, the ones in which they had work
-    placements: int  # of turns, and of what was left of those that were stopped
-    migrations: int  # of these, the ones that ran elsewhere than what came before
+    placements: int  # of turns, and of the rests of stopped turns
+    migrations: int  # placements on another engine than the one before
     migrated_tokens: int  # context of the migrations
     moved_tokens: int  # of these, the ones whose KV was moved; the others were computed again, or had been lost
-    interrupted: int  # turns that were stopped to go on elsewhere
+    interrupted: int  # turns that were stopped to continue elsewhere
     preemptions: int
     lenders: tuple[LenderOutcome, ...] = ()
     engines: tuple[EngineSpan, ...] = ()  # in service when a version was published, in order of time
@@ -111,8 +111,8 @@ class SimulatedRun:
         return self.seconds / len(self.steps)
 
     def settled_step_seconds(self, left_out: int) -> float:
-        """The same without the first `left_out` steps, which begin with idle engines; of a run that has no others, of
-        all."""
+        """`step_seconds` without the first `left_out` steps, which begin with idle engines; over all steps if there are
+        no others."""
         steps = self.steps[left_out:]
         if not steps or not left_out:
             return self.step_seconds
@@ -125,6 +125,6 @@ class SimulatedRun:
 
     @property
     def engine_share(self) -> float:
-        """Share of the device seconds of engines in service in which they have work; where trainers share their
-        devices, training is in these, too."""
+        """Share of the device seconds of engines in service in which they have work. If trainers share the devices,
+        these seconds include training."""
         return self.engine_busy / self.engine_seconds

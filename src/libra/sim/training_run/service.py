@@ -1,7 +1,7 @@
-"""The engines of a run while its plan changes: which stop, which go on, which are being started.
+"""The engines of a run while its plan changes: those that stop, those that continue, and those that start.
 
-Invariant: an engine's name says which GPUs it has, so one of the same name goes on as it is; nobody waits for another
-plan but who has to.
+Invariant: an engine's name determines its GPUs, so an engine whose name is in both plans continues. Only engines that
+stop, start or change their role are interrupted by a change of plan.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.system import System
 from libra.sim.training_run.tenancy import Tenancy
 
-_NEVER = -1  # tick: not before the engine has done what it has
+_NEVER = -1  # tick: not before the engine has drained
 
 
 class Service:
-    """Engines of a plan in a cluster that is made by `make` with the first ones. Those on devices that serve are
-    `Lending`'s, which is made with the cluster."""
+    """Engines of a plan, in a cluster that `make` makes with the first ones. Engines on devices that serve belong to
+    `Lending`, which `lend` makes with the cluster."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Service:
     ) -> None:
         self._system = system
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
-        self._draining: dict[str, int] = {}  # engines that do what they have before they change their role, and GPUs
+        self._draining: dict[str, int] = {}  # GPUs of engines that drain before they change their role
         self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, until which tick
         own, lent = self._specs(system.plan)
         self.cluster = make(own)
@@ -46,29 +46,29 @@ class Service:
 
     @property
     def devices(self) -> int:
-        """Of engines in service, but for lent ones."""
+        """GPUs of engines in service, without lent ones."""
         specs = self.cluster.specs
         return sum(specs[instance.engine.index].devices for instance in self.own) + sum(self._draining.values())
 
     @property
     def indices(self) -> frozenset[int]:
-        """Of engines in service, but for lent ones."""
+        """Indices of engines in service, without lent ones."""
         return frozenset(instance.engine.index for instance in self.own)
 
     @property
     def own(self) -> list[EngineInstance]:
-        """Engines in service, but for lent ones."""
+        """Engines in service, without lent ones."""
         lent = () if self.lending is None else self.lending.names
         return [it for it in self.cluster.instances if it.id not in lent]
 
     def device_ticks(self, now: int) -> int:
-        """In which engines were in service, until now."""
+        """Device ticks in which engines were in service, until `now`, without lent ones."""
         self._ticks += self.devices * (now - self._counted_until)
         self._counted_until = now
         return self._ticks
 
     def change(self, plan: Plan, now: int) -> tuple[int, int, int]:
-        """Go over to a plan. Returns how many engines stop, how many start, and the devices of all that it wants."""
+        """Change to a plan. Returns (engines that stop, engines that start, devices of all that it wants)."""
         cluster = self.cluster
         own, lent = self._specs(plan)
         wanted = {spec.name: spec for spec in own}
@@ -97,7 +97,7 @@ class Service:
             self.cluster.at(ready, partial(self._ready, spec.name))
 
     def _change_role(self, spec: EngineSpec, now: int) -> None:
-        """What the engine has is done first, or goes on elsewhere."""
+        """Restart an engine with another role. Its requests finish first, or continue elsewhere."""
         if not self._system.drain:
             self.cluster.close(spec.name)
             self._start(spec, now, self._system.role_change)
@@ -119,7 +119,7 @@ class Service:
             self.cluster.add(self._pending.pop(name)[0])
 
     def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
-        """Of the engines that are the run's own, and of those on devices that serve."""
+        """(specs of the run's own engines, specs of those on devices that serve)."""
         granted = self._system.tenancy is not None
         specs = planned_engines(plan, granted=granted)
         if self._system.serve_by_priority:

@@ -1,6 +1,6 @@
-"""What is compared: a plan to start with, who routes, and who may change the plan.
+"""Systems to compare: an initial plan, a routing policy, and a rule that may change the plan.
 
-Invariant: a system is told what it could know at that moment and nothing else; one that knows the future says so.
+Invariant: a system only gets what it could know at that moment; one that knows the future says so.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ PUBLISHED_SWITCH = SwitchCost(engine_start=10.8, trainer_join=8.0, weight_load=0
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a run knows when it may change its plan."""
+    """Knowledge of a run when it may change its plan."""
 
     version: int
-    finished: Sequence[Trajectory]  # since the last time it was asked
+    finished: Sequence[Trajectory]  # since the last decision
     running: Sequence[Trajectory]  # unfinished, as far as they have come
-    seconds_per_step: float  # mean as measured since the last time, role changes included
+    seconds_per_step: float  # mean as measured since the last decision, role changes included
 
 
 class Replan(Protocol):
-    """Decides every so often on the plan."""
+    """Decides on the plan every `period` steps."""
 
     @property
     def period(self) -> int:
@@ -42,13 +42,13 @@ class Replan(Protocol):
         ...
 
     def decide(self, moment: Moment) -> Plan | None:
-        """The plan to go over to; None: the present one stays."""
+        """The plan to change to; None: the present one stays."""
         ...
 
 
 @dataclass(slots=True)
 class Replanning:
-    """The library's replanner, asked and told what an executor would ask and tell it, and no more."""
+    """The library's replanner, with the same inputs as from an executor, and no more."""
 
     replanner: Replanner
     period: int  # steps
@@ -62,27 +62,27 @@ class Replanning:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to run post-training on a cluster. Its plan's request says which cluster, model and recipe."""
+    """One way to run post-training on a cluster. Its plan's request has the cluster, model and recipe."""
 
     name: str
     plan: Plan
     route: Callable[[], Policy]  # a new policy for each run
-    replan: Callable[[], Replan] | None = None  # likewise; None: the plan never changes
+    replan: Callable[[], Replan] | None = None  # a new one for each run; None: the plan never changes
     switch: SwitchCost = field(default=PUBLISHED_SWITCH)
     serve_by_priority: bool = False  # engines take waiting turns in the policy's order, not as they come
-    # No group starts that finds the engines' caches full of unfinished trajectories' contexts: they would forget what
-    # they need next, compute it again, and take longer, so that more is unfinished.
+    # No group starts while unfinished trajectories' contexts fill the engines' caches: engines would evict KV that they
+    # need next, compute it again, and take longer, so that more trajectories are unfinished.
     start_by_cache: bool = False
-    tenancy: Tenancy | None = None  # on devices that the plan borrows; None: lent engines have their share, always
-    # An engine that changes its role in a prefill/decode pair: seconds without it, and whether it first does what it
-    # has, or that goes on elsewhere at once and its KV is lost.
+    tenancy: Tenancy | None = None  # on devices that the plan borrows; None: lent engines always have their share
+    # An engine that changes its role in a prefill/decode pair: seconds without it, and whether it drains first. If not,
+    # its requests continue elsewhere at once and their KV is lost.
     role_change: float = ROLE_CHANGE
     drain: bool = True
-    move_kv: bool = True  # KV follows a trajectory to another engine where that is quicker than to compute it again
+    move_kv: bool = True  # KV follows a trajectory to another engine if that is quicker than computing it again
 
     @property
     def request(self) -> ClusterRequest:
-        """Raises ValueError where the plan is not of a cluster of GPUs."""
+        """The plan's request. Raises ValueError if the plan is not of a cluster of GPUs."""
         try:
             return self.plan.of_cluster
         except ValueError as error:

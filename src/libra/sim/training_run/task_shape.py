@@ -1,7 +1,7 @@
-"""What tasks of one kind are like: their prompts, how long attempts at them are, and what tools say on the way.
+"""Parameters of tasks of one kind: their prompts, the lengths of attempts at them, and the returns of their tools.
 
-Invariant: shares are probabilities, and every distribution has a finite median and spread; what a run adds, its seed
-and its number of steps, is not in it.
+Invariant: shares are probabilities, and every distribution has a finite median and spread. A run's seed and number of
+steps are not part of it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ToolOutcome:
     """One way in which a tool returns: exp(N(log `returned_median`, `returned_sigma`^2)) tokens after
     exp(N(log `seconds_median`, `seconds_sigma`^2)) seconds.
 
-    It is typical where at most `typical_until` tokens remain to be generated, and more than the next smaller such
-    limit of another outcome; the largest limit stands for all that is longer. Outcomes of equal limits are equally
-    telling. `share` is how often it comes, among all, where what comes tells nothing.
+    It is typical if at most `typical_until` tokens remain to be generated, and more than the next smaller such limit of
+    another outcome; the largest limit also covers all that is longer. Outcomes of equal limits are equally informative.
+    `share` is its probability among all outcomes when the return does not depend on what remains.
     """
 
     __pydantic_config__ = _STRICT
@@ -79,8 +79,8 @@ class TaskShape:
     """The parameters of `DriftingTasks`.
 
     A prompt is of one of `tasks`, as likely as any other. Its difficulty is its task's plus noise, and an attempt's is
-    its prompt's plus noise; of the variance of an attempt's difficulty, `task_share` is the tasks' and `prompt_share`
-    what prompts of one task differ in. Attempts are ranked into `lengths`, shortest class first, by difficulty.
+    its prompt's plus noise. Of the variance of an attempt's difficulty, `task_share` is between tasks and
+    `prompt_share` between prompts of one task. Attempts are ranked into `lengths`, shortest class first, by difficulty.
     """
 
     __pydantic_config__ = _STRICT
@@ -93,13 +93,13 @@ class TaskShape:
     prompt_sigma: float
     prompt_correlation: float  # of the log of a prompt's tokens with its difficulty
     lengths: tuple[LengthClass, ...]
-    growth: float  # of what every class generates, over the whole drift: a factor, geometric on the way
+    growth: float  # factor on the generated tokens of every class over the whole drift, geometric in between
     max_turns: int
     turn_sigma: float  # turns of a trajectory generate shares of its tokens that are lognormal before they are scaled
     tools: tuple[ToolOutcome, ...]
     returned_limit: int  # tokens; a longer return is cut
     seconds_limit: float  # a tool that takes longer is stopped
-    tool_signal: float  # probability that a tool return is one that is typical of what remains; else it is any of them
+    tool_signal: float  # probability that a tool return is typical of what remains; else it is any of them
     samples_per_prompt: int
     max_context: int  # tokens
 

@@ -1,7 +1,7 @@
-"""What serves on the devices that a plan borrows.
+"""Serving on the devices that a plan borrows.
 
-Invariant: the plan says which engines are lent and which contexts they take; what serves beside them says only when
-they may compute.
+Invariant: the plan determines which engines are lent and which contexts they take; serving on their devices determines
+only when they may compute.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from libra.sim.workload.requests import RecordedRequest, around
 
 @dataclass(frozen=True, slots=True)
 class ServingDevice:
-    """A device that serves, one step at a time with whoever borrows it."""
+    """A device that serves, one step at a time with its borrower."""
 
     case: LendingCase
     use: float  # share of its tpot that serving may be slowed down to
     rule: Callable[[], SharingRule]  # a new one for each run; times are ticks
     share: float  # of the device's time that is expected to be lent
     kv: KVTerms | None = None  # None: a lent engine has all of its KV memory, always
-    begins: float | None = None  # at this share of the traffic, which then goes round and round; None: once through
+    begins: float | None = None  # share of the traffic at which it begins; the traffic then repeats; None: it runs once
 
     def arrivals(self) -> Iterator[Request]:
-        """The same again at each call."""
+        """The requests of the traffic, the same at each call."""
         if self.begins is None:
             return self.case.arrivals(1.0).start()
         return around(self.case.requests, self.begins)
@@ -47,13 +47,13 @@ class ServingDevice:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """`devices` are named as the engines that borrow them. A lent engine that is not among them has its device to
-    itself, `start` seconds after it is wanted."""
+    """The devices that serve, by the names of the engines that borrow them. A lent engine that is not among them has
+    its device to itself, `start` seconds after it is wanted."""
 
     devices: Mapping[str, ServingDevice]
     start: float = 0.0
-    weights: float = 0.0  # seconds that a version takes to all of them
-    watched: bool = False  # keep what becomes of each device, step by step, to be shown
+    weights: float = 0.0  # seconds to send a version to all of them
+    watched: bool = False  # keep the history of each device, step by step, for display
 
     def __post_init__(self) -> None:
         for name in ("start", "weights"):
@@ -63,25 +63,25 @@ class Tenancy:
 
 @dataclass(frozen=True, slots=True)
 class TenantEngine:
-    """What serves on the devices of a pool, each of which gets this traffic."""
+    """The serving engine on the devices of a pool, each of which gets this traffic."""
 
     spec: EngineSpec
     model: str
     hardware: str  # of an engine, such as "2 x A100"
-    traffic: str  # where it is from
+    traffic: str  # its source
     requests: tuple[RecordedRequest, ...]
-    parameters: int | None = None  # of the model; None: nobody knows
+    parameters: int | None = None  # of the model; None: unknown
 
 
 def tenancy_of(
     plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy, *, quota: bool = False
 ) -> Tenancy:
-    """The gate, inside its certificate's envelope, on each device that the plan borrows; `serving` by the name of the
-    pool. Devices begin at moments of the traffic that are evenly spaced. A version takes as long as the pool's network
-    needs for all of it. With a `quota` a lent engine has the KV memory beside the serving engine's and what that cedes
-    at the time, and what the plan counts on at most; else it has that always.
+    """Tenancy of a plan: on each device that it borrows, the gate inside its certificate's envelope. `serving` has the
+    serving engine of each pool, by name. Devices begin at evenly spaced moments of the traffic. A version takes the
+    time that the pool's network needs for all of it. With a `quota` a lent engine has the KV memory that the serving
+    engine does not use or cedes at the time, at most what the plan counts on; without one it always has the latter.
 
-    Raises ValueError where something else serves than is certified, or nothing is said of a pool.
+    Raises ValueError if another engine serves than the certified one, or `serving` lacks a pool.
     """
     lent, request = beside_lent(plan), plan.of_cluster
     version = rollout_quantization(request.recipe).version_bytes(request.model)
@@ -104,8 +104,8 @@ def tenancy_of(
 
 
 def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) -> KVTerms:
-    """The serving engine has the memory that its description says, all of its KV blocks among it. Raises ValueError
-    where that leaves no room for the weights of the other."""
+    """The KV memory of both engines. The serving engine has the memory of its description, all of its KV blocks
+    included. Raises ValueError if that leaves no room for the weights of the other."""
     model, recipe, tp = request.model, request.recipe, lent.lender.devices
     quantization = rollout_quantization(recipe)
     held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)

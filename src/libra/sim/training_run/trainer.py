@@ -1,7 +1,7 @@
-"""The trainer of a simulated run: when a step begins, what it is made of, and how long it takes.
+"""The trainer of a simulated run: when a step begins, which groups it has, and how long it takes.
 
-Invariant: a step has one layout from its first gradient to its update: who trains changes between two steps. Its price
-is the planner's (`libra.cost.train_step`); only the lengths are the batch's own instead of those that were expected.
+Invariant: a step has one layout from its first gradient to its update: trainers change between two steps. Its price is
+the planner's (`libra.cost.train_step`), with the batch's own lengths instead of the expected ones.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
 
-_PARTS = 8  # of a batch, at most: few trajectories keep some of the replicas waiting for the one with the longest
-_BINS_PER_OCTAVE = 8  # lengths that are as near are priced as their mean: the sum of tokens stays the same
+_PARTS = 8  # of a batch, at most: with few trajectories, some replicas wait for the one with the longest
+_BINS_PER_OCTAVE = 8  # lengths in one bin are priced as their mean: the sum of tokens stays the same
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrice:
-    """What training costs on one class of nodes."""
+    """The price of training on one class of nodes."""
 
     model: ModelSpec
     recipe: Recipe
     nodes: NodeClass
 
     def seconds(self, lengths: Sequence[int], layout: ParallelLayout, *, update: bool = True) -> float:
-        """Of one step over trajectories of these final contexts, in tokens; without `update` only of their gradients,
-        to which others are added."""
+        """Seconds of one step over trajectories of these final contexts, in tokens; without `update` only those of
+        their gradients, to which others are added."""
         work = Work(
             model=self.model,
             batch=batch_of_lengths(lengths),
@@ -75,9 +75,9 @@ def batch_of_lengths(lengths: Sequence[int]) -> Batch:
 class _Step:
     """A step that has begun."""
 
-    version: int  # that it makes
+    version: int  # the version that it makes
     began: int  # tick
-    layout: ParallelLayout  # one for the whole step: who trains changes between two steps
+    layout: ParallelLayout  # one for the whole step: trainers change between two steps
     trajectories: list[Trajectory] = field(default_factory=list)
     training: float = 0.0  # seconds
 
@@ -102,10 +102,10 @@ class _Step:
 
 
 class SimulatedTrainer:
-    """Trains on what admission gives, and calls `stepped` with each step when it is made.
+    """Trains on the groups that admission gives, and calls `stepped` with each step when it is made.
 
-    With `early_gradients` a batch is trained on in parts, as its groups are complete, and only the last part follows
-    the last trajectory.
+    With `early_gradients` a batch is trained on in parts, as its groups are complete; only the last part waits for the
+    last trajectory.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class SimulatedTrainer:
         self._generating_devices, self._stepped = generating_devices, stepped
         self._price = TrainingPrice(system.request.model, self._recipe, training_nodes(plan))
         self._busy = False
-        self._step: _Step | None = None  # of which a part is trained on
+        self._step: _Step | None = None  # the step that has begun
         self._idle_since = 0
         self._blocked_until = 0  # tick before which no step begins: trainers change their layout
-        self._joining: tuple[ParallelLayout, int] | None = None  # more replicas that get ready, until which tick
+        self._joining: tuple[ParallelLayout, int] | None = None  # layout with more replicas, tick at which they join
 
     @property
     def switch(self) -> float:
-        """Seconds for colocated devices to change sides, once."""
+        """Seconds for colocated devices to switch between rollout and training, once."""
         return self._system.request.switch_seconds if self._recipe.mode == "colocated" else 0.0
 
     def train(self, now: int) -> None:
-        """Begin a step, or go on with it, if there is something to train on and nothing is in its way."""
+        """Begin a step, or continue it, if there are groups to train on and the trainer is free."""
         admission = self._admission
         if self._busy:
             return
@@ -169,7 +169,8 @@ class SimulatedTrainer:
         self._cluster.at(now + ticks(needed + self.switch), partial(self._made, record))
 
     def relayout(self, plan: Plan, now: int) -> None:
-        """Replicas of the same layout leave at once and join when they are ready; another layout stops training."""
+        """Change to the layout of a plan. Replicas of the same family leave at once and join when they are ready;
+        another layout stops training until its trainers have joined."""
         old, new = self.layout, plan.layout
         assert new is not None
         if self._joining is not None and self._joining[0] == new:
@@ -206,7 +207,7 @@ class SimulatedTrainer:
 
 
 def training_option_of(plan: Plan) -> TrainingOption:
-    """What the plan's allocation trains with, as the planner priced it."""
+    """The training option of the plan's allocation, as the planner priced it."""
     option = training_option(plan.request.menu().problem, plan.allocation)
     assert option is not None
     return option

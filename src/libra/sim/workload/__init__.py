@@ -1,1 +1,1 @@
-"""What asks engines for work: recorded, replayed or made from distributions."""
+"""Workloads of engines: recorded, replayed or made from distributions."""

@@ -1,9 +1,9 @@
-"""The calls that a trajectory makes, and who makes a request, as engines and routers see it.
+"""The calls of a trajectory, and the owner of a request, as engines and routers see it.
 
-Invariant: every turn that generates is one call, in order; a turn that generates nothing calls no engine, but its tool
-takes its time and what it returned is in the context of the next call. A caller says of its turn what was known when
-that was placed, and goes on saying it until it is placed anew. It tells of each tool return once. A turn that is
-stopped loses no token: it goes on with what it has generated as part of its prompt.
+Invariant: every turn that generates is one call, in order. A turn that generates nothing calls no engine, but its tool
+takes its time, and what it returned is in the context of the next call. A caller describes its turn as it was when last
+placed. It reports each tool return once. A turn that is stopped loses no token: it continues with the tokens that it
+has generated as part of its prompt.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ UNKNOWN_TOOL_SECONDS = 1.0  # a tool call whose duration was not recorded
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One generation, with what went before it since the last one."""
+    """One generation, with the tools and the change of context before it."""
 
     turn: int  # position in the trajectory, from 0
     context_tokens: int  # the whole prompt of the call
     output_tokens: int
     delay: int  # ticks of tools between the end of the call before (or the trajectory's start) and this one
-    rewritten: bool  # the context is not what came before with something added
+    rewritten: bool  # the context is not the one before with tokens appended
 
 
 def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SECONDS) -> tuple[Call, ...]:
-    """All calls of a trajectory; what its tools do after the last one is left out.
+    """All calls of a trajectory; tools after the last one are left out.
 
     A tool of unrecorded duration takes `unknown_tool_seconds`, no tool takes none. Raises ValueError for a call without
     any context, which an engine refuses.
@@ -69,12 +69,12 @@ class Caller:
 
     trajectory: Trajectory
     calls: tuple[Call, ...]  # all that the trajectory makes
-    prompt: Chain  # what the trajectory began with
-    position: int = 0  # in `calls`, of the one that the request is of
-    first_number: int = 0  # of the request of the first call, where each call is one request
+    prompt: Chain  # of the trajectory
+    position: int = 0  # in `calls`, of the request's call
+    first_number: int = 0  # of the request of the first call, if each call is one request
     generated_before: int = 0  # tokens of the turn before this request was made
     placed_before: int = 0  # those of them that a policy knew when it last placed the turn
-    engine: int | None = None  # of its latest request; kept only where KV moves
+    engine: int | None = None  # of its latest request; kept only if KV moves
     told: bool = False  # the policy knows of the return before this call
     due: float | None = None  # seconds by which its group has to be complete
 
@@ -89,7 +89,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """Of what is generated from this call on."""
+        """Name of the chain that is generated from this call on."""
         return f"{self.trajectory.id} from turn {self.call.turn}"
 
     @property
@@ -98,12 +98,12 @@ class Caller:
         return self.generated_before - self.placed_before
 
     def fork(self) -> Chain:
-        """A new chain for the call, which keeps the prompt where the context is no shorter than that."""
+        """A new chain for the call, which keeps the prompt if the context is no shorter than that."""
         kept = self.trajectory.prompt_tokens
         return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
 
     def request(self, number: int, arrival: int, chain: Chain | None) -> Request:
-        """What is left of the turn, which ends with a token of its own choice."""
+        """A request for the rest of the turn, which ends with an EOS token."""
         call, before = self.call, self.generated_before
         prompt, output = call.context_tokens + before, call.output_tokens - before
         return Request(number, arrival, prompt, output, chain=chain, owner=self, stop="eos")
@@ -121,9 +121,9 @@ class Caller:
         )
 
     def returned(self) -> policy.ToolReturn | None:
-        """The tool return that the request follows, unless the policy was told of it before: a request that finds no
-        engine, or is stopped on one, is placed again. A policy has not heard of a trajectory before its first request,
-        so a return before that means nothing to it."""
+        """The tool return that the request follows, unless the policy knows it already: a request that finds no engine,
+        or is stopped on one, is placed again. None also before a trajectory's first request: the policy does not know
+        the trajectory yet."""
         if self.told or self.position == 0:
             return None
         self.told = True
@@ -135,7 +135,7 @@ class Caller:
 
 @dataclass(slots=True)
 class EpisodeCaller(Caller):
-    """One trajectory of a training run on its way; it has one request at most."""
+    """An unfinished trajectory of a training run; it has at most one request."""
 
     group: str = field(kw_only=True)
     chain: Chain = field(init=False)
@@ -144,7 +144,7 @@ class EpisodeCaller(Caller):
         self.chain = self.fork()
 
     def advance(self) -> Call:
-        """The turn is over; the next call."""
+        """End the turn, and return the next call."""
         self.position += 1
         self.generated_before = 0
         self.told = False
@@ -154,8 +154,8 @@ class EpisodeCaller(Caller):
         return call
 
     def so_far(self, generated: int, *, left: float) -> Trajectory:
-        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one; or, where there
-        are seconds `left` until a tool returns before that, all that it has generated, and how long it has waited."""
+        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one. If `left` seconds
+        are left until the tool before that returns: all turns so far, and the time that the last one has waited."""
         turns = self.trajectory.turns[: self.call.turn]
         if left > 0:
             before = self.calls[self.position - 1].turn if self.position else None
@@ -180,7 +180,7 @@ def _untold(turn: Turn) -> Turn:
 
 
 def rest_of(request: Request, number: int, now: int) -> Request:
-    """What is left of a request that was stopped, as a request of its own."""
+    """The rest of a request that was stopped, as a new request."""
     owner = request.owner
     if isinstance(owner, Caller):
         owner = replace(owner, generated_before=owner.generated_before + request.generated, told=True)

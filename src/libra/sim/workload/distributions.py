@@ -1,7 +1,7 @@
-"""How many tokens, and when things arrive, by a distribution.
+"""Distributions of lengths in tokens and of arrival times.
 
 Invariant: every length is a whole number from 1 to the distribution's limit. Arrivals are whole ticks that never fall,
-and the first `n` of them do not depend on how many are asked for.
+and the first `n` of them do not depend on how many are drawn.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Uniform(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal(Lengths):
-    """exp(N(log `median`, `sigma`^2)), rounded; what is beyond `limit` is `limit`, as of a generation that was cut."""
+    """exp(N(log `median`, `sigma`^2)), rounded; lengths beyond `limit` become `limit`, as if generation were cut."""
 
     median: float
     sigma: float
@@ -86,8 +86,8 @@ class LogNormal(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class LongTail(Lengths):
-    """A few very long: with probability `tail_share` a Pareto length, P(length > x) = (`tail_from` / x)^`tail_index`
-    for x >= `tail_from`; otherwise a lognormal one. Both are cut at `limit`."""
+    """Lengths with a heavy tail: with probability `tail_share` a Pareto length, P(length > x) =
+    (`tail_from` / x)^`tail_index` for x >= `tail_from`; otherwise a lognormal one. Both are cut at `limit`."""
 
     median: float
     sigma: float

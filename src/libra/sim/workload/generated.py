@@ -30,7 +30,7 @@ def generated_requests(
     *,
     samples_per_prompt: int = 1,
 ) -> Requests:
-    """`count` prompts at `arrivals`, each asked for `samples_per_prompt` times at once: outputs of independent lengths
+    """`count` prompts at `arrivals`, each with `samples_per_prompt` requests at once: outputs of independent lengths
     after one shared prompt. So Poisson `arrivals` of groups are a batch-Poisson process. A single sample shares no
     tokens.
     """
@@ -120,10 +120,10 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """Takes a geometric number of turns on {1, 2, ...} with mean `mean_turns`, calls one of `tools` after each but the
-    last, and is cut where its context would outgrow `max_context`, which makes its trajectories shorter than that."""
+    """An agent that takes a geometric number of turns on {1, 2, ...} with mean `mean_turns`, and calls one of `tools`
+    after each but the last. It is cut where its context would outgrow `max_context`, which makes the mean shorter."""
 
-    prompt_tokens: Lengths  # longer ones than leave a token of the context are cut
+    prompt_tokens: Lengths  # cut so that a token of the context is left
     generated_tokens: Lengths  # of a turn
     mean_turns: float
     tools: tuple[Tool, ...]
@@ -139,8 +139,8 @@ class Agent:
 
 
 def agent_trajectories(agent: Agent, prompts: int, seed: int, *, samples_per_prompt: int = 1) -> tuple[Trajectory, ...]:
-    """`samples_per_prompt` finished trajectories of each prompt, which are independent but for the prompt, one prompt
-    after the other."""
+    """`samples_per_prompt` finished trajectories of each prompt, one prompt after the other. Samples of a prompt have
+    only the prompt in common."""
     if prompts < 1:
         raise ValueError(f"prompts is {prompts}; ask for 1 or more")
     if samples_per_prompt < 1:
@@ -169,7 +169,7 @@ def agent_trajectories(agent: Agent, prompts: int, seed: int, *, samples_per_pro
 
 
 def _turns(agent: Agent, count: int, generator: np.random.Generator) -> Iterator[Turn]:
-    """Of all trajectories one after another."""
+    """Turns of all trajectories, one after another."""
     weights = np.array([tool.weight for tool in agent.tools])
     tools = generator.choice(len(weights), count, p=weights / weights.sum())
     generated = agent.generated_tokens.draw(count, generator)

@@ -1,8 +1,8 @@
-"""Trajectories run again: a turn follows when the tool after the turn before has returned.
+"""Replay of trajectories: a turn begins when the tool of the turn before has returned.
 
-Invariant: what is asked is the log's, token for token and tool second for tool second; when it is asked follows from
-when the simulated engines answered. A trajectory has one request in flight at most, and ends with the first one that
-is not finished.
+Invariant: requests and tool times are the log's, token for token and second for second; the times of requests follow
+from the answers of the simulated engines. A trajectory has at most one request in flight, and ends with the first one
+that is not finished.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Replay:
     """A closed loop of trajectories.
 
     They start in their order at `arrivals`, and no more than `concurrency` are in flight: the next one starts when one
-    ends. With `samples_per_prompt` each is run as so many copies, which start together. Trajectories of one `prompt_id`
-    share its tokens as far as the shorter prompt goes, unless `share_prompts` is off.
+    ends. Each is run as `samples_per_prompt` copies, which start together. Trajectories of one `prompt_id` share its
+    tokens as far as the shorter prompt goes, unless `share_prompts` is off.
 
-    Where the log's context is not the running sum, it was rewritten, and of what an engine holds remains the prompt;
-    or, with `rewrite_keeps` of "last prompt", all that the call before was asked. A context shorter than what would
-    remain keeps less: the prompt, or nothing.
+    If the log's context is not the running sum, it was rewritten, and an engine keeps only the KV of the prompt; or,
+    with `rewrite_keeps` of "last prompt", of the whole prompt of the call before. A context shorter than that keeps
+    less: the prompt, or nothing.
 
-    Raises ValueError for an id that is given twice, for copies of what the log has several samples of, and for a call
-    without any context.
+    Raises ValueError for an id that is given twice, for copies of a prompt that has several samples in the log, and for
+    a call without any context.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Replay:
         rewrite_keeps: Kept = "prompt",
         source: Mapping[str, Any] | None = None,
     ) -> None:
-        """`seed` is that of the arrivals; none are given: all at tick 0. `source` says where the trajectories are from,
-        as JSON values."""
+        """`seed` is for the arrivals; without `arrivals` all start at tick 0. `source` describes the source of the
+        trajectories, as JSON values."""
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; let 1 trajectory or more be in flight, or leave it out")
         if samples_per_prompt < 1:
@@ -110,7 +110,7 @@ class Replay:
     def finished(self, request: Request, now: int) -> Request | None:
         caller = request.owner
         if not isinstance(caller, Caller):
-            raise ValueError(f"request {request.number} was made by no trajectory: tell the workload that it came from")
+            raise ValueError(f"request {request.number} is of no trajectory: give it to the workload that made it")
         if request.status != "finished":
             self.unfinished[caller.trajectory.id] = request.reason or "cancelled"
         elif not caller.last:
@@ -168,11 +168,11 @@ def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
 
 
 def draw(log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True) -> tuple[Trajectory, ...]:
-    """A workload of a wanted size from a log, by the seed: `count` trajectories in random order, without replacement as
-    far as the log goes, what is missing with it.
+    """Draw `count` trajectories from a log in random order, by the seed: without replacement until all were drawn, the
+    rest with it.
 
     One that is drawn again gets an id of its own. It is another sample of its prompt, or with `same_prompts` off, of a
-    prompt as long. Raises ValueError where the log is empty.
+    prompt of equal length. Raises ValueError if the log is empty.
     """
     if not log:
         raise ValueError("there is no finished trajectory to draw from; give a log with at least one")

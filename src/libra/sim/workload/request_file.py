@@ -31,7 +31,7 @@ _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:\+00:00)?", re.ASCII)
 _MOST_DIGITS = 15
 _MOST_TOKENS = 2**31 - 1
-_LATEST = 9_200_000  # seconds, 106 days: what 63 bits of ticks hold
+_LATEST = 9_200_000  # seconds, 106 days, that 63 bits of ticks hold
 
 _Tokens = Annotated[int, Field(le=_MOST_TOKENS)]
 _Instant = Annotated[float, Field(lt=_LATEST)]

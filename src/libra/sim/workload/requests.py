@@ -1,7 +1,7 @@
-"""What asks for the work: requests in the order of time, and what follows when one ends.
+"""Workloads: requests in the order of time, and those that follow when one ends.
 
-Invariant: a workload says the same again whenever it is started, and the number of a request does not depend on what
-became of the others. So two simulations of one workload can be compared request by request.
+Invariant: a workload is the same at each start, and the number of a request does not depend on the outcome of others.
+So two simulations of one workload can be compared request by request.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from libra.sim.engine.request import Chain, Request, Stop
 
 
 class Workload(Protocol):
-    """One simulation at a time: `start`, then `finished` for every request that ended, in the order of time."""
+    """The work of one simulation at a time: `start`, then `finished` for every request that ended, in order of time."""
 
     def start(self) -> Iterable[Request]:
         """The requests known from the beginning, by (arrival, number): possibly a million, made as they are taken.
-        What an earlier start left behind is forgotten."""
+        The state of an earlier start is forgotten."""
         ...
 
     def finished(self, request: Request, now: int) -> Request | None:
@@ -36,9 +36,9 @@ class Workload(Protocol):
 
 
 class Requests:
-    """An open loop: requests that come whatever became of those before.
+    """An open loop: requests whose arrivals do not depend on earlier ones.
 
-    `make` gives them anew at each start, by (arrival, number). Iterating raises ValueError where that order is broken.
+    `make` gives them anew at each start, by (arrival, number). Iterating raises ValueError if that order is broken.
     """
 
     def __init__(self, make: Callable[[], Iterable[Request]], description: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """Times are ticks since the record's time zero."""
+    """A request of a record. Times are ticks since the record's time zero."""
 
     arrival: int
     prompt_tokens: int
@@ -86,8 +86,8 @@ def recorded_requests(
 ) -> Requests:
     """The requests from `start_seconds` of the record on, `rate_scale` times as fast (2: half the time between them).
 
-    `records` are in the order of arrival. A request is cancelled as long after its arrival as the record says, whatever
-    the scale. `source` says where the records are from, as JSON values. Raises ValueError where none are left.
+    `records` are in the order of arrival. The time from a request's arrival to its cancellation is not scaled. `source`
+    describes the source of the records, as JSON values. Raises ValueError if none are left.
     """
     if not (math.isfinite(rate_scale) and rate_scale > 0):
         raise ValueError(f"rate_scale is {rate_scale}; set it to more than 0, and finite")
@@ -108,7 +108,7 @@ def recorded_requests(
 
 
 def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRequest, ...]:
-    """The record `times` times, at its own rate. Each turn has prefixes of its own: an earlier one caches none."""
+    """The record `times` times, at its own rate. Each repetition has its own prefixes, which no earlier one caches."""
     span = records[-1].arrival - records[0].arrival
     period = span + span // max(1, len(records) - 1)
 
@@ -121,8 +121,8 @@ def repeated(records: Sequence[RecordedRequest], times: int) -> tuple[RecordedRe
 
 
 def around(records: Sequence[RecordedRequest], begins: float) -> Iterator[Request]:
-    """The requests again and again, from this share of the record on; all are served to their end. After the last one
-    the first comes as late as requests follow each other on average."""
+    """The requests, repeated without end, from this share of the record on, without cancellations. The gap between the
+    last one and the first is the record's mean gap."""
     first, last = records[0].arrival, records[-1].arrival
     lap = last - first + max(1, (last - first) // max(1, len(records) - 1))
     start = first + int(begins * lap)
