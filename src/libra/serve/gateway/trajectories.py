@@ -105,7 +105,7 @@ class TurnBody(msgspec.Struct):
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """How a trajectory ended."""
+    """Outcome of a trajectory, as its client reports it."""
 
     reward: float | None = None
     policy_version: Tokens = 0
