@@ -1,7 +1,7 @@
-"""A run's numbers, counted as it goes on and told to Prometheus.
+"""A run's numbers, counted as it goes on and exported to Prometheus.
 
-Invariant: every number is one that the run writes into its records too, or the same before its step is over; asking
-changes nothing. Numbers only grow, except those of the last step.
+Invariant: the run also writes every number into its records, if only when the step ends. A scrape changes nothing.
+Numbers only grow, except those of the last step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUTCOMES = ("done", "undone", "failed")  # of moves
 
 @dataclass(slots=True)
 class Spell:
-    """How often something happened, and how long it took in all."""
+    """Count of an event, and its total seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class Spell:
 
 @dataclass(slots=True)
 class Tally:
-    """What this session of the run has counted so far: sums of what its records say."""
+    """Counts of this session of the run so far: sums over its records."""
 
     last: StepRecord | None = None
     steps: Spell = field(default_factory=Spell)
@@ -186,7 +186,7 @@ class MetricsEndpoint:
     @classmethod
     @asynccontextmanager
     async def open(cls, config: MetricsConfig) -> AsyncIterator[Self]:
-        """Answers while this is entered, if anybody asked for it. Raises `ConfigError` where the port is taken."""
+        """Answers while this is entered, if a port is configured. Raises `ConfigError` where the port is taken."""
         endpoint = cls()
         if config.port is None:
             yield endpoint

@@ -35,7 +35,7 @@ from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 from libra.sim.workload.request_file import RequestFormatError, read_requests
 
-# Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
+# Memory of the process that imports the libraries, and of each worker on top, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
 # larger model adds its weights, see `_check_memory`.
 FORK_SERVER_BYTES = 900 << 20
@@ -130,7 +130,7 @@ def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int) -> None:
-    """`beside` the workers there are servers, and engines on their devices."""
+    """`beside` counts servers, and engines on their devices, in addition to the workers."""
     free = psutil.virtual_memory().available
     each = WORKER_BYTES + _TRAINED_COPIES * _weight_bytes(model)
     peers = (cluster.core + cluster.hybrid) * (training.processes - 1)
