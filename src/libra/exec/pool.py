@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def duty(self) -> Duty:
-        """The worker's role, with the shape of an engine in service. In a passing role it does no work yet, or no more."""
+        """The worker's role, with the shape of an engine in service. A passing role does no work yet, or no more."""
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
 
     @property
