@@ -24,9 +24,9 @@ from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError
 
 
 class FollowWeights(msgspec.Struct, frozen=True):
-    """What a follower is to keep. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the
-    process inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes
-    that engines read, none of which means all."""
+    """Order to a follower. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the process
+    inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes that
+    engines read, or empty for all."""
 
     grid: Grid
     descriptor: int
@@ -47,7 +47,7 @@ FollowerWord = FollowerPlace | LoadWeights
 
 
 async def follow(order: FollowWeights) -> None:
-    """Until the sources are lost, which raises `UpstreamLostError`, or the owner goes."""
+    """Follow until the sources are lost (raises `UpstreamLostError`), or the owner goes (raises `EOFError`)."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
     if os.fstat(order.descriptor).st_size < BUFFERS * grid.size:
