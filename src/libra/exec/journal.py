@@ -77,7 +77,7 @@ class MoveFailed(Entry, frozen=True, tag="failed"):
 
 
 class WorkerLost(Entry, frozen=True, tag="lost"):
-    """A worker that did something went away. `retired` as above."""
+    """A worker with a duty is lost. `retired`: its slot is not used any more."""
 
     worker: str
     why: str

@@ -100,7 +100,7 @@ class PoolObserver(Protocol):
     def moved(self, moved: MoveOutcome) -> None: ...
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker that did something went away. `retired`: its slot is not used any more."""
+        """A worker with a duty is lost. `retired`: its slot is not used any more."""
         ...
 
     def node_back(self, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""When a rollout may use a device that serves, and for how long.
+"""The gate: when a rollout may use a device that serves, and for how long.
 
 Invariant: with serving steps of at most C and grants of at most B that are kept, a request's tokens after its first are
 never late, and its first comes within `ttft_bound`. The proof is in docs/lending.md.

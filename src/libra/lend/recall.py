@@ -1,4 +1,4 @@
-"""When a loan is called back, and when it is given again.
+"""Recall of a loan, and its return.
 
 Invariant: outside its envelope nothing is lent from the next step on, and each recall that comes soon after a return
 doubles the quiet time before the next one.
@@ -37,7 +37,7 @@ class Recall:
 
     @property
     def resumes(self) -> float:
-        """When lending resumes if nothing happens: inf while the load is outside its envelope."""
+        """Time at which lending resumes if nothing happens: inf while the load is outside its envelope."""
         return float("inf") if self._calm_since is None else self._calm_since + self._quiet
 
     def observe(self, breach: str | None, now: float) -> str | None:
@@ -67,7 +67,7 @@ class WatchedRule:
 
     @property
     def resumes(self) -> float:
-        """When lending resumes if nothing happens, in the unit of the view's times."""
+        """Time at which lending resumes if nothing happens, in the unit of the view's times."""
         return self.recall.resumes * self._second
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:

@@ -158,9 +158,9 @@ class LearntServingCost:
 class RolloutQueue:
     """Turns that a rollout engine could compute in its next step."""
 
-    running: int  # turns that have a seat
-    waiting: int  # turns that could get one now
-    prefilling: bool  # some of the first have prompt tokens left
+    running: int  # turns in the batch
+    waiting: int  # turns that could be admitted to it now
+    prefilling: bool  # whether running turns have prompt tokens left
     context: int  # tokens of the contexts of both
 
     @property
