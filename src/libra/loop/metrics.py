@@ -95,7 +95,7 @@ def _figures(recorder: Recorder | None) -> Iterator[Metric]:
 def _workers(recorder: Recorder) -> Iterator[Metric]:
     seconds = CounterMetricFamily(
         "libra_device_seconds",
-        "What the time of each worker went to; a step's is told when it is over.",
+        "Time of each worker, by cause; that of a step is counted when the step is over.",
         labels=["worker", "cause"],
     )
     for worker, causes in recorder.device_seconds().items():
@@ -122,11 +122,11 @@ def _steps(tally: Tally) -> Iterator[Metric]:
     last = tally.last
     if last is not None:
         yield GaugeMetricFamily("libra_step", "The last step, counted over all sessions of the run.", value=last.step)
-        yield GaugeMetricFamily("libra_version", "Of the weights that it produced.", value=last.version)
-        yield GaugeMetricFamily("libra_reward_mean", "Of the trajectories of the last step.", value=last.reward_mean)
+        yield GaugeMetricFamily("libra_version", "Version of the newest weights.", value=last.version)
+        yield GaugeMetricFamily("libra_reward_mean", "Mean reward of the last step.", value=last.reward_mean)
         if last.predicted_seconds is not None:
             yield GaugeMetricFamily(
-                "libra_step_predicted_seconds", "Of the last step, by the plan in force.", value=last.predicted_seconds
+                "libra_step_predicted_seconds", "Last step, by the plan in force.", value=last.predicted_seconds
             )
     yield CounterMetricFamily(
         "libra_trajectories_started", "Trajectories that were begun.", value=tally.trajectories_started
@@ -135,9 +135,9 @@ def _steps(tally: Tally) -> Iterator[Metric]:
         "libra_trajectories_trained", "Trajectories that were trained on.", value=tally.trajectories_trained
     )
     yield CounterMetricFamily(
-        "libra_generated_tokens", "By engines, until the last step.", value=tally.generated_tokens
+        "libra_generated_tokens", "Tokens from engines, until the last step.", value=tally.generated_tokens
     )
-    yield CounterMetricFamily("libra_trained_tokens", "Through the trainers.", value=tally.trained_tokens)
+    yield CounterMetricFamily("libra_trained_tokens", "Tokens through the trainers.", value=tally.trained_tokens)
     yield _staleness(tally)
 
 
@@ -149,15 +149,15 @@ def _staleness(tally: Tally) -> HistogramMetricFamily:
     versions_in_all = sum(versions * trajectories for versions, trajectories in tally.staleness.items())
     return HistogramMetricFamily(
         "libra_staleness_versions",
-        "Of trajectories trained on: versions between the oldest token and the policy.",
+        "Versions between the oldest token of a trained trajectory and the policy.",
         buckets=[*buckets, ("+Inf", below)],
         sum_value=versions_in_all,
     )
 
 
 def _changes(tally: Tally) -> Iterator[Metric]:
-    moves = CounterMetricFamily("libra_moves", "Changes of role, by what became of them.", labels=["outcome"])
-    seconds = SummaryMetricFamily("libra_move_seconds", "How long they took.", labels=["outcome"])
+    moves = CounterMetricFamily("libra_moves", "Changes of role, by outcome.", labels=["outcome"])
+    seconds = SummaryMetricFamily("libra_move_seconds", "Duration of changes of role.", labels=["outcome"])
     for outcome, spell in tally.moves.items():
         moves.add_metric([outcome], spell.count)
         seconds.add_metric([outcome], spell.count, spell.seconds)
@@ -165,8 +165,8 @@ def _changes(tally: Tally) -> Iterator[Metric]:
     yield seconds
     yield CounterMetricFamily("libra_joins", "Replicas that came into training.", value=tally.joins.count)
     yield _summary("libra_join_seconds", "From the start of a replica to its part in training.", tally.joins)
-    yield _summary("libra_join_held_seconds", "That a step waited for its entry; 0 where none was due.", tally.held)
-    losses = CounterMetricFamily("libra_lost_workers", "Workers that went away.", labels=["worker"])
+    yield _summary("libra_join_held_seconds", "Time that a step waited for a replica's entry; 0: none.", tally.held)
+    losses = CounterMetricFamily("libra_lost_workers", "Lost workers.", labels=["worker"])
     for worker, times in tally.losses.items():
         losses.add_metric([worker], times)
     yield losses

@@ -116,8 +116,8 @@ def _check_model_directory(directory: Path | None) -> None:
 def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
     if cluster.launcher != "local":
         raise ConfigError(
-            f"lending: servers and agents are beside the controller, and cluster.launcher is {cluster.launcher}; set it"
-            " to local"
+            f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"
+            " set it to local"
         )
     if lending.agents and lending.weights.port != 0:
         _try_port("lending.weights.port", lending.weights.host, lending.weights.port, "give a free port, or 0 for any")

@@ -211,7 +211,7 @@ class Recorder:
             timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker that did something went away."""
+        """A worker with a duty is lost."""
         self.lost_workers[worker] = None
         self.tally.lost(worker)
         what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"

@@ -165,13 +165,13 @@ class SessionWorkers:
             return _start_allocation(self.config)
         moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
         self.progress.line(
-            f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
+            f"goes on from {before.checkpoint.name}; the run had reached version {before.journal.version}"
             + (f", and {moves}" if moves else "")
         )
         holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}
         in_force = allocation_in_force(before.journal, pool.all(), holds)
         if in_force is None:
-            self.progress.line("the workers or engines are others than before: they begin as start says")
+            self.progress.line("the workers or engines differ from before: they begin as start says")
         return in_force or _start_allocation(self.config)
 
 
