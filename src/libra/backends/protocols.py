@@ -61,7 +61,7 @@ class Trainer(Protocol):
 
     @property
     def boundary(self) -> asyncio.Lock:
-        """Between two steps: no step is made and no replica joins or leaves while it is held."""
+        """Lock between two steps: no step is made and no replica joins or leaves while it is held."""
         ...
 
     @property

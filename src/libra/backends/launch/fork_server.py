@@ -162,7 +162,7 @@ class ForkServer:
             os.close(self._running.pop(pid))
 
     async def ended(self) -> None:
-        """Returns when the fork server process itself has ended."""
+        """Wait until the fork server process itself has ended."""
         process = os.pidfd_open(self.pid)
         try:
             await _ended(process, None)

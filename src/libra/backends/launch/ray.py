@@ -196,7 +196,7 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
         options: dict[str, Any] = {"address": address}
         if address is None:
-            # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1. It
+            # Otherwise Ray takes the address of some network for this machine's, even where it is given 127.0.0.1. It
             # reads this as it is imported.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             # Ray gives its directory the mode 0777: other users must not get that far.

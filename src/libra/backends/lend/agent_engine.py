@@ -69,7 +69,7 @@ class AgentEngine:
         self._visits = 0  # of controllers: two may give their turns the same names
         self._refresh_kv = self._follows = False  # the controller's wishes
         self._weights = EngineWeights(launcher.weights, logs / "follower.log", self._load, self._no_weights)
-        self._expected: ExpectWeights | None = None  # as the engine was told
+        self._expected: ExpectWeights | None = None  # the last one sent to the engine
         self._held: LoadWeights | None = None  # of what the run publishes
         self._own = True  # the engine has the weights that it came with
         self._sources = 0  # of weights, so far: two may give their versions the same numbers
@@ -228,7 +228,7 @@ class AgentEngine:
 
     def _refusal(self, wanted: object) -> Failure | NotNow | None:
         if not isinstance(wanted, Borrow):
-            return Failure(f"an agent was told {type(wanted).__name__}; a controller begins with Borrow")
+            return Failure(f"an agent got {type(wanted).__name__}; a controller begins with Borrow")
         if (other := self._other(wanted)) is not None:
             return Failure(other)
         if self._controller is not None:

@@ -163,7 +163,7 @@ class GatedBorrower:
 
     @property
     def learning(self) -> bool:
-        """Whether more steps of serving have to be seen before anything is lent beside users."""
+        """Whether more steps of serving have to be seen before anything is lent while requests are live."""
         return self.serving_steps.seen < self.serving_steps.needed
 
     def rest(self) -> None:
@@ -221,7 +221,7 @@ class GatedBorrower:
         if changed is None:
             self._let_go()
             return None
-        # Never later than serving was told: it may be waiting for that moment already.
+        # Never later than the end that serving may have read: it may be waiting for that moment already.
         expires = min(grant.expires, changed.expires)
         token.shorten(expires)
         return expires

@@ -232,7 +232,7 @@ class DevicePage:
         self.fields.steps = count + 1
 
     def steps_between(self, seen: int, count: int) -> list[ServingStep]:
-        """Those after the first `seen`, of the `steps` so far, that can still be read: the last 63 at most."""
+        """Steps after the first `seen`, of the `count` so far, that can still be read: the last 63 at most."""
         first = max(seen, count - _STEPS + 1)  # the oldest may be under overwriting
         return [
             ServingStep(*_STEP.unpack_from(self.bytes, _STEPS_AT + number % _STEPS * _STEP.size))

@@ -130,7 +130,7 @@ class CuMemPages:
                 " device without it"
             )
         self._bytes = torch.empty(0, dtype=torch.uint8, device=layout.device).set_(layout.storage)
-        # CUDA's handle of each page, which the extension writes and reads where it is told.
+        # CUDA's handle of each page, which the extension writes and reads at the address that it gets.
         self._handles = (ctypes.c_uint64 * len(self.addresses))()
         self.settle()
         for handle in handles:

@@ -149,7 +149,7 @@ class FrameConnector(KVConnectorBase_V1):
         request = Request("", list(tokens), SamplingParams(), None, cache_salt=salt, block_hasher=self._hasher)
         return list(request.block_hashes)
 
-    # --- beside the scheduler -------------------------------------------------------------------------------------
+    # --- for the scheduler ----------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
@@ -204,7 +204,7 @@ class FrameConnector(KVConnectorBase_V1):
             count += 1
         return count
 
-    # --- beside the model -----------------------------------------------------------------------------------------
+    # --- for the model --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         blocks = self._kv_cache_config.num_blocks
@@ -232,10 +232,10 @@ class FrameConnector(KVConnectorBase_V1):
             self._frames.seal(copy.frame, copy.filled)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: all layers are there before the forward pass."""
+        """Do nothing: all layers are there before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are saved when they are asked for."""
+        """Do nothing: blocks are saved when they are asked for."""
 
     def _copies(self) -> Copies:
         return self._get_connector_metadata()

@@ -1,9 +1,9 @@
 """A process that keeps a node's weights, for engines in other processes: `python -m libra.backends.weights.follower`.
 
-Invariant: it never writes to the half that its owner was last told of before the owner has answered, and it ends with
-its owner. The owner writes one JSON line, the order, to its standard input and reads from its standard output: where
-others may follow this node, and then each version, which the owner answers with a line when its engines have loaded
-it. What ends it is the last line of its standard error.
+Invariant: it never writes to the half that it last reported to its owner before the owner has answered, and it ends
+with its owner. The owner writes one JSON line, the order, to its standard input and reads from its standard output:
+where others may follow this node, and then each version, which the owner answers with a line when its engines have
+loaded it. What ends it is the last line of its standard error.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class UpstreamLostError(ConnectionError):
     """None of the places where a node asks for weights gives any more."""
 
 
-# --- who gives -------------------------------------------------------------------------------------------------------
+# --- the sender ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -175,7 +175,7 @@ async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter
         await writer.drain()
 
 
-# --- who takes -------------------------------------------------------------------------------------------------------
+# --- the receiver ----------------------------------------------------------------------------------------------------
 
 
 class WeightsNode:

@@ -71,7 +71,7 @@ async def _publish(feed: Feed, memory: Vector, latest: asyncio.Queue[LoadWeights
         try:
             await source.publish(weights.version, content, weights.checksum)
         except WeightUpdateError as error:
-            print(f"weights: {error}; all who follow get everything of the next", file=sys.stderr, flush=True)
+            print(f"weights: {error}; all followers get everything of the next", file=sys.stderr, flush=True)
             source = Source(feed, secrets.token_hex(8), threads=threads)
 
 

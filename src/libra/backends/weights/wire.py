@@ -136,6 +136,6 @@ def runs(values: Versions | Mask) -> list[tuple[int, int]]:
 def unrolled(counted: list[tuple[int, int]], length: int) -> Versions:
     """The inverse of `runs`. Raises `DamagedError` when they are not of this length."""
     if any(count <= 0 for _, count in counted) or sum(count for _, count in counted) != length:
-        raise DamagedError(f"{sum(count for _, count in counted)} chunks are told of, there are {length}")
+        raise DamagedError(f"{sum(count for _, count in counted)} chunks are listed, there are {length}")
     values = np.array([value for value, _ in counted], np.int64)
     return np.repeat(values, [count for _, count in counted])
