@@ -25,7 +25,7 @@ class KVLimits:
     """Bytes of one device's KV memory, and the pace at which the lent part grows. Raises ValueError."""
 
     capacity: int  # of the serving engine (`KVView`)
-    reserve: int  # likewise
+    reserve: int  # of the serving engine (`KVView`)
     context: int  # one longest rollout context: a smaller loan is of no use
     addresses: int  # of all blocks of the rollout engine: a larger loan is of no use
     quiet: float  # seconds without a change before the loan grows; serving's peak over at least as long is spared

@@ -261,8 +261,8 @@ def _keep(path: Path, records: Sequence[Record]) -> None:
 
 
 def _drop_torn(path: Path) -> int:
-    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file.
-    Raises `RecordFormatError` at an object that does not match its checksum."""
+    """Leave out whole lines that are not JSON objects; returns how many. No error where there is no file. Raises
+    `RecordFormatError` at an object that does not match its checksum."""
     if not path.exists():
         return 0
     with writing(path):

@@ -229,6 +229,6 @@ def _try_port(key: str, host: str, port: int, remedy: str) -> None:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, UnicodeError) as error:  # a name that is none is no OSError
+    except (OSError, UnicodeError) as error:  # an invalid name raises UnicodeError
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {port} cannot be used on {host} ({why}); {remedy}") from None

@@ -57,13 +57,13 @@ class TrainingLoop:
     progress: RunProgress
     started: Evaluation
     history: History  # what an interrupted run left
-    recorded: Recorded  # likewise
+    recorded: Recorded  # what its records cover
 
     def __post_init__(self) -> None:
         self.step = self.history.step  # optimiser steps made
         self._generated = 0
-        self._checkpoint_seconds = 0.0  # since the last step, as is the next
-        self._held_seconds = 0.0  # for which a checkpoint had to wait
+        self._checkpoint_seconds = 0.0  # since the last step
+        self._held_seconds = 0.0  # for which a checkpoint had to wait since the last step
         self.controller.changed = self.groups.progress.set
 
     async def run(self) -> None:

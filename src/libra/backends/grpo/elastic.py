@@ -257,7 +257,7 @@ class ElasticReplica:
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
-        """The number of the state that is held; -1 when it is none of the core's."""
+        """The number of the state that is held; -1 when that is not a state of the core."""
         if self._behind:
             return -1
         if self._follower is None:

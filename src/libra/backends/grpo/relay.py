@@ -236,7 +236,7 @@ class Relay:
     """The core's handle on its relay. The socket listens when this is made; a reader waits for the process to start."""
 
     def __init__(self, serve: Serve, place: StatePlace, shape: Shape) -> None:
-        """Raises `OSError` when the process cannot be started, or the address is none of this node."""
+        """Raises `OSError` when the process cannot be started, or the address is not one of this node."""
         with socket.create_server((serve.host, 0)) as listener:
             self.port: int = listener.getsockname()[1]
             self._process = subprocess.Popen(

@@ -95,7 +95,7 @@ class RendezvousServer:
                 _send(connection, self._answer(call))
 
     def _answer(self, call: _Call) -> bytes | None:
-        """The value; None where there is none in time, or no room."""
+        """The value; None where it does not arrive in time, or there is no room for it."""
         with self._changed:
             if call.value is not None:
                 if len(call.key) > _LONGEST_KEY or len(call.value) > _LONGEST_VALUE:

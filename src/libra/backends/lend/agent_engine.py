@@ -41,7 +41,7 @@ from libra.exec.background import background
 # Looks, a second apart, at an engine that has turns and says nothing, before it is taken for lost: it hangs, or was
 # stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
 _SILENT = 10
-_LOADING = 300  # likewise at an engine that takes weights
+_LOADING = 300  # looks at an engine that takes weights, a second apart too
 _SHOWN = 40  # characters of an id in a message
 _INTRODUCTION = 10.0  # seconds in which a new connection has to send its request
 

@@ -22,7 +22,7 @@ from libra.records.lending import LendingAnswer, LentStep, ServedStep
 
 _REST = 0.001  # seconds between two looks at a device that is not free before its own engine has made a step
 _STUCK = 1.0  # seconds in which no step fits into any grant
-_RECALLED = 0.02  # likewise where time alone brings the loan back
+_RECALLED = 0.02  # seconds until the rule is asked again, where time alone brings the loan back
 
 _NO_WORD = "the lender has not given its word"
 _WHY: dict[Reason, str] = {

@@ -203,7 +203,7 @@ def _pace(serving: ServingSection, certificate: Certificate) -> float:
     use = certificate.use if serving.use is None else serving.use
     if use > certificate.use:
         raise ValueError(f"serving.use is {use:g}; the certificate is of {certificate.use:g}: lower it")
-    # Of the certified objective: with a laxer one of its own, a server is still lent from as it was certified.
+    # The pace is that of the certified SLO, also for a server whose own SLO is laxer.
     pace = certificate.slo.pace(use)
     if certificate.longest_step > pace:
         raise ValueError(

@@ -34,7 +34,7 @@ class RolloutModel:
 
     @classmethod
     def read(cls, directory: Path, dtype: Dtype) -> RolloutModel:
-        """Raises ValueError where the directory is none of a model."""
+        """Read the model of a directory. Raises ValueError where there is none."""
         path = directory / "config.json"
         try:
             config = json.loads(read_input(path))

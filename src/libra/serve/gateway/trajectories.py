@@ -61,7 +61,7 @@ class TurnBody(msgspec.Struct):
 
     @property
     def wants_usage(self) -> bool:
-        """Raises ValueError where stream_options are none."""
+        """Whether the client wants a usage event. Raises ValueError where stream_options are malformed."""
         if len(memoryview(self.stream_options)) > FIELD_BYTES:
             raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
         if bytes(self.stream_options) in _ABSENT:
@@ -130,7 +130,7 @@ def read_finish(body: bytes) -> Finish:
 
 
 def _count(value: msgspec.Raw) -> int | None:
-    """A whole number above 0. None: the field is none, which the engine refuses."""
+    """A whole number above 0. None: the field is absent, or is not one, which the engine refuses."""
     digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
     return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
 
