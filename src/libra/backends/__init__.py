@@ -1,1 +1,1 @@
-"""What a run drives: vLLM engines and the GRPO trainer, and the launchers and transport below them."""
+"""Backends of a run: vLLM engines and the GRPO trainer, and the launchers and transport below them."""

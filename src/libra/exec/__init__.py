@@ -1,1 +1,1 @@
-"""The executor: who does what, and the transitions between allocations."""
+"""The executor: the duties of workers, and the transitions between allocations."""

@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for."""
+"""Background tasks: tasks that are not awaited."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def background(work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
-    """What breaks it must not be forgotten, and goes to the loop's exception handler. The caller keeps the task."""
+    """Start a task whose exception goes to the loop's exception handler. The caller keeps a reference to the task."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_raise_in_loop)
     return task

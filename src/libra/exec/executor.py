@@ -1,9 +1,8 @@
-"""The thin executor: carries a plan's transition out, move by move, and keeps the truth about who does what.
+"""The thin executor: carries out a plan's transition, move by move, and keeps the duty of each worker.
 
-Invariant: a move is done, or undone, or its worker does nothing; never in between, once it has ended. The moves that
-are made are a prefix of the transition's, and after each of them the run can go on. What is intended is in the journal
-before it is begun, and what came of it when it has ended. How a process is started and ended is the business of the
-`ProcessController`; nobody else starts or ends one.
+Invariant: once a move has ended, it is done or undone, or its worker does nothing. The moves that are made are a prefix
+of the transition's, and after each of them the run can go on. The journal has an intention before it is begun, and its
+outcome once it has ended. Only the `ProcessController` starts and ends processes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from libra.plan.transition import IDLE, Duty, Move, Role, Transition, device_tra
 Processes = TypeVar("Processes", bound=ProcessController, covariant=True)
 
 _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
-_GONE = (WorkerLostError, TimeoutError)  # it says nothing; another process in its slot may do better
+_GONE = (WorkerLostError, TimeoutError)  # the worker does not answer; another process in its slot may succeed
 FAILURES = (*_GONE, WorkerFailedError)
 
 
 class Executor(Generic[Processes]):
-    """`longest` are the engine shapes that hold contexts of `longest_context` tokens, the longest there are."""
+    """Moves workers. `longest` are the engine shapes that hold contexts of `longest_context` tokens, the longest."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Executor(Generic[Processes]):
         self._watch: asyncio.Task[None] | None = None
 
     def allocation(self) -> Allocation | None:
-        """What the workers do now; None when nothing trains or nothing generates."""
+        """The workers' current allocation; None when nothing trains or nothing generates."""
         duties = (worker.duty for worker in self.pool.all())
         return current_allocation(duties, bucket_limits(self._plans), self.longest_context)
 
@@ -67,12 +66,12 @@ class Executor(Generic[Processes]):
         return any(bucket.shape in self._longest for bucket in allocation.buckets)
 
     def transition(self, wanted: Allocation) -> Transition:
-        """From what the healthy workers do now, where no plan has said how. Raises ValueError where they cannot be
-        what is wanted."""
+        """Transition from the healthy workers' current duties, where no plan provides one. Raises ValueError where the
+        workers cannot form `wanted`."""
         return device_transition(self.pool.devices(), self.allocation(), wanted, self._longest)
 
     def watch(self) -> None:
-        """Look after the processes from now on, until `stop`."""
+        """Watch the processes from now on, until `stop`."""
         self._watch = background(self._watch_workers())
 
     async def stop(self) -> None:
@@ -82,9 +81,9 @@ class Executor(Generic[Processes]):
         await self.processes.stop()
 
     async def start(self, wanted: Allocation) -> None:
-        """The first allocation: a core replica, then all others at once. One that goes away on the way is missing when
-        this returns; the core replica is started again, until its slot is retired. Raises what a worker says that
-        it cannot do, which another would not either, and what made that core replica fail."""
+        """Start the first allocation: a core replica, then all others at once. A worker that is lost on the way is
+        missing when this returns. The core replica is started again until its slot is retired. Raises the failure of
+        that core replica, and a worker's `WorkerFailedError`, which another process would raise too."""
         moves = device_transition(self.pool.devices(), None, wanted, self._longest).moves
         self._journal.commit(journal.TransitionBegun(wanted, None))
         self._plans = (wanted,)
@@ -99,7 +98,7 @@ class Executor(Generic[Processes]):
         self._journal.commit(journal.TransitionDropped(str(errors[0])) if errors else journal.TransitionDone())
 
     async def apply(self, transition: Transition) -> Applied:
-        """Make its moves, one after the other. Raises ValueError where they are for workers that do something else by
+        """Make the transition's moves, one after the other. Raises ValueError where its workers have other duties by
         now, and `UnsupportedTransitionError` where the backend cannot carry out all that was planned."""
         unsupported = self.processes.unsupported(transition)
         if unsupported is not None:
@@ -134,18 +133,18 @@ class Executor(Generic[Processes]):
 
     async def restart(self, name: str) -> float:
         """End a worker's process and bring it back into the same role; returns the seconds it was out of service.
-        Raises `WorkerLostError` for one that does nothing, and what made it fail."""
+        Raises `WorkerLostError` for a worker that does nothing, and the error of a move that fails."""
         duty = self.pool[name].duty
         if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # idle, or retired
             raise WorkerLostError(f"worker {name} does nothing that it could be restarted for")
         return await self.move(Move(name, duty, duty))
 
     def drop_rest(self, why: str) -> None:
-        """Let the move that is under way end, and make no further one of its plan."""
+        """Let the move in progress end, and make no further move of its plan."""
         self._drop = why
 
     async def move(self, move: Move) -> float:
-        """One move; returns its seconds. Raises what made it fail, and then its worker does nothing."""
+        """Make one move; returns its seconds. Raises the error that made it fail; its worker then does nothing."""
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
@@ -155,8 +154,8 @@ class Executor(Generic[Processes]):
         return self._end(move, began, "done").seconds
 
     def lose(self, worker: str, why: str) -> None:
-        """A worker went away: its turns go on elsewhere, and its slot may be started again. In the middle of a move,
-        that is the move's failure; for a worker that does nothing it is no news."""
+        """Handle the loss of a worker: its turns continue elsewhere, and its slot may be started again. A move that is
+        in progress fails. The loss of a worker that does nothing is ignored."""
         role = self.pool[worker].role
         if role in DEADLINES:
             self._ends[worker] = why
@@ -177,7 +176,7 @@ class Executor(Generic[Processes]):
             self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")
 
     def slots_changed(self) -> None:
-        """The nodes of some slots are lost, or back."""
+        """Update the workers whose nodes are lost, or back."""
         for worker in self.pool.all():
             lost = not self.processes.offers(worker.slot)
             if worker.node_lost != lost:
@@ -201,7 +200,7 @@ class Executor(Generic[Processes]):
                     raise
 
     async def _carry_out(self, move: Move) -> MoveOutcome:
-        """One move, undone if it fails."""
+        """Make one move, and undo it if it fails."""
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
@@ -220,7 +219,7 @@ class Executor(Generic[Processes]):
         return self._end(move, began, "failed", why)
 
     async def _change(self, worker: str, before: Duty, after: Duty) -> None:
-        """The steps of a move. Raises `WorkerLostError` when the worker went away while nobody waited for it."""
+        """Make the steps of a move. Raises `WorkerLostError` also when the worker was lost without failing the step."""
         if before != IDLE:
             draining = self._become(worker, Role.DRAINING, before.shape)
             self._route()
@@ -242,14 +241,14 @@ class Executor(Generic[Processes]):
         return self._clock()
 
     def _ended(self, worker: str, error: BaseException) -> str:
-        """Make sure that nothing of the worker is left after a failure; returns the reason for it."""
+        """Make sure that nothing of the worker is left after a failure; returns the reason of the failure."""
         if self.pool[worker].role is not Role.FAILED:
             self._become(worker, Role.FAILED)
             self.processes.end(worker, str(error))
         return self._ends.pop(worker, str(error) or type(error).__name__)
 
     def _end(self, move: Move, began: float, outcome: Outcome, why: str = "") -> MoveOutcome:
-        """Tell of a move that ended. After one that failed its slot is idle, or retired."""
+        """Record and report a move that ended. After a failed move the slot is idle or retired."""
         moved = MoveOutcome(move, self._clock() - began, outcome, why)
         entry: journal.Entry
         match outcome:
@@ -264,7 +263,7 @@ class Executor(Generic[Processes]):
         return moved
 
     def _count_loss(self, worker: str) -> bool:
-        """Whether the slot is retired with it; otherwise it is idle."""
+        """Count the loss of a process. Returns whether its slot is retired; otherwise the slot is idle."""
         lost = self.pool.lose(worker, self._clock())
         self._observer.role(lost)
         if not lost.retired:

@@ -2,8 +2,8 @@
 
 Invariant: a committed entry is on disk before the controller acts on it. An interrupted last line is ignored on
 reading; any other line that is damaged, missing or moved is an error, which the chain of checksums finds. The replay is
-a pure function of the entries: for a journal without an interrupted move it is what the controller held in memory; a
-move that was under way is named, and nothing is guessed of how far it came.
+a pure function of the entries: for a journal without an interrupted move it is what the controller held in memory. A
+move in progress is named, and its progress is not guessed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProcessStarted(Entry, frozen=True, tag="worker"):
 
 
 class TransitionBegun(Entry, frozen=True, tag="plan"):
-    """The pool is to become `wanted`. `before` is what it was; None where it was nothing that works."""
+    """The pool is to become `wanted`. `before` is its allocation until then; None where it formed none."""
 
     wanted: Allocation
     before: Allocation | None
@@ -77,7 +77,7 @@ class MoveFailed(Entry, frozen=True, tag="failed"):
 
 
 class WorkerLost(Entry, frozen=True, tag="lost"):
-    """A worker that did something went away. `retired` as above."""
+    """A worker with a duty is lost. `retired`: its slot is not used any more."""
 
     worker: str
     why: str
@@ -162,13 +162,13 @@ def read_journal(path: Path) -> Iterator[AnyEntry]:
 
 @dataclass(frozen=True, slots=True)
 class JournalReplay:
-    """What was true when the journal ended. `plans` are the allocations whose buckets are in force: the latest, and the
-    one before until that is applied."""
+    """State at the end of the journal. `plans` are the allocations whose buckets are in force: the latest, and the one
+    before it until the latest is applied."""
 
     version: int  # of the weights
     duties: Mapping[str, Duty]  # of every worker that was given one in the last session
     under_way: Mapping[str, Move]  # moves whose outcome is not known, by worker
-    worked: Mapping[str, Duty]  # what every worker did last when it worked, in any session
+    worked: Mapping[str, Duty]  # last working duty of every worker, in any session
     plans: tuple[Allocation, ...]
 
 

@@ -1,8 +1,8 @@
-"""Workers and their roles: what each one is, what it may become, and what all amount to as an allocation.
+"""Workers and their roles: the role of each, its legal changes, and the allocation that all form together.
 
 Invariant: a role changes only along a legal transition; a passing role has a deadline. A slot whose process is gone is
 `failed`, and idle again at once: another process may be started there, until the slot has lost too many. The pool holds
-no process and does no I/O: it is the truth that the executor keeps and the journal records.
+no process and does no I/O: it is the state that the executor keeps and the journal records.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra.plan.transition import TRAIN, Device, Duty, Role
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long a passing role may last: so many seconds, and as long as so many training steps may take."""
+    """Longest time in a passing role: `seconds`, and the longest time of `steps` training steps on top."""
 
     seconds: float
     steps: int
@@ -32,14 +32,14 @@ class Deadline:
 # Step boundaries at which a replica that joins is given the chance to enter.
 JOIN_BOUNDARIES = 20
 
-# A worker that overstays a passing role is failed. A start has 120 s and draining 30 s, and either 300 s on top: what
+# A worker that overstays a passing role is failed. A start has 120 s and draining 30 s, each with 300 s on top: what
 # happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one step and
 # let in at one of the `JOIN_BOUNDARIES` after it; it leaves at the end of the second.
 DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + JOIN_BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
-# A process may die of something that passes, so its slot is used again. With so many losses within an hour it stays
-# empty for the rest of the session: they have a cause that starting again does not remove. Three starts that hang for
-# the 120 s that they have fit into the hour.
+# A process may die of something that passes, so its slot is used again. After `MOST_LOSSES` losses within an hour it
+# stays empty for the rest of the session: another start would not remove their cause. Three starts that hang for their
+# full 120 s fit into the hour.
 MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
 LOSS_WINDOW = 3600.0  # seconds
 
@@ -58,7 +58,7 @@ class IllegalTransitionError(RuntimeError):
 
 
 def with_loss(losses: tuple[float, ...], now: float) -> tuple[float, ...]:
-    """The losses that count, by their moments, with one more at `now`."""
+    """Times of the losses that count, with one more at `now`."""
     return (*(moment for moment in losses if now - moment <= LOSS_WINDOW), now)
 
 
@@ -79,12 +79,12 @@ class Worker:
 
     @property
     def duty(self) -> Duty:
-        """What it does; in a passing role that is nothing yet, or no more."""
+        """The worker's role, with the shape of an engine in service. A passing role does no work yet, or no more."""
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
 
     @property
     def device(self) -> Device:
-        """As a planner sees it."""
+        """The worker as a planner sees it."""
         return Device(self.id, self.slot, self.allowed, self.duty, self.lent)
 
     @property
@@ -137,7 +137,7 @@ class WorkerPool:
         return self._workers[worker]
 
     def lent_shapes(self) -> frozenset[str]:
-        """Of the engines on devices that serve users, whether any of those is there or not."""
+        """Shapes of the engines on devices that serve users, whether any of those devices is there or not."""
         return frozenset(worker.lent for worker in self._workers.values() if worker.lent is not None)
 
     def devices(self) -> tuple[Device, ...]:
@@ -188,11 +188,11 @@ def bucket_limits(plans: Iterable[Allocation]) -> list[tuple[str, int]]:
 def current_allocation(
     duties: Iterable[Duty], limits: Iterable[tuple[str, int]], longest_context: int
 ) -> Allocation | None:
-    """What workers with these duties are, in buckets with these `limits`; None when nothing trains, or none generates.
+    """Allocation of workers with these duties, in buckets with these `limits`; None when none trains or none generates.
 
     The first limit of a shape counts: between two allocations, engines of both run. A bucket without an engine is gone:
-    its range belongs to the next longer one, the last range to whoever is left. Of two buckets that end at the same
-    length the first one stays.
+    its range belongs to the next longer one, the last range to the longest that is left. Of two buckets that end at the
+    same length the first one stays.
     """
     doing = Counter(duties)
     ends: dict[str, int] = {}
@@ -210,9 +210,9 @@ def current_allocation(
 
 
 def fitted(allocation: Allocation, workers: Sequence[Worker], lent_shapes: Collection[str] = ()) -> Allocation:
-    """`allocation` for as many workers as there are: who is too few is first missing in the longest bucket, which keeps
-    one engine, and then in the shortest ones; who is too many joins the longest one. Engines of `lent_shapes` are those
-    of the lent devices that are there. Raises `InfeasiblePlanError` where nobody is left to generate, or to train."""
+    """`allocation` fitted to the workers that are there. Missing workers come off the longest bucket first, which keeps
+    one engine, and then off the shortest ones; surplus workers join the longest one. Engines of `lent_shapes` are those
+    of the lent devices that are there. Raises `InfeasiblePlanError` where none is left to generate, or to train."""
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
     own = len(workers) - lent.total()
     core = sum(worker.allowed == {Role.TRAIN} for worker in workers)

@@ -1,4 +1,4 @@
-"""What an executor needs of whoever runs worker processes, and what it tells of its moves.
+"""The executor's interfaces: to the controller of worker processes, and to the observer of its moves.
 
 Invariant: nothing here says how: what a process is, where weights lie and how bytes travel is the backend's business.
 """
@@ -18,7 +18,7 @@ class WorkerLostError(ConnectionError):
 
 
 class WorkerFailedError(RuntimeError):
-    """The worker is alive and says that it could not do what it was told."""
+    """The worker is alive and reports that it could not do what was asked."""
 
 
 class UnsupportedTransitionError(ValueError):
@@ -29,13 +29,13 @@ Outcome = Literal["done", "undone", "failed"]  # of a move
 
 
 class ProcessController(Protocol):
-    """Starts, frees and ends what workers do. The verbs that take time raise `WorkerLostError`, `WorkerFailedError` or
-    `TimeoutError` when they fail; what they left of the worker is then ended with `end`."""
+    """Starts, frees and ends workers. `free` and `start` raise `WorkerLostError`, `WorkerFailedError` or `TimeoutError`
+    when they fail; `end` then ends what is left of the worker."""
 
     @property
     def step_allowance(self) -> float:
-        """Seconds within which a training step is made, or a replica found to be lost in it, as far as one can tell; 0
-        before the first replica has started."""
+        """Estimated seconds within which a training step is made, or a replica is found to be lost in it; 0 before the
+        first replica has started."""
         ...
 
     def require_core(self) -> None:
@@ -43,7 +43,7 @@ class ProcessController(Protocol):
         ...
 
     def unsupported(self, transition: Transition) -> str | None:
-        """What of the transition's plan cannot be carried out here, in one line; None where all can."""
+        """The part of the transition's plan that this backend cannot carry out, in one line; None where it can all."""
         ...
 
     def offers(self, slot: int) -> bool:
@@ -59,7 +59,7 @@ class ProcessController(Protocol):
         ...
 
     def end(self, worker: str, why: str) -> None:
-        """End whatever there is of the worker, at once; all that waits for it fails."""
+        """End all that there is of the worker, at once; calls that wait for it fail."""
         ...
 
     def route(self, allocation: Allocation) -> None:
@@ -67,7 +67,7 @@ class ProcessController(Protocol):
         ...
 
     def declare_dead(self) -> None:
-        """Notice what a channel does not tell: a process that is gone."""
+        """Find processes that are gone without notice on a channel."""
         ...
 
     async def stop(self) -> None:
@@ -77,7 +77,7 @@ class ProcessController(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MoveOutcome:
-    """One move that ended. `undone`: the worker does again what it did before; `failed`: it does nothing."""
+    """One move that ended. `undone`: the worker has its earlier duty again; `failed`: it does nothing."""
 
     move: Move
     seconds: float
@@ -87,20 +87,20 @@ class MoveOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What became of a transition: the moves that were made, and why the rest was dropped; None: nothing was."""
+    """Outcome of a transition: the moves that were made, and why the rest was dropped; None: nothing was dropped."""
 
     moves: tuple[MoveOutcome, ...]
     failure: str | None
 
 
 class PoolObserver(Protocol):
-    """Is told of changes of the pool."""
+    """Receives the changes of the pool."""
 
     def role(self, worker: Worker) -> None: ...
     def moved(self, moved: MoveOutcome) -> None: ...
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker that did something went away. `retired`: its slot is not used any more."""
+        """A worker with a duty is lost. `retired`: its slot is not used any more."""
         ...
 
     def node_back(self, worker: str) -> None:

@@ -1,6 +1,6 @@
-"""How much of one thing there is for another, lately.
+"""A recent ratio of two quantities.
 
-Invariant: it is a ratio of sums, so a step that is small counts little, whatever its own ratio is.
+Invariant: it is a ratio of sums, so a small step counts little, whatever its own ratio is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The first start, and work on workers while no steps are made, such as an evaluation: a worker that is lost meanwhile
-is started again.
+"""Recovery of workers that are lost during the first start, or during work between steps, such as an evaluation.
 
-Invariant: while the work goes on, or before it is begun again, the workers are what they were, as far as there are
-workers left; where none is left, it ends with an error instead of waiting for ever. A move that was begun ends before
-`during` returns.
+Invariant: while the work goes on, or before it begins again, the workers have their earlier duties, as far as there are
+workers left; where none is left, the work ends with an error instead of waiting for ever. A move that was begun ends
+before `during` returns.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from libra.plan.allocation import Allocation
 from libra.plan.problem import InfeasiblePlanError
 
 T = TypeVar("T")
-_ATTEMPTS = 3  # at work that is begun again: if all of them lose a worker, that has a cause which another leaves
+_ATTEMPTS = 3  # at work that begins again: if each of them loses a worker, another attempt would not remove the cause
 _MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is given up
 
 
 class Recovery:
-    """`first` is what workers become where nothing that they do can go on; `warn` is told what was not recovered."""
+    """Restores lost workers. `first` is the allocation where the current one cannot go on; `warn` gets what failed."""
 
     def __init__(self, executor: Executor[ProcessController], first: Allocation, warn: Callable[[str], None]) -> None:
         self._executor, self._first, self._warn = executor, first, warn
         self._lost = asyncio.Event()
 
     def worker_lost(self) -> None:
-        """The pool is less than it was."""
+        """Note that the pool has lost a worker."""
         self._lost.set()
 
     async def start(self) -> None:
-        """Bring up the first workers. Raises what a worker says that it cannot, and what `during` does."""
+        """Bring up the first workers. Raises what `Executor.start` and `during` raise."""
         pool = self._executor.pool
         await self._executor.start(fitted(self._first, pool.healthy(), pool.lent_shapes()))
         await self._recover(self._first, lambda: False)
@@ -58,8 +57,8 @@ class Recovery:
             await asyncio.gather(task, return_exceptions=True)
 
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of work that moves workers itself, and fails where one is lost: it is begun again when they are
-        what they were. Raises what the last attempt does, and what `during` does."""
+        """The result of work that moves workers itself and fails where one is lost. It begins again when the workers
+        have their earlier duties. Raises what the last attempt raises, and what `during` raises."""
         wanted = self._wanted()
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -70,13 +69,12 @@ class Recovery:
         return await work()
 
     def _wanted(self) -> Allocation:
-        """What the workers are, or were at first where one who is gone by now leaves nobody for the longest
-        contexts."""
+        """The current allocation, or the first one where no engine for the longest contexts is left."""
         now = self._executor.allocation()
         return now if now is not None and self._executor.holds_longest(now) else self._first
 
     async def _recover(self, wanted: Allocation, over: Callable[[], bool]) -> None:
-        """Idle slots that cannot be started are retired, so only moves that are undone have to be counted."""
+        """Restore `wanted`. Idle slots that cannot be started are retired, so only undone moves have to be counted."""
         undone = 0
         while not over():
             self._lost.clear()
@@ -88,7 +86,7 @@ class Recovery:
             if over() or (applied.failure is None and not self._lost.is_set()):
                 return
             if applied.failure is None:
-                continue  # who was lost during the last of these moves is missing still
+                continue  # a worker that was lost during the last of these moves is still missing
             self._warn(f"the workers are not {whole.describe()} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
             if undone == _MOST_UNDONE:

@@ -1,4 +1,4 @@
-"""What a lender was proven to spare: the only thing that a planner may count on.
+"""Certificates: what a lender was proven to spare, the only thing that a planner may count on.
 
 Invariant: a certificate holds for one model on one kind of device under one SLO, and for loads inside its envelope.
 """
@@ -21,7 +21,7 @@ from libra.traffic.envelope import Envelope
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """What is lent at one rate of traffic."""
+    """The share that is lent at one rate of traffic."""
 
     rate: float  # requests/s, the mean of the replay
     share: float  # of the device's time, lent to a borrower that spends every grant
@@ -29,7 +29,7 @@ class Harvest:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Of the engine that serves, by vLLM's names."""
+    """Limits of the serving engine, by vLLM's names."""
 
     max_model_len: int
     max_num_seqs: int
@@ -53,7 +53,7 @@ class Certificate:
     traffic: str  # the file that was replayed
     requests: int
     missed_alone: int  # requests of the certified load that miss the SLO without lending, too
-    parameters: int | None = None  # of the model, as two may have one name; None, as below: from before it was kept
+    parameters: int | None = None  # of the model: names are not unique; None, as below: older than the field
     limits: ServerLimits | None = None  # under which steps and queue were bounded
 
     def __post_init__(self) -> None:
@@ -72,20 +72,20 @@ class Certificate:
 
     @property
     def covered(self) -> float:
-        """Requests/s up to which it says anything: the certified load, or the busiest minute of the replay where that
-        was less, as of a trace that is shorter."""
+        """Requests/s up to which the certificate applies: the certified load, or the busiest minute of the replay where
+        that was less, as with a shorter trace."""
         return min(self.rate, self.envelope.rate)
 
     def share_at(self, rate: float) -> float:
-        """Share of the device that is lent at a rate: between two certified rates that of the higher one, as load takes
-        harvest; nothing beyond what is covered."""
+        """Share of the device that is lent at `rate`: between two certified rates the share of the higher one, since
+        load reduces harvest; 0 above `covered`."""
         if rate > self.covered:
             return 0.0
         return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
 
     def mismatch(self, model: str, hardware: str, slo: Slo, parameters: int | None = None) -> str | None:
-        """Why it says nothing of such a lender; None where it does. An SLO that is as lax or laxer is covered.
-        `parameters` is how many the model has; None: nobody knows."""
+        """Reason why the certificate does not apply to a lender; None where it does. An SLO as lax or laxer is covered.
+        `parameters` is the model's number of parameters; None: unknown."""
         if model != self.model:
             return f"the certificate is of {self.model}, not of {model}"
         if parameters is not None and self.parameters not in (None, parameters):
@@ -98,10 +98,10 @@ class Certificate:
         return None
 
     def other_limit(self, limits: ServerLimits) -> str | None:
-        """Why it says nothing of a server with these limits, with the remedy; None where it does.
+        """Reason why the certificate does not apply to a server with these limits, with the remedy; None where it does.
 
-        Tokens and requests of a step bound its time and, with that, the prompts that may wait. Contexts that are
-        shorter than they may be change neither.
+        The limits on a step's tokens and requests bound its time and, with that, the prompts that may wait. A shorter
+        `max_model_len` changes neither.
         """
         if self.limits is None:
             return None
@@ -142,5 +142,5 @@ def load_certificate(path: Path) -> Certificate:
 
 
 def best(certificates: Sequence[Certificate], rate: float) -> Certificate:
-    """The one that lends most at a rate; of equals the one with the lower `use`."""
+    """The certificate that lends most at `rate`; among equals, the one with the lower `use`."""
     return max(certificates, key=lambda it: (it.share_at(rate), -it.use))

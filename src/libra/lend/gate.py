@@ -1,4 +1,4 @@
-"""When a rollout may use a device that serves, and for how long.
+"""The gate: when a rollout may use a device that serves, and for how long.
 
 Invariant: with serving steps of at most C and grants of at most B that are kept, a request's tokens after its first are
 never late, and its first comes within `ttft_bound`. The proof is in docs/lending.md.
@@ -15,7 +15,7 @@ Reason = Literal["first token", "due", "load", "owner"]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What serving owes its users: seconds to the first token, and seconds a token after it. Raises ValueError."""
+    """The SLO of a server: seconds to the first token, and seconds per token after it. Raises ValueError."""
 
     ttft: float
     tpot: float
@@ -27,7 +27,7 @@ class Slo:
                 raise ValueError(f"{name} is {value:g} s; give a positive number of seconds")
 
     def pace(self, use: float) -> float:
-        """Seconds a token (tau) that serving is slowed down to: the share `use` of `tpot`. Raises ValueError."""
+        """Seconds per token (tau) that serving is slowed down to: the share `use` of `tpot`. Raises ValueError."""
         if not 0 < use <= 1:
             raise ValueError(f"use is {use:g}; it is the share of tpot that may be spent: above 0, at most 1")
         return use * self.tpot
@@ -35,16 +35,16 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class ServingView:
-    """What a serving engine says of its requests between two steps. Times are of one monotonic clock, in one unit."""
+    """A serving engine's requests between two steps. Times are on one monotonic clock, in one unit."""
 
-    live: int  # requests that have come and have not finished
-    waiting: int  # of them, those without a first token
+    live: int  # requests that have arrived and have not finished
+    waiting: int  # live requests without a first token
     due: float  # when the earliest of the next tokens is due (`due`); inf where no request has its first
-    oldest: float = math.inf  # when the first of those that wait came
+    oldest: float = math.inf  # arrival of the first of those that wait
     queued: int = 0  # their prompt tokens that are not computed yet
     context: int = 0  # tokens of the contexts of all live requests
     steps: int = 0  # of serving since the last grant
-    came: int = 0  # requests that ever came
+    came: int = 0  # requests that have ever arrived
 
     def __post_init__(self) -> None:
         if not 0 <= self.waiting <= self.live:
@@ -55,20 +55,20 @@ IDLE = ServingView(live=0, waiting=0, due=math.inf)
 
 
 class ServingCost(Protocol):
-    """Bounds on what serving takes, in the unit of the view's times."""
+    """Bounds on the time that serving takes, in the unit of the view's times."""
 
     def longest_step(self, view: ServingView) -> float:
         """C: a step of all live requests and a full prefill chunk."""
         ...
 
     def catch_up(self, view: ServingView) -> float:
-        """Until serving, alone, has made a token for everybody who is there."""
+        """Time until serving, alone, has made a token for every live request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The device, until `expires`: whoever holds it then is not waited for."""
+    """The device until `expires`: a borrower that holds it longer is not waited for."""
 
     expires: float
     length: float
@@ -76,13 +76,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No grant, until another view."""
+    """No grant for this view."""
 
     reason: Reason
 
 
 class SharingRule(Protocol):
-    """Who has the device next."""
+    """Decides between serving and rollout for the next use of the device."""
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal: ...
 
@@ -90,12 +90,12 @@ class SharingRule(Protocol):
 @dataclass(frozen=True, slots=True)
 class Gate:
     """Grants b <= B if no request waits for its first token (that slack is owed to requests that may still come), and a
-    serving step of the longest kind after the grant is still over before the next token is due. Where such a step takes
-    longer than the pace, dues do not move on as fast as steps may, and nothing is granted beside users."""
+    serving step of the longest kind after the grant still ends before the next token is due. Where such a step takes
+    longer than the pace, steps may fall behind their due times, and nothing is granted while a token is due."""
 
     longest: float  # B, of a grant
     shortest: float  # below which a rollout step cannot do anything
-    pace: float = math.inf  # tau; without it steps are taken to keep to it, as inside a certificate's envelope
+    pace: float = math.inf  # tau; inf assumes that steps keep the pace, as they do inside a certificate's envelope
 
     def __post_init__(self) -> None:
         if not 0 < self.shortest <= self.longest < math.inf:
@@ -114,16 +114,16 @@ class Gate:
 
 
 def due(first_token: float, tokens: int, pace: float) -> float:
-    """When the next token is due of a request that had its first of `tokens` at `first_token`."""
+    """Due time of the next token of a request that has `tokens` tokens, the first of them since `first_token`."""
     return first_token + tokens * pace
 
 
 def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -> float:
     """Time within which a request has its first token, by (ii) of docs/lending.md.
 
-    One grant and one step may be out as it comes; no grant follows, and each step computes `prefill` of the `queued`
-    prompt tokens that wait with it, its own among them, or all. `prefill` is the token budget of a step less one for
-    each request that decodes. Raises ValueError where that leaves nothing.
+    One grant and one step may be in progress when it arrives. No grant follows, and each step computes `prefill` of the
+    `queued` prompt tokens that wait, its own included, or all of them. `prefill` is the token budget of a step minus
+    one for each request that decodes. Raises ValueError where that leaves nothing.
     """
     if prefill < 1:
         raise ValueError(f"a step has room for {prefill} prompt tokens: raise max_num_batched_tokens over max_num_seqs")
@@ -131,6 +131,6 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
 
 
 def ttft_queue(ttft: float, longest: float, serving_step: float, prefill: int) -> int:
-    """Prompt tokens that may wait, a request's own among them, for `ttft_bound` to be within `ttft`: the inverse. 0 or
+    """Prompt tokens that may wait, a request's own included, for `ttft_bound` to be within `ttft`: its inverse. 0 or
     less where not even one may."""
     return max(0, prefill) * (math.floor((ttft - longest) / serving_step) - 1)

@@ -1,4 +1,4 @@
-"""Engines that serve users and lend: what was certified of them, and the traffic that is expected.
+"""Serving engines that lend: their certificates, and the traffic that is expected.
 
 Invariant: every certificate is of the model, the hardware and an SLO no laxer than what the engines serve, so whatever
 is counted on here was proven.
@@ -26,7 +26,7 @@ class Lender:
     model: ModelSpec  # that they serve
     devices: int  # of one engine
     certificates: tuple[Certificate, ...]  # by rising `use`
-    rates: tuple[float, ...]  # requests/s that one engine may be asked for in the coming period, each as probable
+    rates: tuple[float, ...]  # requests/s that may arrive at one engine in the coming period, equally probable
     period: float  # seconds
 
     def __post_init__(self) -> None:
@@ -39,11 +39,11 @@ class Lender:
             raise ValueError(f"certificates of {self.pool} are of use {uses}; give one of each, by rising use")
 
     def expecting(self, forecast: RateForecast) -> Lender:
-        """The same engines, given a forecast of what one of them is asked for in the coming period."""
+        """The same engines, with a forecast of the request rate of one engine in the coming period."""
         return replace(self, rates=forecast.cases)
 
     def share(self, certificate: Certificate) -> float:
-        """Of an engine's time that is lent while anything is: the harmonic mean over the expected rates, since rollout
+        """Share of an engine's time that is lent while any is: the harmonic mean over the expected rates, since rollout
         takes 1 / share as long. 0 where nothing is lent at any of them."""
         lent = [share for rate in self.rates if (share := certificate.share_at(rate)) > 0]
         return len(lent) / math.fsum(1 / share for share in lent) if lent else 0.0
@@ -53,8 +53,8 @@ class Lender:
         return sum(certificate.share_at(rate) == 0 for rate in self.rates) / len(self.rates)
 
     def recalls(self, certificate: Certificate) -> float:
-        """Recalls a second, where periods follow upon each other by chance: of those that lend, those before one that
-        does not."""
+        """Recalls per second, where periods are independent: one for each period that lends before one that does
+        not."""
         away = self.away(certificate)
         return (1 - away) * away / self.period
 

@@ -1,8 +1,8 @@
-"""How much of a device's KV memory is lent, and when it is taken back.
+"""The quota of a device's KV memory that is lent, and its return.
 
-Invariant: serving is never refused memory that rollout has. Rollout (`KVQuota`) leaves it a reserve, gives way at once
-and by halves, and gets more only after a training step and a quiet time, so that memory does not swing with every
-burst. Serving (`ceded`) takes what it needs in any case: beyond the reserve before rollout has let go of it.
+Invariant: serving is never refused memory that rollout has. Rollout (`KVQuota`) leaves it a reserve and gives way at
+once, by halves. It gets more only after a training step and a quiet time, so that memory does not swing with every
+burst. Serving (`ceded`) always takes what it needs, beyond the reserve even before rollout has released it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """What a serving engine says of its KV memory between two steps, in bytes. As it stands: nothing can be lent."""
+    """A serving engine's report of its KV memory between two steps, in bytes. With the defaults nothing can be lent."""
 
     capacity: int = 0  # of all its blocks, ceded or not
     reserve: int = 0  # always free: what requests can need while more is taken back, and one longest prompt
-    need: int = 0  # what its requests have, and may still take for the tokens that they have
+    need: int = 0  # what its requests hold, and may still take for the tokens that they have
     ceded: int = 0  # what it leaves to rollout
 
 
@@ -25,10 +25,10 @@ class KVLimits:
     """Bytes of one device's KV memory, and the pace at which the lent part grows. Raises ValueError."""
 
     capacity: int  # of the serving engine (`KVView`)
-    reserve: int  # likewise
+    reserve: int  # of the serving engine (`KVView`)
     context: int  # one longest rollout context: a smaller loan is of no use
     addresses: int  # of all blocks of the rollout engine: a larger loan is of no use
-    quiet: float  # seconds without a change before the loan grows, beside what serving needed in as long and longer
+    quiet: float  # seconds without a change before the loan grows; serving's peak over at least as long is spared
     beside: int = 0  # memory of the device that neither the serving engine nor the rollout engine's weights take
 
     def __post_init__(self) -> None:
@@ -53,19 +53,19 @@ class KVLimits:
 
 
 class KVQuota:
-    """Bytes of KV that rollout may have. Begins with nothing lent."""
+    """Decides the bytes of KV that rollout may have. Begins with nothing lent."""
 
     def __init__(self, limits: KVLimits) -> None:
         self.limits = limits
         self.lent = 0  # beside included; serving may not have ceded it yet
         self._changed = -float("inf")
         self._stepped = True  # a training step has passed since the loan last changed
-        self._since = -float("inf")  # when the time began whose peak is the second
-        self._peaks = 0, 0  # of what serving needed, in a quiet time and in what has passed of the next
+        self._since = -float("inf")  # start of the quiet time that the second peak is of
+        self._peaks = 0, 0  # most that serving needed in the last quiet time, and so far in the current one
 
     @property
     def asked(self) -> int:
-        """What serving is to cede. Rollout says it once it has given way to the last answer."""
+        """Bytes that serving is to cede. Rollout sends this number once it has complied with the last answer."""
         return max(0, self.lent - self.limits.beside)
 
     def observe(self, serving: KVView, now: float) -> int:
@@ -100,10 +100,10 @@ class KVQuota:
 
 
 def ceded(now: int, *, asked: int, held: int, free: int, wanted: int, reserve: int) -> int:
-    """What serving leaves to rollout from its next step on, in the unit of the arguments.
+    """Memory that serving leaves to rollout from its next step on, in the unit of the arguments.
 
-    `now` is what it leaves so far. Rollout asks for `asked` and still has `held`. Of the rest `free` is in no request's
-    use, of which requests may take `wanted` in the next step.
+    `now` is what it leaves so far. Rollout asks for `asked` and still has `held`. Of the rest, no request uses `free`;
+    requests may take `wanted` of that in the next step.
     """
     if wanted > free:
         return max(0, now - (wanted - free))

@@ -1,4 +1,4 @@
-"""When a loan is called back, and when it is given again.
+"""Recall of a loan, and its return.
 
 Invariant: outside its envelope nothing is lent from the next step on, and each recall that comes soon after a return
 doubles the quiet time before the next one.
@@ -14,10 +14,10 @@ from libra.traffic.envelope import Envelope, Load, RateWindow
 
 @dataclass(frozen=True, slots=True)
 class RecallPolicy:
-    """Seconds. Raises ValueError."""
+    """Quiet times, in seconds. Raises ValueError."""
 
     quiet: float = 5.0  # inside the envelope before lending resumes
-    most_quiet: float = 300.0  # which doubling stops at
+    most_quiet: float = 300.0  # limit of the doubling
 
     def __post_init__(self) -> None:
         if not 0 < self.quiet <= self.most_quiet:
@@ -25,7 +25,7 @@ class RecallPolicy:
 
 
 class Recall:
-    """Says whether the device is lent, from whether its load is inside the envelope."""
+    """Decides whether the device is lent, by whether its load is inside the envelope."""
 
     def __init__(self, policy: RecallPolicy) -> None:
         self.policy = policy
@@ -37,12 +37,12 @@ class Recall:
 
     @property
     def resumes(self) -> float:
-        """When lending resumes if nothing happens: inf while the load is outside its envelope."""
+        """Time at which lending resumes if nothing happens: inf while the load is outside its envelope."""
         return float("inf") if self._calm_since is None else self._calm_since + self._quiet
 
     def observe(self, breach: str | None, now: float) -> str | None:
-        """`breach` says how the load leaves the envelope, None that it does not. Returns why the loan is recalled, None
-        where it is lent."""
+        """`breach` describes how the load leaves the envelope; None: it does not. Returns the reason why the loan is
+        recalled, or None where it is lent."""
         if breach is not None:
             if self.recalled is None:
                 self.recalls += 1
@@ -58,7 +58,7 @@ class Recall:
 
 
 class WatchedRule:
-    """Grants nothing outside its certificate's envelope. `second` is one in the unit of the view's times."""
+    """Grants nothing outside its certificate's envelope. `second` is one second in the unit of the view's times."""
 
     def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
         self._rule, self.envelope, self.recall, self._second = rule, envelope, recall, second
@@ -67,7 +67,7 @@ class WatchedRule:
 
     @property
     def resumes(self) -> float:
-        """When lending resumes if nothing happens, in the unit of the view's times."""
+        """Time at which lending resumes if nothing happens, in the unit of the view's times."""
         return self.recall.resumes * self._second
 
     def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:

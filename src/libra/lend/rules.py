@@ -50,7 +50,7 @@ class TimeSlices:
 
 @dataclass(frozen=True, slots=True)
 class PositiveSlack:
-    """As ROSE is published (arXiv 2605.06534): rollout runs while everybody who is there would still be in time if
+    """ROSE's rule, as published (arXiv 2605.06534): rollout runs while every live request would still be in time if
     serving ran alone from then on. The slack of first tokens is spent too."""
 
     longest: float

@@ -1,7 +1,8 @@
-"""How long a step may take, from how long steps took.
+"""Upper bound on the time of a step, from the times of recent steps.
 
-Invariant: a wrong prediction costs harvest, never the SLO: the bound is the prediction times what recent steps took
-over theirs, at a rank that no more than `missed` of the coming steps exceed as long as they are like the recent ones.
+Invariant: a wrong prediction costs harvest, never the SLO. The bound is the prediction times a ratio of actual to
+predicted time of recent steps. No more than the share `missed` of the coming steps exceed that ratio, as long as they
+are like the recent ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class StepBound:
 
     @property
     def factor(self) -> float | None:
-        """What predictions are multiplied by; None until enough steps were seen."""
+        """Factor on predictions; None until enough steps were seen."""
         n = len(self._sorted)
         if n < self.needed:
             return None

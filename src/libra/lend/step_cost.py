@@ -1,8 +1,8 @@
-"""What the steps of an engine take, learnt from the steps that it made.
+"""Time of an engine's steps, learnt from the steps that it made.
 
-Invariant: a bound is the fitted cost of a step's shape times what recent steps took over theirs (`StepBound`). Nothing
-is bounded before enough steps were seen, and a borrower that is new feels its way: no step is more than twice as large
-as the largest that it has made.
+Invariant: a bound is the fitted cost of a step's shape times a ratio of actual to fitted cost of recent steps
+(`StepBound`). Nothing is bounded before enough steps were seen. A new borrower starts small: no step is more than twice
+as large as the largest that it has made.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from libra.cost.lines import non_negative
 from libra.lend.gate import ServingView
 from libra.lend.step_bound import StepBound
 
-_SET_UP = 8  # steps in which an engine sets up what it needs for all
+_SET_UP = 8  # first steps, in which an engine sets up what all later steps need
 _FIRST_FIT = 8  # steps
-_REFIT = 400  # steps, once the first so many were seen; until then as their number doubles
-_CARE, _CAREFUL_SHARE = 2.0, 0.95  # times what this share of the steps so far kept to, while nothing is bounded
+_REFIT = 400  # most steps between two fits; the first fits follow whenever the number of steps has doubled
+_CARE, _CAREFUL_SHARE = 2.0, 0.95  # factor on the ratio that this share of the steps kept to, while nothing is bounded
 _RIDGE = 1e-9  # seconds: a step of no cost at all would have no ratio
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What one engine step computes. Counts."""
+    """Work of one engine step, in counts."""
 
     sequences: int
     new_tokens: int  # beyond one a sequence
@@ -44,7 +44,7 @@ class StepCost:
         self.forget()
 
     def forget(self) -> None:
-        """As if no step had been seen."""
+        """Forget all steps."""
         self._steps: deque[tuple[StepShape, float]] = deque(maxlen=self._memory)
         self._bound = StepBound(self._missed, self._memory)
         self._fit: tuple[float, float, float, float] | None = None
@@ -52,7 +52,7 @@ class StepCost:
 
     @property
     def seen(self) -> int:
-        """Steps, of those that count."""
+        """Number of steps that count: the last `memory` at most."""
         return len(self._steps)
 
     @property
@@ -61,7 +61,7 @@ class StepCost:
         return self._bound.needed
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """One step. Raises ValueError where it took no time."""
+        """Learn from one step. Raises ValueError where it took no time."""
         if not 0 < seconds < math.inf:
             raise ValueError(f"a step of {seconds:g} s; it takes more than 0, and finite")
         bound = self.bound(shape)
@@ -75,7 +75,7 @@ class StepCost:
             self.learn()
 
     def predicted(self, shape: StepShape) -> float | None:
-        """Seconds of such a step; None until a few were seen."""
+        """Predicted seconds of a step of this shape; None until a few steps were seen."""
         if self._fit is None:
             return None
         base, sequence, new_token, context = self._fit
@@ -83,20 +83,20 @@ class StepCost:
 
     @property
     def understatement(self) -> float:
-        """Seconds of all steps that count, over what is predicted of them: a fit of least relative error is low in sum.
-        Raises ValueError until a few were seen."""
+        """Actual over predicted seconds of all steps that count: a fit of least relative error is low in sum. Raises
+        ValueError until a few were seen."""
         if self._fit is None:
             raise ValueError(f"{self.seen} steps were seen, and nothing is predicted yet")
         predicted = math.fsum(self.predicted(shape) or 0.0 for shape, _ in self._steps)
         return math.fsum(seconds for _, seconds in self._steps) / predicted
 
     def bound(self, shape: StepShape) -> float | None:
-        """Seconds that such a step takes at most; None until enough were seen."""
+        """Seconds that a step of this shape takes at most; None until enough steps were seen."""
         predicted = self.predicted(shape)
         return None if predicted is None else self._bound.bound(predicted)
 
     def careful(self, shape: StepShape) -> float | None:
-        """The bound, or twice what nearly all steps so far kept to; None until a few were seen."""
+        """The bound, or twice what nearly all steps so far kept to; None until a few steps were seen."""
         predicted = self.predicted(shape)
         if predicted is None:
             return None
@@ -109,7 +109,7 @@ class StepCost:
         self._bound.observe(predicted, seconds)
 
     def learn(self) -> None:
-        """Fit to all steps that count, as is done every so many steps."""
+        """Fit to all steps that count; `observe` calls this now and then."""
         rows = np.array([(1, it.sequences, it.new_tokens, it.context) for it, _ in self._steps], float)
         base, *slopes = non_negative(rows, np.array([seconds for _, seconds in self._steps])).tolist()
         self._fit = max(base, _RIDGE), slopes[0], slopes[1], slopes[2]
@@ -156,11 +156,11 @@ class LearntServingCost:
 
 @dataclass(frozen=True, slots=True)
 class RolloutQueue:
-    """What a rollout engine could compute in its next step."""
+    """Turns that a rollout engine could compute in its next step."""
 
-    running: int  # turns that have a seat
-    waiting: int  # turns that could get one now
-    prefilling: bool  # some of the first have prompt tokens left
+    running: int  # turns in the batch
+    waiting: int  # turns that could be admitted to it now
+    prefilling: bool  # whether running turns have prompt tokens left
     context: int  # tokens of the contexts of both
 
     @property
@@ -169,13 +169,13 @@ class RolloutQueue:
 
 
 class TokenBudget:
-    """How many tokens a rollout step may compute (`max_num_scheduled_tokens`) so that it is over in time."""
+    """Number of tokens that a rollout step may compute (`max_num_scheduled_tokens`) and still end in time."""
 
     def __init__(self, cost: StepCost, most: int) -> None:
         self._cost, self._most, self._largest, self._made = cost, most, 0, 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step that was made. The first ones pay for what is set up once, and are not learnt from."""
+        """Record a step. The first ones pay for what is set up once, and are not learnt from."""
         self._largest = max(self._largest, shape.sequences + shape.new_tokens)
         self._made += 1
         if self._made > _SET_UP:
@@ -187,8 +187,8 @@ class TokenBudget:
         self._largest = 0
 
     def within(self, seconds: float, queue: RolloutQueue) -> int:
-        """Tokens; 0: not even one. Until there is a bound one token is taken to fit, and no step is more than twice as
-        large as the largest so far."""
+        """Tokens that fit into `seconds`; 0: not even one. Until there is a bound, one token is taken to fit. A step is
+        at most twice as large as the largest so far."""
         if not queue.turns:
             return 0
         most = min(self._most, 2 * self._largest or 1)
@@ -198,8 +198,8 @@ class TokenBudget:
         return fits or int(self._cost.seen < self._cost.needed)
 
     def bound(self, tokens: int, queue: RolloutQueue) -> float:
-        """Seconds of a step of so many tokens. How they spread over the turns is the engine's to choose: all decode, or
-        one prompt takes all that it can."""
+        """Most seconds of a step of `tokens`. The engine chooses how they spread over the turns, between two extremes:
+        all turns decode, or one prompt takes all that it can."""
         most = min(tokens, queue.turns)
         least = 1 if queue.prefilling else max(1, min(tokens, queue.running))
         context = queue.context + tokens

@@ -1,7 +1,7 @@
-"""Whose devices a run borrows: those of servers of its own, and those that agents of others lend.
+"""Devices that a run borrows: those of servers of its own, and those that other users' agents lend.
 
-Invariant: slots are numbered as the pool has its lent workers: the run's own, then those of its servers, then those of
-agents.
+Invariant: slots are numbered as the pool numbers its workers: the run's own devices, then those of its servers, then
+those of agents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from libra.records.schema import LendingSummary
 
 @dataclass(frozen=True, slots=True)
 class Borrowing:
-    """Where nothing is borrowed, it has neither."""
+    """The sources of borrowed devices; both are None where nothing is borrowed."""
 
     rule: LendingRule
     servers: TracedServers | None
@@ -38,7 +38,7 @@ class Borrowing:
         line: Callable[[str], None],
         told: Callable[[str], None],
     ) -> Borrowing:
-        """No server is started yet, and no agent asked. `told` is what becomes of agents."""
+        """Build the sources; starts no server and asks no agent yet. `told` receives the news of agents."""
         lending = config.lending
         if lending is None:
             return cls("off", None, None)
@@ -67,14 +67,14 @@ class Borrowing:
         return cls(lending.rule, servers, agents)
 
     def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
-        """Of the workers on devices of the run's own servers, which are the first of those that are lent."""
+        """Loans of the workers on devices of the run's own servers, which are the first of the `lent` workers."""
         if self.servers is None:
             return {}
         return {name: self.servers.loan(slot, run) for slot, name in enumerate(lent[: len(self.servers.slots)])}
 
     async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
-        """What the `loans`, called back `recalls` times, gave and cost; servers of the run's own end. None where nobody
-        was to lend anything."""
+        """End the run's own servers. Returns what the `loans`, recalled `recalls` times, gave and cost; None where the
+        run does not borrow."""
         if self.servers is None and self.agents is None:
             return None
         known = [loan for loan in loans if loan is not None]

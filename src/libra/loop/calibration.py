@@ -1,4 +1,4 @@
-"""What the workers of a run cost: measured once, and kept for the next run.
+"""Costs of a run's workers: measured once, and kept for the next run.
 
 Invariant: a kept profile is used only where nothing has changed that its numbers depend on: machine, model, layout of
 the run, libraries, and the code that was timed.
@@ -37,7 +37,7 @@ def profile_key(
     model_config: Mapping[str, Any],
     code: Path = Path(libra.__file__).parent,
 ) -> str:
-    """What a measured profile depends on. `hardware` as a launcher names it; `code`: the directory of this library."""
+    """Key over all that a measured profile depends on. `hardware`: as a launcher names it; `code`: this library."""
     parts = {
         "hardware": hardware,
         "precision": precision,
@@ -68,7 +68,7 @@ def profile_path(key: str) -> Path:
 
 
 def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]) -> DeviceProfile | None:
-    """What this machine's workers cost, from the user's file or an earlier run here; None: it is to be measured."""
+    """Costs of this machine's workers, from the user's file or an earlier run here; None: they must be measured."""
     if calibration is not None:
         return load_profile(calibration)
     path = profile_path(key)
@@ -81,7 +81,7 @@ def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]
 async def measured_profile(
     key: str, config: RunConfig, hardware: str, executor: RunExecutor, recovery: Recovery, say: Callable[[str], None]
 ) -> DeviceProfile:
-    """What the workers cost now, as they will run; it is kept, and engines hand KV over from now on where that pays.
+    """Measure the workers as they will run, and keep the costs; engines hand KV over from now on where that pays.
     Raises `DiskError`."""
     engines, trajectories = config.engines, config.training.trajectories
     fleet, began = executor.processes.fleet, time.monotonic()

@@ -1,4 +1,4 @@
-"""Where a run can be continued from: weights, optimiser and the controller's own state, as of one step.
+"""Checkpoints of a run: weights, optimiser and the controller's own state, as of one step.
 
 Invariant: a checkpoint directory that has its final name is complete, on disk, and was read back. The newest two are
 kept, so a damaged one is refused and the run goes on from the one before.
@@ -49,8 +49,8 @@ _KEPT = 2  # checkpoints: where the newest is damaged, a run goes on from the on
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The controller's side of a checkpoint. What it says of episodes is of those that had finished by then; the groups
-    under way are in the files of episodes."""
+    """The controller's side of a checkpoint. It covers the episodes that had finished by then; the groups in progress
+    are in the files of episodes."""
 
     step: int
     seconds: float  # of the reinforcement learning so far
@@ -60,7 +60,7 @@ class RunState:
 
 
 class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`RunState` as a file has it."""
+    """`RunState` as it is in a file."""
 
     format: int
     step: int
@@ -85,7 +85,7 @@ async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -
             part.rename(target)
         await asyncio.to_thread(force_directory, directory)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)  # it takes space that somebody may need now
+        shutil.rmtree(part, ignore_errors=True)  # other files may need its space now
         raise
     for older in _numbered(directory)[_KEPT:]:
         shutil.rmtree(older)
@@ -144,8 +144,8 @@ def _numbered(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says
-    which files lost how many lines."""
+    """Extent of a run's records: the last step, when it ended, and the number of periods. `damaged` names the files
+    that lost lines, with the number of lines."""
 
     step: int = 0
     time: float = 0.0
@@ -199,11 +199,11 @@ def check_kinds(directory: Path) -> None:
 def allocation_in_force(
     before: JournalReplay, workers: Sequence[Worker], holds: Mapping[str, int]
 ) -> Allocation | None:
-    """What the workers did last, in the buckets that were in force; `holds` are the tokens that each shape holds.
+    """Last duties of the workers, in the buckets that were in force; `holds` are the tokens that each shape holds.
 
-    A slot that was lost does again what it did. An engine whose shape has no bucket any more is one for the longest
-    contexts; of those on lent devices all are in their bucket, if there was one, whoever was away. None where there are
-    other workers or engines by now, or none that hold the longest contexts."""
+    A slot that was lost gets its last duty again. An engine whose shape has no bucket any more serves the longest
+    contexts. All engines on lent devices are in their bucket, if there was one, recalled or not. None where workers or
+    engines are others by now, or no engine holds the longest contexts."""
     engines = {duty.shape for duty in before.worked.values() if duty.shape is not None}
     own = {worker.id for worker in workers if worker.lent is None}
     if not own <= set(before.worked) <= {worker.id for worker in workers} or not engines <= set(holds):
@@ -212,7 +212,7 @@ def allocation_in_force(
     holding = sorted(shape for shape in engines if holds[shape] == longest)
     if not holding:
         return None
-    # While nobody held the longest contexts, others served them; and plans may no longer name a lost worker.
+    # While no engine held the longest contexts, others served them; and plans may no longer name a lost worker.
     limits = [(shape, min(up_to, holds[shape])) for shape, up_to in bucket_limits(before.plans) if shape in engines]
     found = current_allocation(before.worked.values(), [*limits, (holding[0], longest)], longest)
     lent = Counter(worker.lent for worker in workers if worker.lent is not None)
@@ -261,8 +261,8 @@ def _keep(path: Path, records: Sequence[Record]) -> None:
 
 
 def _drop_torn(path: Path) -> int:
-    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file.
-    Raises `RecordFormatError` at an object that does not match its checksum."""
+    """Leave out whole lines that are not JSON objects; returns how many. No error where there is no file. Raises
+    `RecordFormatError` at an object that does not match its checksum."""
     if not path.exists():
         return 0
     with writing(path):

@@ -1,4 +1,4 @@
-"""Finished episodes on disk, and which step trained on them: what a resumed run goes on with.
+"""Finished episodes on disk, and the step that trained on each, for a resumed run to continue from.
 
 Invariant: the files say, in the order in which it happened, which group was started under which version, which episodes
 finished with which tokens, log-probs and versions, and which groups each batch took. An episode is written before it
@@ -82,7 +82,7 @@ class TakenBatch:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What happened after the checkpoint of `step`, as far as it outlived the run."""
+    """Batches and episodes after the checkpoint of `step`, as far as they outlived the run."""
 
     step: int
     batches: tuple[TakenBatch, ...] = ()  # in the order of their versions
@@ -96,7 +96,7 @@ class History:
 
 
 class EpisodeFile:
-    """Writes what happens. Raises `DiskError` where it cannot."""
+    """Writes the files. Raises `DiskError` where it cannot."""
 
     def __init__(self, directory: Path, step: int, groups: Sequence[EpisodeGroup]) -> None:
         """Goes on with the last file of the directory, or begins the first; `groups` are under way."""
@@ -128,8 +128,8 @@ class EpisodeFile:
             del self._started_in[group]
 
     def begin_segment(self, step: int) -> None:
-        """A checkpoint of `step`, later than any complete one, is being made: what was written so far is in it, what
-        follows is not."""
+        """Begin a segment for a checkpoint of `step`, later than any complete one. The checkpoint covers what was
+        written so far, and nothing that follows."""
         number = self._number + 1
         file = ChainedFile(self._path(number))
         try:  # nothing may follow in a file that has no head
@@ -170,7 +170,7 @@ class EpisodeFile:
 
 
 def read_history(directory: Path, step: int) -> History:
-    """What the files of a run say of the time after its checkpoint of `step`. Raises `EpisodeFileError`."""
+    """Read the history of a run after its checkpoint of `step`. Raises `EpisodeFileError`."""
     segments = _segments(directory)
     heads = {number: head for number in segments if (head := _head(directory / _NAME.format(number))) is not None}
     own = [number for number, head in heads.items() if head.step == step]
@@ -196,7 +196,7 @@ def read_history(directory: Path, step: int) -> History:
 
 
 class _Fold:
-    """What the lines add up to, one after the other."""
+    """Accumulates the history, line by line."""
 
     def __init__(self, step: int, groups: Sequence[tuple[int, int]]) -> None:
         self._step = step

@@ -1,9 +1,9 @@
 """The rollout engines that are in service, as the router sees them, and the weights that they hold.
 
-Invariant: an engine is in service from the moment it holds weights until it is retired or lost, one that borrows from
-an agent from before that; and in the view of a turn only while it holds none older than the turn may have. Every change
-of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or not at all.
-What is lost with a node is published again, as long as a core replica holds the same.
+Invariant: an engine is in service from the moment it holds weights until it is retired or lost; one that borrows from
+an agent is in service even before. It is in the view of a turn only while its weights are new enough for the turn.
+Every change of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or
+not at all. Weights lost with a node are published again, as long as a core replica holds the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServingEngine:
 
 
 class ServingFleet:
-    """`handover` brings KV from one engine to another; None: they compute contexts that come to them."""
+    """The engines in service. `handover` brings KV from one engine to another; None: engines recompute contexts."""
 
     def __init__(self, policy: Policy, allocation: Allocation, handover: KVHandover | None = None) -> None:
         self.policy = policy
@@ -46,7 +46,7 @@ class ServingFleet:
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Up to which context each bucket serves."""
+        """The longest context that each bucket serves."""
         return tuple(bucket.up_to for bucket in self._allocation.buckets)
 
     def instances(self) -> tuple[ServingEngine, ...]:
@@ -56,15 +56,15 @@ class ServingFleet:
         return self._instances[instance].handle
 
     def serves(self, handle: Engine) -> bool:
-        """Whether this very engine is in service, not another one of its name."""
+        """Whether this very engine is in service, not another engine of the same name."""
         entry = self._instances.get(handle.name)
         return entry is not None and entry.handle is handle
 
     def view(self, turn_tokens: int, version: int, seeded: bool = False) -> View:
-        """What the router may use now, for a turn that needs room for `turn_tokens` more and that no weights older than
-        `version` may make: engines that hold such are left out, and so is one whose shape has no bucket in the
-        allocation, or whose device is recalled. A turn that samples from a seed of its own is for no engine on a lent
-        device: those compute prompts in parts, and on CPUs vLLM then cannot keep to a seed."""
+        """The router's view for a turn that needs room for `turn_tokens` more and weights of `version` or newer. It
+        leaves out engines with older weights, with a shape that has no bucket in the allocation, or on a recalled
+        device. A `seeded` turn, which samples from its own seed, gets no engine on a lent device: those compute prompts
+        in parts, and on CPUs vLLM then cannot keep to a seed."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
@@ -100,8 +100,8 @@ class ServingFleet:
         self._announce()
 
     def renewed(self) -> None:
-        """An engine in service has loaded later weights than it had, or its device is lent again: turns may have waited
-        for that. Or it was recalled."""
+        """Announce that an engine in service has newer weights, or that its device is lent again or recalled: turns may
+        wait for that."""
         self._announce()
 
     async def changed(self) -> None:
@@ -118,14 +118,14 @@ def _serves(engine: Engine, seeded: bool) -> bool:
 
 
 class RunObserver(PoolObserver, Protocol):
-    """Told of all changes of a run's workers."""
+    """Receives all changes of a run's workers."""
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
         """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
         ...
 
     def load(self, worker: str) -> None:
-        """An engine is told to take new weights."""
+        """An engine begins to take new weights."""
         ...
 
     def recalled(self, worker: str, why: str) -> None:
@@ -133,12 +133,12 @@ class RunObserver(PoolObserver, Protocol):
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """An engine has taken new weights; `seconds` is how long it stood still."""
+        """An engine has taken new weights, and stood still for `seconds`."""
         ...
 
 
 class PublishedWeights:
-    """`size` are the bytes of one buffer, `current` is what lies in it on the node of `trainers.publisher`."""
+    """The weights that engines load. A buffer has `size` bytes; `current` is in it on the `trainers.publisher` node."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class PublishedWeights:
         self.current = current
 
     async def load(self, engine: Engine) -> float:
-        """The engine takes the current weights between two iterations; returns the seconds it stood still. Raises
+        """Have the engine take the current weights between two iterations; returns the seconds it stood still. Raises
         `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         order = self.current
         await self._bring(order, engine.link)

@@ -1,7 +1,7 @@
-"""Groups of episodes under way, and the batch that a step makes of those which have finished.
+"""Groups of episodes in progress, and the batch that a step makes of finished groups.
 
 Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
-counts, and so is which batch took it. A batch is a function of its groups in their order, so that a step which is
+counts, and so is the batch that took it. A batch is a function of its groups in their order, so that a step which is
 replayed from the same groups trains on the same samples.
 """
 
@@ -33,8 +33,8 @@ class Groups:
     recorder: Recorder
     episodes: EpisodeFile
     history: History  # what an interrupted run left
-    finished: Callable[[Episode], None]  # told of every episode
-    predicted: Callable[[], float | None]  # seconds of a step; None while nobody knows
+    finished: Callable[[Episode], None]  # called with every episode
+    predicted: Callable[[], float | None]  # seconds of a step; None while unknown
 
     def __post_init__(self) -> None:
         training, version = self.training, self.history.version
@@ -52,7 +52,7 @@ class Groups:
             raise self._failure
 
     def take_up(self) -> None:
-        """Groups that an interrupted run had under way go on, with the episodes that have finished."""
+        """Continue the groups that an interrupted run had in progress, with the episodes that have finished."""
         for group in self.history.groups:
             try:
                 self._admission.resume(_name(group.number), group.started_at, group.episodes.values())
@@ -104,8 +104,8 @@ class Groups:
             task.add_done_callback(self._running.discard)
 
     def _due(self, started_at: int) -> float:
-        """When a group that was started under this version is needed, at the latest: for the batch after those that
-        staleness lets be made meanwhile."""
+        """Latest time at which a group started under this version is needed: for the batch after those that staleness
+        allows meanwhile."""
         batches = started_at + 1 + self.training.max_staleness - self._admission.published
         return self.recorder.now() + batches * (self.predicted() or 0.0)
 
@@ -153,12 +153,12 @@ class StepBatch:
     generated_tokens: int
 
     def staleness(self, version: int) -> list[int]:
-        """Of each episode, the versions between its oldest token and the policy that the step to `version` trains."""
+        """Versions between each episode's oldest token and the policy that the step to `version` trains."""
         return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
 
 
 def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
-    """The groups' samples with their advantages; none of a group that gives no signal."""
+    """The groups' samples with their advantages; a group without signal gives none."""
     episodes: list[Episode] = []
     samples: list[Sample] = []
     count = without_signal = 0

@@ -1,7 +1,7 @@
 """Time this machine's engines and trainers: the profile that the planner prices with.
 
 Invariant: every number is measured on the workers that the run will use, at their device's pace and with all other
-devices busy, because that is how the run will find them. Where that fails, nobody is still at it.
+devices busy, as in the run. Where measuring fails, no worker is still at it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _SAMPLE_LENGTHS = (14, 22, 31, 40, 52, 68, 90, 120)  # tokens; a batch of agent 
 async def measure(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, hardware: str, model: str
 ) -> DeviceProfile:
-    """Measure all workers at once, with samples as for steps of this many trajectories. It takes seconds on the tiny
-    models of the examples. Raises `WorkerLostError`, `WorkerFailedError` or `TimeoutError` when one of them is lost."""
+    """Measure all workers at once, with samples as for steps of `trajectories` trajectories. It takes seconds on the
+    examples' tiny models. Raises `WorkerLostError`, `WorkerFailedError` or `TimeoutError` when a worker is lost."""
     workers = executor.allocation()
     switch = await _switch_cost(executor, engines, trajectories)
     replicas, fit = await _side_by_side(executor, engines, trajectories)
@@ -76,8 +76,8 @@ async def measure(
 async def measure_plain(
     executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, profile: DeviceProfile
 ) -> DeviceProfile:
-    """`profile`, with the costs of engines that hand no KV over. They start again for it, now that engines start
-    without what handing over needs. Raises what `measure` does."""
+    """`profile` with the costs of engines that hand no KV over. They start again for it, now without preparing for the
+    handover. Raises what `measure` raises."""
     workers = executor.allocation()
     await _restart(executor, [entry.handle.name for entry in _engines(executor)])
     _, fit = await _side_by_side(executor, engines, trajectories)
@@ -87,8 +87,8 @@ async def measure_plain(
 
 
 async def try_loans(fleet: ServingFleet, size: ShapeConfig) -> None:
-    """Keep every lent engine, all of this size, busy with turns that nobody needs, until this is cancelled: what they
-    are granted meanwhile is what a run can count on before its first step."""
+    """Keep every lent engine, all of this size, busy with turns that are thrown away, until this is cancelled. Their
+    grants meanwhile are what a run can count on before its first step."""
 
     async def busy(entry: ServingEngine) -> None:
         with suppress(WorkerLostError):
@@ -101,7 +101,7 @@ async def try_loans(fleet: ServingFleet, size: ShapeConfig) -> None:
 
 
 def profile_words(profile: DeviceProfile) -> str:
-    """The numbers that tell most, in one line."""
+    """The main numbers, in one line."""
     return (
         f"iteration {profile.engine.step * 1e3:.1f} ms + {profile.engine.per_sequence * 1e3:.2f} ms a sequence,"
         f" training {1 / profile.train.per_token:.0f} tokens/s a replica, engine start"
@@ -112,7 +112,7 @@ def profile_words(profile: DeviceProfile) -> str:
 async def _side_by_side(
     executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int
 ) -> tuple[list[TrainingMeasured], LinearFit]:
-    """What every replica measured, and what fits all engines, all of them busy."""
+    """Every replica's measurements, and the fit over all engines, with all workers busy."""
     replicas: list[TrainingMeasured]
     replicas, *engines = await _all(
         executor.processes.trainers.measure(_training_points(trajectories)),
@@ -146,8 +146,8 @@ async def _restart(executor: RunExecutor, workers: Sequence[str]) -> list[float]
 
 
 def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
-    """Those in service on devices of their own, by name whoever started first, and one at least: serving would wait for
-    what is measured on its device. Raises `WorkerLostError`."""
+    """The engines in service on devices of the run's own, in the order of their names. Lent ones are left out, since
+    their measurement would delay serving. Raises `WorkerLostError` where there is none."""
     own = [entry for entry in executor.processes.fleet.instances() if not entry.handle.lent]
     engines = tuple(sorted(own, key=lambda entry: entry.handle.name))
     if not engines:
@@ -156,15 +156,15 @@ def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
 
 
 async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """What each gives. Raises what one of them raised, when all have ended: a worker that is still being measured would
-    keep others waiting."""
+    """Results of all `work`. Raises what one of them raised once all have ended: a worker that is still being measured
+    would keep others waiting."""
     tasks = [asyncio.create_task(each) for each in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
 
 
 async def _handover_cost(executor: RunExecutor) -> HandoverCost | None:
-    """What it costs to hand a context over; None where no engine can, or holds a context of two blocks."""
+    """Cost of handing a context over; None where no engine can, or none holds a context of two blocks."""
     handover = executor.processes.fleet.handover
     if handover is None:
         return None
@@ -198,7 +198,7 @@ async def _handover_rows(entry: ServingEngine, handover: KVHandover) -> list[tup
 
 
 async def _frames(handover: KVHandover, blocks: int) -> KVTransfer:
-    """So many of them, as soon as the process of an engine that was lost with some of them has ended."""
+    """Lease `blocks` frames, waiting until the process of a lost engine that has some of them has ended."""
     for _ in range(int(_GONE_SECONDS / _LOOK_SECONDS)):
         if (transfer := handover.leases.lease(blocks)) is not None:
             return transfer
@@ -211,7 +211,7 @@ _Row = tuple[tuple[float, float, float, float, float], float]
 
 
 async def _engine_rows(entry: ServingEngine, size: ShapeConfig) -> list[_Row]:
-    """Iterations inside the engine, and turns through the ordinary path from message to message."""
+    """Rows of iterations inside the engine, and of turns through the ordinary path from message to message."""
     contexts = (16, max(24, (size.max_model_len - 16) * 3 // 4))
     batches = sorted({1, max(1, size.max_num_seqs // 2), size.max_num_seqs})
     points = [(b, c) for b in batches for c in contexts if b * (c + 16) <= size.kv_tokens]
@@ -225,7 +225,7 @@ async def _engine_rows(entry: ServingEngine, size: ShapeConfig) -> list[_Row]:
         for context in _CONTEXTS:
             if context + _TURN_TOKENS[1] <= size.max_model_len:
                 row = await _closed_loop(entry, size.max_num_seqs, context, f"loop-{repeat}-{context}")
-                if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                if repeat > 0:  # the first time pays for kernels that are set up at their first use
                     rows.append(row)
     return rows
 

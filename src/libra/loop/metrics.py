@@ -1,7 +1,7 @@
-"""A run's numbers, counted as it goes on and told to Prometheus.
+"""A run's numbers, counted as it goes on and exported to Prometheus.
 
-Invariant: every number is one that the run writes into its records too, or the same before its step is over; asking
-changes nothing. Numbers only grow, except those of the last step.
+Invariant: the run also writes every number into its records, if only when the step ends. A scrape changes nothing.
+Numbers only grow, except those of the last step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUTCOMES = ("done", "undone", "failed")  # of moves
 
 @dataclass(slots=True)
 class Spell:
-    """How often something happened, and how long it took in all."""
+    """Count of an event, and its total seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class Spell:
 
 @dataclass(slots=True)
 class Tally:
-    """What this session of the run has counted so far: sums of what its records say."""
+    """Counts of this session of the run so far: sums over its records."""
 
     last: StepRecord | None = None
     steps: Spell = field(default_factory=Spell)
@@ -95,7 +95,7 @@ def _figures(recorder: Recorder | None) -> Iterator[Metric]:
 def _workers(recorder: Recorder) -> Iterator[Metric]:
     seconds = CounterMetricFamily(
         "libra_device_seconds",
-        "What the time of each worker went to; a step's is told when it is over.",
+        "Time of each worker, by cause; that of a step is counted when the step is over.",
         labels=["worker", "cause"],
     )
     for worker, causes in recorder.device_seconds().items():
@@ -122,11 +122,11 @@ def _steps(tally: Tally) -> Iterator[Metric]:
     last = tally.last
     if last is not None:
         yield GaugeMetricFamily("libra_step", "The last step, counted over all sessions of the run.", value=last.step)
-        yield GaugeMetricFamily("libra_version", "Of the weights that it produced.", value=last.version)
-        yield GaugeMetricFamily("libra_reward_mean", "Of the trajectories of the last step.", value=last.reward_mean)
+        yield GaugeMetricFamily("libra_version", "Version of the newest weights.", value=last.version)
+        yield GaugeMetricFamily("libra_reward_mean", "Mean reward of the last step.", value=last.reward_mean)
         if last.predicted_seconds is not None:
             yield GaugeMetricFamily(
-                "libra_step_predicted_seconds", "Of the last step, by the plan in force.", value=last.predicted_seconds
+                "libra_step_predicted_seconds", "Last step, by the plan in force.", value=last.predicted_seconds
             )
     yield CounterMetricFamily(
         "libra_trajectories_started", "Trajectories that were begun.", value=tally.trajectories_started
@@ -135,9 +135,9 @@ def _steps(tally: Tally) -> Iterator[Metric]:
         "libra_trajectories_trained", "Trajectories that were trained on.", value=tally.trajectories_trained
     )
     yield CounterMetricFamily(
-        "libra_generated_tokens", "By engines, until the last step.", value=tally.generated_tokens
+        "libra_generated_tokens", "Tokens from engines, until the last step.", value=tally.generated_tokens
     )
-    yield CounterMetricFamily("libra_trained_tokens", "Through the trainers.", value=tally.trained_tokens)
+    yield CounterMetricFamily("libra_trained_tokens", "Tokens through the trainers.", value=tally.trained_tokens)
     yield _staleness(tally)
 
 
@@ -149,15 +149,15 @@ def _staleness(tally: Tally) -> HistogramMetricFamily:
     versions_in_all = sum(versions * trajectories for versions, trajectories in tally.staleness.items())
     return HistogramMetricFamily(
         "libra_staleness_versions",
-        "Of trajectories trained on: versions between the oldest token and the policy.",
+        "Versions between the oldest token of a trained trajectory and the policy.",
         buckets=[*buckets, ("+Inf", below)],
         sum_value=versions_in_all,
     )
 
 
 def _changes(tally: Tally) -> Iterator[Metric]:
-    moves = CounterMetricFamily("libra_moves", "Changes of role, by what became of them.", labels=["outcome"])
-    seconds = SummaryMetricFamily("libra_move_seconds", "How long they took.", labels=["outcome"])
+    moves = CounterMetricFamily("libra_moves", "Changes of role, by outcome.", labels=["outcome"])
+    seconds = SummaryMetricFamily("libra_move_seconds", "Duration of changes of role.", labels=["outcome"])
     for outcome, spell in tally.moves.items():
         moves.add_metric([outcome], spell.count)
         seconds.add_metric([outcome], spell.count, spell.seconds)
@@ -165,8 +165,8 @@ def _changes(tally: Tally) -> Iterator[Metric]:
     yield seconds
     yield CounterMetricFamily("libra_joins", "Replicas that came into training.", value=tally.joins.count)
     yield _summary("libra_join_seconds", "From the start of a replica to its part in training.", tally.joins)
-    yield _summary("libra_join_held_seconds", "That a step waited for its entry; 0 where none was due.", tally.held)
-    losses = CounterMetricFamily("libra_lost_workers", "Workers that went away.", labels=["worker"])
+    yield _summary("libra_join_held_seconds", "Time that a step waited for a replica's entry; 0: none.", tally.held)
+    losses = CounterMetricFamily("libra_lost_workers", "Lost workers.", labels=["worker"])
     for worker, times in tally.losses.items():
         losses.add_metric([worker], times)
     yield losses
@@ -186,7 +186,7 @@ class MetricsEndpoint:
     @classmethod
     @asynccontextmanager
     async def open(cls, config: MetricsConfig) -> AsyncIterator[Self]:
-        """Answers while this is entered, if anybody asked for it. Raises `ConfigError` where the port is taken."""
+        """Answers while this is entered, if a port is configured. Raises `ConfigError` where the port is taken."""
         endpoint = cls()
         if config.port is None:
             yield endpoint

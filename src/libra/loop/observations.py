@@ -1,4 +1,4 @@
-"""What a run has measured that its planner has to know: speeds, costs of role changes, how often the router hits.
+"""A run's measurements for its planner: speeds, costs of role changes, the router's hit rate.
 
 Invariant: everything was measured by this run, or is in its calibration.
 """
@@ -32,7 +32,7 @@ _LEAST_SHARE = 0.02  # of a device that is recalled for long: prices stay finite
 
 
 class EngineWork(NamedTuple):
-    """What engines have done."""
+    """Work that engines have done."""
 
     busy_seconds: float = 0.0
     iterations: int = 0
@@ -59,8 +59,8 @@ class EngineCounters:
 
 
 class LoanCounters:
-    """How much of its time an engine has a lent device: what it is granted of the time in which it has turns to make,
-    while the device is lent, and for how much of the time that is."""
+    """Counts the share of its time for which an engine has a lent device. It is the product of two: the granted share
+    of the time in which the engine has turns to make, and the share of the time in which the device is lent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,14 +70,14 @@ class LoanCounters:
 
     @property
     def share(self) -> float:
-        """1 before anything was seen."""
+        """The share; 1 before anything was seen."""
         return min(1.0, max(_LEAST_SHARE, self._granted.value * self._there.value))
 
     def observe(self, instances: Iterable[ServingEngine]) -> None:
-        """What came of the loans since the last call."""
+        """Count the loans' grants since the last call."""
         self.last, now, there, seconds = {}, self._clock(), 0.0, 0.0
         for engine in (entry.handle for entry in instances if entry.handle.lent):
-            # One that has said nothing yet has had nothing; but the time in which it may be away begins.
+            # An engine without a report has had no grant yet; but the time in which it may be away begins.
             loan, gone = engine.loan or LoanState("", 0.0, 0.0, 0, 0), engine.away_seconds
             lent, wanted, away, at = self._seen.get(engine.link, (0.0, 0.0, gone, now))
             self.last[engine.name] = StepLoan(loan.wanted - wanted, loan.lent - lent, engine.version, loan.away)
@@ -109,7 +109,7 @@ class Observations:
         max_turn_tokens: int,
         lent_engine: ShapeConfig | None = None,
     ) -> None:
-        """`lent_engine` is the one on devices that serve users."""
+        """`lent_engine` is the shape of engines on devices that serve users."""
         self._planner, self._training, self._engines, self._lent_engine = planner, training, engines, lent_engine
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
@@ -127,15 +127,15 @@ class Observations:
         return self.replanner.tracker
 
     def restore_tracker(self, snapshot: dict[str, Any]) -> None:
-        """Go on from a checkpoint's statistics."""
+        """Continue from a checkpoint's statistics."""
         self.replanner = self._make_replanner(LengthTracker.restore(snapshot))
 
     def _make_replanner(self, tracker: LengthTracker) -> Replanner:
-        """The first allocation is the user's, not a plan that has to prove how long plans hold."""
+        """A replanner. The first allocation is the user's, not a plan whose lifetime tells how long plans hold."""
         return Replanner(period=self._planner.period, tracker=tracker, holds=self._planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
-        """Finished episodes, and the bucket limits they were routed by: without any, nothing is told of the router."""
+        """Learn from finished episodes, and from the bucket limits that they were routed by; none: not known."""
         self.replanner.observe(episode.trajectory for episode in episodes)
         for episode in episodes:
             peak = episode.trajectory.peak_context
@@ -146,19 +146,19 @@ class Observations:
                 self._hit_tokens += turn.generated_tokens * (bucket == own if own > 0 else bucket > 0)
 
     def learn(self, priced: Prediction, found: PeriodSeconds, untried: bool) -> PriceBias:
-        """A settled period was `priced`, and measured; see `Replanner.learn`. Returns what is known from then on."""
+        """Learn from a settled period's price and its measurement; see `Replanner.learn`. Returns the new bias."""
         self.replanner.learn(priced, found, untried=untried)
         return self.replanner.bias
 
     def observe_training(self, result: StepResult, trajectories: int) -> None:
-        """One step's training: what it asked for, and how long it took against the calibration."""
+        """Learn from one step's training: its tokens, and its time against the calibration."""
         self._forward_tokens.observe(result.forward_tokens, trajectories)
         modelled = self.profile.train.step_seconds(result.forward_tokens, result.replicas)
         self._train_speed.observe(result.wall_seconds, modelled)
 
     def observe_engines(self, work: EngineWork) -> None:
-        """What the engines did since the last call, and how long they were busy with it against the calibration; also
-        closes the account of where the router sent the episodes since then."""
+        """Learn from the engines' work since the last call: its busy time against the calibration. Also close the count
+        of the router's hits since then."""
         self._router_hits.observe(self._hit_tokens, self._routed_tokens)
         self._routed_tokens = self._hit_tokens = 0
         cost = self.profile.engine
@@ -174,7 +174,7 @@ class Observations:
             self._engine_speed.observe(work.busy_seconds, modelled)
 
     def current_profile(self) -> DeviceProfile:
-        """The calibration at the speed that the devices have shown lately: shared machines are not always as fast."""
+        """The calibration at the recent speed of the devices: that of shared machines varies."""
         return scaled(self.profile, self._engine_speed.value, self._train_speed.value)
 
     def observe_move(self, role: Role, seconds_taken: float) -> None:
@@ -188,7 +188,7 @@ class Observations:
         self.profile = replace(self.profile, switch=measured)
 
     def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
-        """These devices, of which `current` is what they do, at the costs that are known now."""
+        """These devices with their `current` allocation, at the costs that are known now."""
         return SlotSite(
             self._training,
             self._engines,

@@ -1,6 +1,6 @@
 """Predictions held against what happened: periods of equal allocation, and the decisions between them.
 
-Invariant: a prediction is made before the steps that it speaks of; a period in which a worker changed role says so and
+Invariant: a prediction is made before the steps that it is of. A period in which a worker changed role is marked and
 ends with the change, so that every other period, a settled one, measures one allocation. Prices learn from those alone.
 """
 
@@ -19,7 +19,7 @@ from libra.records.schema import DecisionRecord, Learned, PeriodRecord
 
 
 class Stayed(NamedTuple):
-    """The seconds of a step that the allocation which a decision left would take now, and their standard error."""
+    """Seconds that a step would take now in the allocation that a decision left, and their standard error."""
 
     seconds: float
     error: float
@@ -41,8 +41,8 @@ class Periods:
     def __init__(
         self, recorder: Recorder, learn: Callable[[Prediction, PeriodSeconds, bool], PriceBias], first: int = 0
     ) -> None:
-        """`learn` is given the price of a settled period in hindsight, what was measured, and whether its allocation
-        is another one than that of the settled period before; it returns what is known of prices from then on."""
+        """`learn` gets the price of a settled period in hindsight, its measurement, and whether its allocation differs
+        from that of the settled period before; it returns the new bias of prices."""
         self._recorder, self._learn = recorder, learn
         self._number = first
         self._open: _Open | None = None
@@ -79,10 +79,10 @@ class Periods:
     def end(self, hindsight: Callable[[], Prediction | None], without_change: Callable[[], Stayed | None]) -> None:
         """Close the open period, record the outcome of a waiting decision, and let prices learn.
 
-        They learn from `hindsight`, the period's own allocation priced with what was measured in it: lengths and speeds
-        that have changed meanwhile are followed as such, and would be corrected twice. `without_change` prices the
-        allocation that the decision left, for the work as it is now, before prices learn: what the new allocation took
-        is no evidence of the old one.
+        They learn from `hindsight`, the period's own allocation priced with what was measured in it: changes of lengths
+        and speeds are tracked as such, and would be corrected twice. `without_change` prices the allocation that the
+        decision left, for the work as it is now, before prices learn: the time in the new allocation is no evidence of
+        the old one.
         """
         if self._open is None or not self._open.seconds:
             return
@@ -124,7 +124,7 @@ class Periods:
             self._recorder.decision(self._waiting)
 
     def dropped(self) -> None:
-        """The taken decision is not what the workers do: nothing that is measured is its outcome."""
+        """The taken decision was not carried out: no measurement is its outcome."""
         self._waiting = None
 
     def _settle(self, found: PeriodSeconds, without_change: Callable[[], Stayed | None]) -> None:

@@ -35,7 +35,7 @@ from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 from libra.sim.workload.request_file import RequestFormatError, read_requests
 
-# Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
+# Memory of the process that imports the libraries, and of each worker on top, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
 # larger model adds its weights, see `_check_memory`.
 FORK_SERVER_BYTES = 900 << 20
@@ -116,8 +116,8 @@ def _check_model_directory(directory: Path | None) -> None:
 def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
     if cluster.launcher != "local":
         raise ConfigError(
-            f"lending: servers and agents are beside the controller, and cluster.launcher is {cluster.launcher}; set it"
-            " to local"
+            f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"
+            " set it to local"
         )
     if lending.agents and lending.weights.port != 0:
         _try_port("lending.weights.port", lending.weights.host, lending.weights.port, "give a free port, or 0 for any")
@@ -130,7 +130,7 @@ def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int) -> None:
-    """`beside` the workers there are servers, and engines on their devices."""
+    """`beside` counts servers, and engines on their devices, in addition to the workers."""
     free = psutil.virtual_memory().available
     each = WORKER_BYTES + _TRAINED_COPIES * _weight_bytes(model)
     peers = (cluster.core + cluster.hybrid) * (training.processes - 1)
@@ -229,6 +229,6 @@ def _try_port(key: str, host: str, port: int, remedy: str) -> None:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, UnicodeError) as error:  # a name that is none is no OSError
+    except (OSError, UnicodeError) as error:  # an invalid name raises UnicodeError
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {port} cannot be used on {host} ({why}); {remedy}") from None

@@ -1,8 +1,8 @@
-"""The worker processes of a run: how one is started, freed and ended, and what engines hold.
+"""The worker processes of a run: starts, frees and ends them, and keeps engines on the current weights.
 
 Invariant: a slot has one process, and the next one only when the last is gone. Work is never lost: a turn whose engine
-is to do something else, or is gone, goes on elsewhere after its last token. An engine in service holds the current
-weights, or is about to take them.
+changes role, or is gone, goes on elsewhere after its last token. An engine in service holds the current weights, or is
+about to take them.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
 from libra.records.files import writing
 
-# For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
-# again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as
-# stopping costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al.
-# 1988).
+# Time for which an engine that is freed may go on with its turns. A stopped turn costs computing its context again
+# elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as stopping
+# costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al. 1988).
 _GRACE_SECONDS = 1.0
 
-# For which it then waits until turns have left and the KV that they want is put down; more is computed again.
+# Time for which it then waits until turns have left and the KV that they want is saved; the rest is computed again.
 _LEAVING_SECONDS = SAVE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What the workers of a session begin with."""
+    """Settings that the workers of a session begin with."""
 
     training: TrainingConfig
-    engines: Mapping[str, ShapeConfig]  # sizes in which one can be started, the one on lent devices among them
+    engines: Mapping[str, ShapeConfig]  # shapes in which one can be started, that on lent devices included
     share: float  # of one core, per slot
     port: int  # where replicas meet; 0: any free one
     seed: int
@@ -83,7 +82,7 @@ class SlotProcesses:
     lenders: LenderLauncher | None = None  # the launcher, where some of its slots are agents'
 
     def __post_init__(self) -> None:
-        self.lost: Callable[[str, str], None] = lambda worker, why: None  # told which worker went away, and why
+        self.lost: Callable[[str, str], None] = lambda worker, why: None  # called with a lost worker, and why
         self._layout: Ready
         self._published: PublishedWeights
         self._trainers: Trainer | None = None
@@ -149,7 +148,7 @@ class SlotProcesses:
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
-        """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
+        """Have every engine take the new weights between two of its iterations; returns the seconds of each."""
         self.journal.note(WeightsPublished(version))
         self._published.current = LoadWeights(version, buffer, checksum)
         if self.lenders is not None:
@@ -157,16 +156,16 @@ class SlotProcesses:
         return await self.reload()
 
     async def save_final(self, directory: Path) -> None:
-        """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
+        """Save the trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
         await self.trainers.save(directory, optimiser=False)
         with writing(directory):
             shutil.copy(self.settings.model / "tokenizer.json", directory / "tokenizer.json")
 
     async def reload(self) -> list[float]:
-        """Every engine takes the current weights, if it has them or not; returns the seconds of each."""
+        """Have every engine take the current weights, if it has them or not; returns the seconds of each."""
         own = []
         for entry in self.fleet.instances():
-            if entry.handle.name in self.settings.loans:  # nobody waits for a lender
+            if entry.handle.name in self.settings.loans:  # a step does not wait for a lender
                 background(self._load_late(entry.handle))
             elif not entry.handle.lent:  # engines of agents follow what is published
                 own.append(entry.handle)
@@ -174,13 +173,13 @@ class SlotProcesses:
         return [each for each in seconds if each is not None]
 
     def declare_dead(self) -> None:
-        """Notice what a channel does not tell: a process that is gone."""
+        """Find processes that are gone without notice on a channel."""
         for handle in list(self._handles.values()):
             if not handle.lost and not self.launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
 
     async def stop(self) -> None:
-        """End all in order; the launcher ends whatever does not go."""
+        """End all in order; the launcher kills those that do not end."""
         await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
 
     async def _spawn(self, name: str) -> WorkerLink:
@@ -217,7 +216,7 @@ class SlotProcesses:
             await self._open_training(handle)
 
     async def _open_training(self, core: Handle) -> None:
-        """The first core replica: it has the state to begin with, and knows the layout of the weights."""
+        """Begin training with the first core replica: it has the initial state, and knows the layout of the weights."""
         version, checkpoint = self.settings.version, self.settings.checkpoint
         if checkpoint is not None:
             await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
@@ -248,8 +247,8 @@ class SlotProcesses:
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self.settings.seed * 1000 + self.pool[name].slot,
-                # A lent device's pace is kept in its grants. What the engine does besides is of no device: if it paused
-                # for that too, serving would have the device after each of its steps.
+                # A lent device's pace is kept in its grants. The engine's other work uses no device: if it paused for
+                # that too, serving would have the device after each of its steps.
                 share=self.settings.share if loan is None else 1.0,
                 cores=(handle.link.core,),
                 refresh_kv=self.settings.training.kv_on_update == "refresh",
@@ -263,7 +262,7 @@ class SlotProcesses:
             self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     async def _borrow_engine(self, name: str, shape: str) -> None:
-        """It serves as soon as weights have come to it, for which nobody waits."""
+        """Start an engine on an agent's device. It serves once weights have arrived, which no caller waits for."""
         assert self.lenders is not None
         size = self.settings.engines[shape]
         handle = EngineHandle(await self._spawn(name), self.lost, self._recalled, self._took_weights)
@@ -272,14 +271,14 @@ class SlotProcesses:
         self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
-        """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
+        """The buffer through which the engine hands KV over; None where it never will, and so needs no preparation."""
         handover = self.fleet.handover
         if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)
 
     async def _load_late(self, handle: Engine) -> None:
-        """Bring an engine to the current weights, whichever they are when it gets to them."""
+        """Bring an engine to the weights that are current by the time it loads them."""
         while not handle.lost and handle.version < self._published.current.version:
             wanted = self._published.current.version
             try:
@@ -305,11 +304,12 @@ class SlotProcesses:
             background(handle.vacate(_LEAVING_SECONDS))  # its turns go on elsewhere
 
     async def _load_or_lose(self, handle: Engine) -> float | None:
-        """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""
+        """Load the current weights; returns the seconds. An engine that cannot take them is lost, since it must not go
+        on with the old ones; returns None then."""
         try:
             return await self._published.load(handle)
         except WorkerLostError:
-            return None  # reported by its channel; nobody waits for it
+            return None  # reported by its channel; no step waits for it
         except (WorkerFailedError, TimeoutError) as error:
             self.lost(handle.name, f"it could not take weights v{self._published.current.version}: {error}")
             return None
@@ -319,7 +319,7 @@ RunExecutor = Executor[SlotProcesses]
 
 
 def begin_session(processes: SlotProcesses) -> RunExecutor:
-    """An executor over these processes, which looks after them; nothing is started yet."""
+    """An executor that watches over these processes; nothing is started yet."""
     settings, journal, most = processes.settings, processes.journal, processes.settings.longest_context
     longest = {name for name, shape in settings.engines.items() if shape.max_model_len == most}
     executor = Executor(processes.pool, processes, journal, processes.observer, longest, most)

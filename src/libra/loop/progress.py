@@ -1,4 +1,4 @@
-"""What a person who watches a run is shown."""
+"""Progress of a run, as shown to the person who watches it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra.report.remaining import RemainingTime
 from libra.report.words import percent
 
 _RECENT_STEPS = 10  # over which the shown reward and the pace are averaged
-_NAMED = 2  # recalled devices: of more, their number
+_NAMED = 2  # recalled devices; where there are more, only their number is shown
 
 
 class RunProgress:
@@ -29,7 +29,7 @@ class RunProgress:
         self._display.line(text)
 
     def phase(self, phase: str, step: int = 0) -> None:
-        """Before the first step and after the last one."""
+        """Show a phase before the first step or after the last one."""
         self._display.show(RunView(self._name, step, self._steps, phase=phase))
 
     def warm_up(self, step: int, steps: int, loss: float) -> None:
@@ -62,7 +62,7 @@ class RunProgress:
 
 
 def loan_words(loans: Mapping[str, StepLoan]) -> str:
-    """What a step had of the lent devices, and which are recalled.
+    """A step's share of the lent devices, and the devices that are recalled, in words.
 
     >>> away = "4 requests/s, lent up to 3"
     >>> loan_words({"lent-0": StepLoan(2.0, 1.5, 7, ""), "lent-1": StepLoan(0.0, 0.0, 7, away)})

@@ -40,7 +40,7 @@ from libra.trajectory import dump_trajectory
 RECORDS = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
 _EPISODE_LANE = "one episode at a time"
 _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
-_SPAN_SECONDS = 0.005  # a shorter span of one cause is not drawn on the timeline: nobody would see it
+_SPAN_SECONDS = 0.005  # a shorter span of one cause would not be visible on the timeline, and is not drawn
 
 
 class Recorder:
@@ -113,8 +113,8 @@ class Recorder:
             self._followed = None
 
     def turn(self, report: TurnReport) -> None:
-        """A served turn; those that changed engines are written with the reason. The timeline shows all turns of one
-        episode at a time: hundreds run at once, and following one shows its queues, tools and moves."""
+        """Record a served turn. Those that changed engines are written with the reason. The timeline shows all turns of
+        one episode at a time: hundreds run at once, and following one shows its queues, tools and moves."""
         if self._began is not None and self._followed is None:
             self._followed = report.trajectory
         if report.trajectory == self._followed:
@@ -151,7 +151,7 @@ class Recorder:
         self._devices.tools(worker, change, self._moment())
 
     def meet(self, workers: Iterable[Worker]) -> None:
-        """These are the workers: their time begins."""
+        """Begin to account for the time of these workers."""
         moment = self._moment()
         for worker in workers:
             self._devices.role(worker.id, worker.role, moment)
@@ -165,7 +165,7 @@ class Recorder:
             timeline.role(worker.id, label, now)
 
     def phase(self, phase: Phase) -> None:
-        """The training side does this from now on."""
+        """The training side is in this phase from now on."""
         self._devices.phase(phase, self._moment())
 
     def stepped(self, result: StepResult) -> None:
@@ -177,20 +177,20 @@ class Recorder:
         self._devices.hold_back(held_back, self._moment())
 
     def device_seconds(self) -> Seconds:
-        """What every worker's time in this session went to."""
+        """Every worker's time in this session, by cause."""
         return self._devices.seconds(self._moment())
 
     def under_way(self) -> dict[str, tuple[int, int]]:
-        """Turns that every engine has, and tools that are called for episodes which it served last."""
+        """For every engine, its turns, and the running tool calls of the episodes that it served last."""
         return self._devices.under_way()
 
     def take_device_seconds(self, until: float) -> Seconds:
-        """The same, since the last call and until this second of reinforcement learning, which is just over."""
+        """`device_seconds` since the last call, until this second of reinforcement learning, which is just over."""
         assert self._began is not None
         return self._devices.take(until - self._seconds_before + self._began - self._started)
 
     def moved(self, moved: MoveOutcome) -> None:
-        """A move that ended: when it is not done, the event says what became of the worker."""
+        """Record a move that ended; if it is not done, the event says what the worker does now."""
         move = moved.move
         self.tally.moved(moved)
         if moved.outcome == "done":
@@ -211,7 +211,7 @@ class Recorder:
             timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
-        """A worker that did something went away."""
+        """A worker with a duty is lost."""
         self.lost_workers[worker] = None
         self.tally.lost(worker)
         what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"
@@ -230,7 +230,7 @@ class Recorder:
             timeline.work(worker, "join training", max(0.0, now - seconds), now, details)
 
     def recalled(self, worker: str, why: str) -> None:
-        """The device of an engine is recalled, `why` says; empty: it is lent again."""
+        """The device of an engine is recalled; `why` empty: it is lent again."""
         kind, text = ("recalled", why) if why else ("lent_again", "its device is lent again")
         self._write("events", EventRecord(self.now(), kind, worker, text))
         self.messages.append(f"the device of {worker} is recalled: {why}" if why else f"{worker}: {text}")
@@ -245,11 +245,11 @@ class Recorder:
             self._recalls[worker].append(RecallSpan(since[0], self._moment(), since[1]))
 
     def load(self, worker: str) -> None:
-        """An engine is told to take new weights."""
+        """An engine begins to take new weights."""
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """An engine has taken new weights; `seconds` is how long it stood still."""
+        """An engine has taken new weights, and stood still for `seconds`."""
         self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)
@@ -270,7 +270,7 @@ class Recorder:
             self._devices.take(self._moment())  # draws what is not over
 
     def _draw_loans(self) -> None:
-        """By what their borrowers recorded in this session."""
+        """Draw the loans, from their borrowers' records of this session."""
         for worker in list(self._away):
             self._end_recall(worker)
 
@@ -296,7 +296,7 @@ class Recorder:
                 timeline.cause(worker, cause, start, end)
 
     def _count(self, worker: str, running: int) -> None:
-        """How many turns an engine has, thinned out for the timeline."""
+        """Draw the number of an engine's turns, thinned out for the timeline."""
         with self._drawing() as (timeline, now):
             if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
                 self._counted[worker] = now
@@ -307,7 +307,7 @@ class Recorder:
 
 
 def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
-    """What the replicas of a step did until the optimiser's turn."""
+    """Parts of each replica's time in a step, until the optimiser's turn."""
     before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
     # They leave the exchange together, so the longest time in it includes the wait for the slowest replica.
     exchange = min((share.exchange_seconds for share in result.shares), default=0.0)

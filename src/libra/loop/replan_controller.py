@@ -1,7 +1,7 @@
-"""When to plan again, and what becomes of it, while the steps go on.
+"""Decides when to plan again, and has the plan carried out, while the steps go on.
 
-Invariant: a decision is made from what this run has measured, for the workers that there are, and carried out beside
-the steps; one at a time. A worker that is lost is planned around as soon as no move is under way.
+Invariant: a decision is made from this run's measurements, for the workers that there are, and carried out during the
+steps; one at a time. A lost worker is planned around as soon as no move is in progress.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from libra.records.schema import DecisionRecord
 
 @dataclass(eq=False)
 class ReplanController:
-    """The periods of a run and its changes of allocation. The verbs belong to step boundaries, except `worker_lost`."""
+    """Changes a run's allocation and tracks its periods. Methods are for step boundaries, except `worker_lost`."""
 
     executor: Executor[ProcessController]
     observations: Observations
     recorder: Recorder
-    say: Callable[[str], None]  # told of decisions
+    say: Callable[[str], None]  # called with decisions
     first: Allocation  # that the run began with, and keeps where it is not `adaptive`
     steps: int
     period: int  # steps between two decisions
@@ -45,7 +45,7 @@ class ReplanController:
 
     def __post_init__(self) -> None:
         self.periods = Periods(self.recorder, self.observations.learn, self.first_period)
-        self.changed: Callable[[], None] = lambda: None  # told when there may be something to do at a boundary
+        self.changed: Callable[[], None] = lambda: None  # called when there may be something to do at a boundary
         self.last_decision = ""
         self._step = 0
         self._period_began = 0  # the step after which the last period began, or should have
@@ -56,7 +56,7 @@ class ReplanController:
 
     @property
     def urgent(self) -> bool:
-        """A loss waits to be planned around."""
+        """Whether a loss waits to be planned around."""
         return self._lost and (self._task is None or self._task.done())
 
     def worker_lost(self) -> None:
@@ -66,10 +66,10 @@ class ReplanController:
         self.changed()
 
     def begin(self, step: int) -> None:
-        """The first period begins after `step`. A run that borrows plans before its first step: whether a loan pays,
-        and for which contexts, depends on what is granted, which nobody knew who wrote down how the run begins."""
+        """Begin the first period after `step`. A run that borrows plans before its first step: whether a loan pays, and
+        for which contexts, depends on the grants, which were unknown when the configuration was written."""
         self._step = step
-        self._lost = self._any_idle()  # lost before there was somebody to plan around it
+        self._lost = self._any_idle()  # lost before this controller could plan around it
         borrows = any(worker.lent is not None for worker in self.executor.pool.healthy())
         if step == 0 and self.adaptive and borrows and not self._lost:
             self._task = asyncio.create_task(self._decide(self.steps, untried=True))
@@ -81,7 +81,7 @@ class ReplanController:
         self.periods.step(seconds)
 
     def at_boundary(self) -> None:
-        """Close what is to be closed, decide what is to be decided. Raises what a decision raised."""
+        """Close a period that is over, and decide where a decision is due. Raises what a decision raised."""
         self.require_sound()
         ended = self._task is not None and self._task.done()
         if ended:
@@ -103,7 +103,7 @@ class ReplanController:
                 raise error
 
     async def finish(self) -> None:
-        """No further change: a move that is under way ends, a plan that is not carried out yet is dropped."""
+        """Make no further change: a move in progress ends; a plan that is not carried out yet is dropped."""
         if self._task is None:
             return
         if self._applying:
@@ -113,7 +113,7 @@ class ReplanController:
             await self.cancel()
 
     async def cancel(self) -> None:
-        """End at once, in the middle of whatever is under way."""
+        """End at once, also in the middle of a move."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -136,7 +136,7 @@ class ReplanController:
         self._begin_period(switching=self._applying or forced, tried=tried)
 
     def _hindsight(self) -> Prediction | None:
-        """The price of what runs, for the work and at the speeds that are measured by now."""
+        """The price of the current allocation, for the work and at the speeds that are measured by now."""
         allocation = self.executor.allocation()
         return None if allocation is None else self._price(allocation, tried=True, ahead=False)
 
@@ -152,12 +152,12 @@ class ReplanController:
         return Stayed(stayed.step, bias.error(stayed.bottleneck) * stayed.step)
 
     def _keeps_ranges_of(self, allocation: Allocation) -> bool:
-        """Whether buckets now have the ranges of that allocation, and so the router that is known from them."""
+        """Whether buckets now have the ranges of that allocation, so that its router hits are known."""
         now = self.executor.allocation()
         return now is not None and now.ranges == allocation.ranges
 
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
-        """Predict the next period. Buckets whose ranges were not `tried` yet have no known router."""
+        """Predict the next period. Buckets whose ranges were not `tried` yet have no known router hits."""
         self._period_began = self._step
         allocation = self.executor.allocation()
         priced = None if allocation is None else self._price(allocation, tried)
@@ -166,8 +166,8 @@ class ReplanController:
             self.periods.begin(self._step + 1, allocation.describe(), priced, predicted, switching)
 
     def _price(self, allocation: Allocation, tried: bool, ahead: bool = True) -> Prediction | None:
-        """The price of an allocation for the work that the next period is forecast to have, or for that which is
-        tracked now; None where it does not fit."""
+        """The price of an allocation: for the work forecast of the next period, or, unless `ahead`, for the work as it
+        is tracked now; None where it does not fit."""
         site, replanner = self._site(allocation if tried else None), self.observations.replanner
         [question] = site.questions([replanner.forecast(site) if ahead else replanner.scenario(site)])
         return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
@@ -176,8 +176,8 @@ class ReplanController:
         return self.observations.site(self.executor.pool.devices(), current)
 
     async def _decide(self, steps_left: int, untried: bool = False) -> None:
-        """Plan, decide, and carry the decision out, while the steps go on. What is in force and `untried` is no safer
-        than what is proposed: that the work or prices are uncertain is no reason to keep it."""
+        """Plan, decide, and carry the decision out, while the steps go on. A current allocation that is `untried` is no
+        safer than the proposed one: uncertain work or prices are then no reason to keep it."""
         workers, current = self.executor.pool.healthy(), self.executor.allocation()
         if not self.adaptive:
             # Without a lent device nothing is wrong; but one that came back is borrowed again.

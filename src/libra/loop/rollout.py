@@ -1,8 +1,8 @@
 """The agent loop: generate a turn, call the tool it asks for, route the next turn by what came back.
 
-Invariant: tokens in, tokens out. What an engine generated enters the sample as the ids that it sampled, with their
+Invariant: tokens in, tokens out. Generated tokens enter the sample as the ids that an engine sampled, with their
 log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that asks for
-it, whatever becomes of engines.
+it, even where engines are lost.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """What one engine made of a turn, for the timeline and the routing log."""
+    """One engine's part in a turn, for the timeline and the routing log."""
 
     trajectory: str
     worker: str
     tokens: int
     seconds: float  # at the engine, its queue included
     placement: Placement
-    change: ContextMove | None  # of engines, before this one made something of it
+    change: ContextMove | None  # of engines, before this engine's part
 
 
 class RolloutObserver(Protocol):
-    """Told of the turns and tools of episodes."""
+    """Receives the turns and tools of episodes."""
 
     def turn(self, report: TurnReport) -> None:
         """An engine's part in a turn is over."""
@@ -110,8 +110,8 @@ class Rollout:
         seed: int | None = None,
         version: int = -1,
     ) -> Episode:
-        """One episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
-        generated before; with a `seed` its sampling is drawn from that. No weights older than `version` make it."""
+        """Run one episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
+        generated before; with a `seed` its sampling is drawn from that. It uses no weights older than `version`."""
         draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed, version=version)
         draft.given(self._codec.encode(prompt.text))
         draft.prompt_tokens = len(draft.tokens)
@@ -138,7 +138,7 @@ class Rollout:
             returned = ToolReturn(call.tool, status, len(back))
 
     async def _generate(self, draft: Draft, returned: ToolReturn | None) -> list[int]:
-        """The tokens of the next turn, made by as many engines as it takes."""
+        """The tokens of the next turn, from one engine or several in turn."""
         environment, start = self._environment, len(draft.tokens)
         turn = RunningTurn(draft, environment.name, self._fleet, environment.turn_tokens, self._stop_token, returned)
         while True:
@@ -163,7 +163,7 @@ class Rollout:
                 return draft.tokens[start:]
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
-        """What the tool returned, classified by how it ended, never by its text."""
+        """The tool's reply, classified by how the call ended, never by its text."""
         environment = self._environment
         tool = self._tools.get(call.tool)
         if tool is None:
@@ -174,7 +174,7 @@ class Rollout:
             return "timeout", environment.timeout_text
         except ToolError as error:
             return "error", str(error)
-        except Exception:  # noqa: BLE001 - a tool is somebody else's code: the agent sees that it broke, the run goes on
+        except Exception:  # noqa: BLE001 - a tool is a user's code: the agent sees that it broke, the run goes on
             return "error", environment.error_text
         return ("ok", reply) if isinstance(reply, str) else ("error", environment.error_text)
 
@@ -200,8 +200,8 @@ class Rollout:
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:
-    """What `call` gives within `deadline` seconds, else TimeoutError. One that goes on when it is cancelled is left
-    alone, and one that cancels itself is an error of its own, not the end of the episode."""
+    """Result of `call` within `deadline` seconds, else TimeoutError. A call that goes on when it is cancelled is left
+    alone. A call that cancels itself raises an error, and does not end the episode."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(_let_go)
     try:
@@ -217,7 +217,7 @@ async def _within(deadline: float, call: Awaitable[T]) -> T:
 
 
 def _let_go(task: asyncio.Future[T]) -> None:
-    """A caller that waited in time knows how it ended; after that nobody needs to."""
+    """Retrieve a late exception, so that asyncio does not log it: the caller has stopped waiting."""
     if not task.cancelled():
         task.exception()
 
@@ -257,8 +257,8 @@ async def evaluate(
 async def logprob_gap(
     rollout: Rollout, trainers: Trainer, prompts: Sequence[Prompt], label: str, version: int, temperature: float
 ) -> float:
-    """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes sampled at
-    the `temperature` and with the `version` of the weights that the trainer has."""
+    """Largest difference of a generated token's log-prob between engine and trainer, over fresh episodes. They are
+    sampled at `temperature`, with the `version` of the weights that the trainer has."""
     episodes = await asyncio.gather(
         *(
             rollout.episode(f"{label}-{index}", prompt, _NOW, temperature, fresh=True, version=version)

@@ -34,7 +34,7 @@ _MEMORY_SECONDS = 20.0  # between two looks; one costs tens of milliseconds of C
 
 
 async def run(config: RunConfig, environment: Environment, display: Display, resume: bool) -> RunSummary:
-    """One whole run in `config.run_directory`, which exists; or, with `resume`, what is left of one. Returns its
+    """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. Returns its
     summary; also writes it. Raises `ConfigError` where that run has made more steps than the configuration has."""
     directory = config.run_directory
     began = time.monotonic()
@@ -116,7 +116,7 @@ class MemoryWatch:
                 await self._task
 
     async def peak(self) -> int:
-        """Bytes at most so far, this moment included."""
+        """Peak memory so far, in bytes, this moment included."""
         self._peak = max(self._peak, await asyncio.to_thread(self._proportional_set_size))
         return self._peak
 

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, whether a run can start or go on in it, and its `config.json`.
+"""The directory of a run: its lock, whether a run can start or go on in it, and its `config.json`.
 
 Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when
 the process ends, however it ends.
@@ -138,7 +138,7 @@ def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], An
     now = config.model_dump(mode="json")
     for (section, key), old in before.items():
         new = (now if section is None else now[section])[key]
-        if old != new and new != "auto":  # which keeps what it chose then
+        if old != new and new != "auto":  # auto keeps what it chose then
             name = key if section is None else f"{section}.{key}"
             raise ConfigError(
                 f"{name}: the run was started with {old} and cannot go on with {new}; give the same, or start again"
@@ -147,7 +147,7 @@ def _check_resumed(config: RunConfig, before: Mapping[tuple[str | None, str], An
 
 
 def _files(directory: Path) -> list[Path]:
-    """What a run has left in its directory; the lock says nothing of that."""
+    """All that a run has left in its directory; the lock does not count."""
     return [path for path in directory.iterdir() if path.name != LOCK]
 
 

@@ -1,9 +1,9 @@
-"""One turn of an episode, on as many engines as it takes.
+"""One turn of an episode, on one engine or several in turn.
 
 Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine goes on
-after the last token that arrived. So every token of the turn is of one engine, and none that arrived is lost. The
-policy hears of the tool return before the turn once, and of the turn itself as a simulation would tell it: placed again
-it is a turn that starts with what it has; moved because it overran its bucket it is still the one that was placed.
+after the last token that arrived. So one engine makes each token, and none that arrived is lost. The policy gets the
+tool return before the turn once, and the turn itself as in a simulation: a turn that is placed again starts with the
+tokens that it has; one that moves because it overran its bucket is still the one that was placed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra.trajectory import Turn
 
 @dataclass(slots=True)
 class Draft:
-    """An episode under way: the tokens of its context, and who wrote them.
+    """An episode in progress: the tokens of its context, and which of them were generated.
 
     The four lists have one entry per token at any moment. What engines report is entered as it comes, so a turn that is
     cut short leaves the context from which any other engine can go on with it.
@@ -49,7 +49,7 @@ class Draft:
     version: int = -1  # of the weights that its group was started under: older ones may not make it
 
     def sampling_seed(self) -> int | None:
-        """The seed of what is generated next. A turn that goes on elsewhere does not draw the same again."""
+        """The seed for the next tokens. A turn that goes on elsewhere does not draw the same again."""
         return None if self.seed is None else zlib.crc32(f"{self.seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
@@ -68,7 +68,7 @@ class Draft:
 
 
 class RunningTurn:
-    """Place it, have it served, and again until it is over."""
+    """A turn that is placed and served, repeatedly, until it is over."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RunningTurn:
         `most_tokens`."""
         self._draft, self._task, self._fleet = draft, task, fleet
         self._stop_token = stop_token
-        self._returned = returned  # until the policy has heard of it
+        self._returned = returned  # until the policy has got it
         self._start = len(draft.tokens)
         self._limit = self._start + most_tokens  # of the context
         self._request: TurnRequest  # as it was last placed
@@ -91,7 +91,7 @@ class RunningTurn:
         self._destination: tuple[Placement, Engine] | None = None  # where it goes when its engine has stopped it
         self._engine: Engine  # that makes it, or did last
         self._name: str  # of the request there
-        # How its context came to the engine that was last asked; None: it was there.
+        # The move of its context to the engine that was last asked; None: it was there.
         self.change: ContextMove | None = None
 
     @property
@@ -100,7 +100,7 @@ class RunningTurn:
         return len(tokens) >= self._limit or (len(tokens) > self._start and tokens[-1] == self._stop_token)
 
     def place(self) -> Placement | None:
-        """Where it goes on; None: nothing can hold it now."""
+        """Place the turn where it goes on; None: no engine can hold it now."""
         if self._destination is not None:
             (placement, engine), self._destination = self._destination, None
             if self._fleet.serves(engine):
@@ -116,7 +116,7 @@ class RunningTurn:
         return self._fleet.policy.tool_returned(self._request, returned, view)
 
     async def serve(self, placement: Placement, name: str) -> None:
-        """Have the engine of `placement` make it until it is over or stopped, or the engine leaves or is gone."""
+        """Have the engine of `placement` run the turn until it is over or stopped, or the engine leaves or is gone."""
         draft, before = self._draft, len(self._draft.tokens)
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
@@ -142,9 +142,9 @@ class RunningTurn:
             )
         except WorkerLostError:
             if self._fleet.serves(self._engine):
-                raise  # it is still in service, although lost: it would be asked for ever
+                raise  # the engine is still in service, although lost: the turn would be sent to it for ever
         finally:
-            if len(draft.tokens) > before:  # else the KV is where it was: this one may never have had any
+            if len(draft.tokens) > before:  # else the KV is where it was: this engine may never have had any
                 draft.kv_engine, draft.kv_tokens = self._engine, len(draft.tokens)
 
     @property
@@ -169,7 +169,7 @@ class RunningTurn:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask the policy what becomes of a turn that has generated what its placement foresaw."""
+        """Ask the policy whether to move a turn that has generated what its placement foresaw."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
         view = self._fleet.view(self._room, self._draft.version, self._draft.seed is not None)

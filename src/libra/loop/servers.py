@@ -1,7 +1,7 @@
 """The servers of a run that borrows: one on each lent device, under recorded traffic.
 
-Invariant: a server is nobody's worker. It is not restarted, moved or told what to serve; a run only begins and ends it.
-One that is gone lends nothing any more, and its users' requests end with it.
+Invariant: a server is not a worker. It is not restarted, moved or told what to serve; a run only begins and ends it. A
+server that is gone lends nothing any more, and its users' requests end with it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from libra.records.schema import ServedSummary
 from libra.records.served import read_served, summarise
 from libra.traffic.envelope import Envelope
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"  # one token each: nobody reads what is served
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"  # one token each: what is served is not read
 _MOST_QUIET = 16  # times `quiet`, to which it doubles
 
 
 @dataclass(eq=False)
 class TracedServers:
-    """`slots` are those of the lent devices; what they write is in `directory`."""
+    """Servers under recorded traffic, on `slots`, those of the lent devices. They write into `directory`."""
 
     launcher: WorkerLauncher
     config: LendingConfig
@@ -53,7 +53,7 @@ class TracedServers:
         return self.config.server
 
     def loan(self, number: int, rollout: str) -> DeviceLoan:
-        """Of the device of the `number`th server, to an engine of the model `rollout`."""
+        """Loan of the device of the `number`th server to an engine of the model `rollout`."""
         config, server = self.config, self._server
         terms = LendingTerms(
             model=f"server {number}",
@@ -76,7 +76,7 @@ class TracedServers:
         return DeviceLoan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
 
     async def start(self) -> None:
-        """All serve when this returns. Raises `ForkError`, `LaunchError`, and what a server says that it cannot."""
+        """Start all servers; they serve when this returns. Raises `ForkError`, `LaunchError`, or a server's failure."""
         server = self._server
         model = server.model.directory or self.directory / "server"
         if server.model.directory is None:
@@ -85,7 +85,7 @@ class TracedServers:
         await asyncio.gather(*(self._start(number, slot, model) for number, slot in enumerate(self.slots)))
 
     async def end(self) -> ServedSummary | None:
-        """End them; what their users saw. None where no request ended."""
+        """End the servers; returns a summary of what their users saw, or None where no request ended."""
         await asyncio.gather(*(handle.stop() for handle in self._handles))
         for number in range(len(self.slots)):
             self._device(number).unlink(missing_ok=True)

@@ -35,7 +35,7 @@ from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSum
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """What the run writes down, and what an interrupted one left."""
+    """The run's records, and those that an interrupted run left."""
 
     history: History
     recorded: Recorded
@@ -46,7 +46,7 @@ class _Records:
 
 @dataclass(frozen=True, slots=True)
 class _Rollouts:
-    """Episodes, the questions that they are evaluated on, and what was observed of them."""
+    """The maker of episodes, the held-out questions, and the observations of episodes."""
 
     rollout: Rollout
     heldout: Sequence[Prompt]
@@ -137,7 +137,7 @@ class Session:
         return _Records(history, recorded, journal, episodes, recorder)
 
     def _make_rollouts(self, records: _Records, workers: SessionWorkers, profile: DeviceProfile) -> _Rollouts:
-        """What makes episodes, with the engines' work so far counted."""
+        """Build the maker of episodes; the engines' work so far is counted already."""
         config, environment, executor, recorder = self.config, self.environment, workers.executor, records.recorder
         fleet = executor.processes.fleet
         lent = None if config.lending is None else config.lending.engine
@@ -167,7 +167,7 @@ class Session:
             if trying is not None:
                 trying.cancel()
                 await asyncio.gather(trying, return_exceptions=True)
-        # Turns of an evaluation are not for lent engines: where they are made says nothing of the router.
+        # Lent engines take no turns of an evaluation, so their placement says nothing of the router.
         borrows = any(bucket.shape == LENT for bucket in workers.allocation.buckets)
         observations.observe(episodes, () if borrows else [bucket.up_to for bucket in workers.allocation.buckets])
         observations.observe_engines(observations.counters.gained(fleet.instances()))
@@ -177,7 +177,7 @@ class Session:
     def _make_loop(
         self, records: _Records, workers: SessionWorkers, parts: _Rollouts, started: Evaluation
     ) -> TrainingLoop:
-        """The loop and what decides for it, once there are workers."""
+        """The training loop and its controller, once there are workers."""
         config, training, observations = self.config, self.config.training, parts.observations
         executor, fleet = workers.executor, workers.executor.processes.fleet
         controller = ReplanController(

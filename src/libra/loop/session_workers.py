@@ -1,6 +1,6 @@
-"""The workers of one session of a run, from the pool that they are of to the first allocation, in service.
+"""The workers of one session of a run, from their pool to the first allocation in service.
 
-Invariant: they begin in the allocation in which an interrupted run left them, where they still can.
+Invariant: they begin in the allocation in which an interrupted run left them, where that is still possible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from libra.route.catalogue import policy_named, policy_restored
 
 
 class SessionObserver:
-    """Records changes of the pool, and tells all `planners` of losses and of slots that are back."""
+    """Records changes of the pool, and calls all `planners` at losses and when slots are back."""
 
     def __init__(self, recorder: Recorder, progress: RunProgress) -> None:
         self._recorder, self._progress = recorder, progress
@@ -62,7 +62,7 @@ class SessionObserver:
 
 @dataclass(eq=False)
 class SessionWorkers:
-    """The executor of a session, and what looks after its workers; none is started before `start`."""
+    """The executor of a session and the recovery of its workers; none is started before `start`."""
 
     config: RunConfig
     launcher: WorkerLauncher
@@ -103,7 +103,7 @@ class SessionWorkers:
         self.observer.planners.append(self.recovery.worker_lost)
 
     async def start(self) -> DeviceProfile:
-        """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
+        """Bring all workers into service; returns their costs, measured now where they are not known yet."""
         config, executor, recovery, profile = self.config, self.executor, self.recovery, self._profile
         if (servers := self.borrowing.servers) is not None:
             self.progress.phase("starting servers")
@@ -127,7 +127,7 @@ class SessionWorkers:
         return profile
 
     def _make_executor(self, pool: WorkerPool) -> RunExecutor:
-        """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
+        """An executor of workers that begin from the run's state; engines hand KV over where that is known to pay."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
         name = config.routing.policy
         policy = (
@@ -165,13 +165,13 @@ class SessionWorkers:
             return _start_allocation(self.config)
         moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
         self.progress.line(
-            f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
+            f"goes on from {before.checkpoint.name}; the run had reached version {before.journal.version}"
             + (f", and {moves}" if moves else "")
         )
         holds = {name: shape.max_model_len for name, shape in self.config.all_engines.items()}
         in_force = allocation_in_force(before.journal, pool.all(), holds)
         if in_force is None:
-            self.progress.line("the workers or engines are others than before: they begin as start says")
+            self.progress.line("the workers or engines differ from before: they begin as start says")
         return in_force or _start_allocation(self.config)
 
 

@@ -57,13 +57,13 @@ class TrainingLoop:
     progress: RunProgress
     started: Evaluation
     history: History  # what an interrupted run left
-    recorded: Recorded  # likewise
+    recorded: Recorded  # what its records cover
 
     def __post_init__(self) -> None:
         self.step = self.history.step  # optimiser steps made
         self._generated = 0
-        self._checkpoint_seconds = 0.0  # since the last step, as is the next
-        self._held_seconds = 0.0  # for which a checkpoint had to wait
+        self._checkpoint_seconds = 0.0  # since the last step
+        self._held_seconds = 0.0  # for which a checkpoint had to wait since the last step
         self.controller.changed = self.groups.progress.set
 
     async def run(self) -> None:
@@ -90,7 +90,7 @@ class TrainingLoop:
     # --- what an interrupted run left --------------------------------------------------------------------------------
 
     def _take_up_knowledge(self) -> None:
-        """Learn from the episodes that finished after the checkpoint; begin those that did not finish from nothing."""
+        """Learn from the episodes that finished after the checkpoint; forget those that did not, which begin again."""
         self.observations.observe(self.history.finished, self.fleet.limits)
         for episode in self.history.finished:
             self.fleet.policy.finished(episode.trajectory)
@@ -100,7 +100,7 @@ class TrainingLoop:
                     self.fleet.policy.forget(episode_id(group.number, index))
 
     async def _replay_steps(self) -> None:
-        """The steps after the checkpoint. Only a step whose record is missing, the last one, is recorded."""
+        """Make the steps after the checkpoint again. Only a step whose record is missing, the last one, is recorded."""
         if not self.history.batches:
             return
         self.recorder.phase(Phase.AGAIN)
@@ -117,7 +117,7 @@ class TrainingLoop:
         await self._checkpoint()  # so that nothing is replayed twice
 
     def _begin_steps(self) -> float:
-        """What was before is of no step; returns when the first one begins."""
+        """Assign the time until now to no step; returns when the first step begins."""
         began = self.recorder.now()
         self.recorder.take_device_seconds(began)
         self._checkpoint_seconds = self._held_seconds = 0.0
@@ -130,7 +130,7 @@ class TrainingLoop:
         self.groups.feed()
         while not self.groups.ready:
             self.groups.progress.clear()
-            self._require_sound()  # of what happened before the wait, too: it wakes nobody any more
+            self._require_sound()  # what failed before the wait does not set `progress` again
             if self.controller.urgent:
                 self.controller.at_boundary()
             await self.groups.progress.wait()

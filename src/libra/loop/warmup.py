@@ -39,8 +39,8 @@ async def warm_model(
     precision: Precision,
     progress: Callable[[int, int, float], None],
 ) -> Path:
-    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier
-    run. `progress` is told of every step, of how many there are, and of its loss."""
+    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run.
+    `progress` is called after every step with the step, the number of steps, and the loss."""
     if config.model.directory is not None and config.warm_up.steps == 0:
         return config.model.directory
     target = cache_directory() / "warm" / _key(config, environment, precision)

@@ -71,7 +71,7 @@ class Connections:
         return True
 
     def begin(self, connection: web.RequestHandler) -> None:
-        """A request of this connection is in flight."""
+        """Note that a request of this connection is in flight."""
         self.idle.pop(connection, None)
         self.busy[connection] = 0
 
@@ -84,7 +84,7 @@ class Connections:
         return True
 
     def end(self, connection: web.RequestHandler) -> None:
-        """It is not any more."""
+        """Note that the request of this connection is not in flight any more."""
         self.body_bytes -= self.busy.pop(connection)
         if connection.transport is not None:  # it may have been lost
             self.idle[connection] = None

@@ -1,4 +1,4 @@
-"""Who may use an HTTP listener.
+"""Access control of an HTTP listener.
 
 Invariant: a page in a browser on this machine cannot use a listener, whatever name it gave to this address: the `Host`
 of a request names this machine, its `Origin` is the listener's own, and a body is declared as JSON, which browsers do

@@ -2,9 +2,9 @@
 
 Invariants: the address is announced once it answers, and at shutdown pending requests end within a second. A connection
 that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
-`_CONNECTIONS` new connections, and only if the process has grown by what so many leave. It visits every object of every
-request in flight, and Python would run it whenever their number grows, although nothing of a request is garbage: the
-only reference cycles are those of closed transports, before Python 3.12.
+`_CONNECTIONS` new connections, and only if the process has grown by what these leave. It visits every object of every
+request in flight, and Python would run it whenever their number grows. Yet requests leave no garbage: the only
+reference cycles are those of closed transports, before Python 3.12.
 """
 
 from __future__ import annotations

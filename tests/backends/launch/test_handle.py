@@ -189,7 +189,7 @@ async def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled(engin
     ("words", "reason"),
     [
         (Failure("KeyError: 7"), "it failed: KeyError: 7"),
-        (Acknowledged(), "it sent Acknowledged, which nobody had asked for"),
+        (Acknowledged(), "it sent Acknowledged, which was not asked for"),
     ],
 )
 async def test_words_that_are_no_answer_are_the_reason_for_the_loss(words: Message, reason: str) -> None:

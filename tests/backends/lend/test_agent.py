@@ -296,7 +296,7 @@ def test_what_an_agent_does_not_lend(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(other, Failure) and "holds no *.safetensors" in other.error
         stranger = ControllerChannel(*await asyncio.open_unix_connection(loan.order.listen))
         stranger.send(turn("a"))
-        assert await stranger.receive() == Failure("an agent was told Generate; a controller begins with Borrow")
+        assert await stranger.receive() == Failure("an agent got Generate; a controller begins with Borrow")
 
     lend(tmp_path, script, monkeypatch)
 

@@ -199,7 +199,7 @@ def test_what_a_page_says_from_before_the_machine_was_started_is_forgotten(tmp_p
     page.bytes[16:24] = b"\x00" * 8  # as another start of the machine would have left it
     for kind in (LenderToken, lambda path: BorrowerToken(path, 0.1)):
         with pytest.raises(
-            LendingError, match="nobody has served here since this machine was started; start the server"
+            LendingError, match="no server has run here since this machine was started; start the server"
         ):
             kind(device)
     serving = ServingToken(device, CHAT)

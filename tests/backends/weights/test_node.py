@@ -395,5 +395,5 @@ async def test_frames_that_are_none_are_damage() -> None:
 
 @pytest.mark.parametrize("counted", [[(0, 3)], [(0, 5)], [(0, -1), (0, 5)], []])
 def test_runs_of_another_length_are_damage(counted: list[tuple[int, int]]) -> None:
-    with pytest.raises(DamagedError, match="chunks are told of, there are 4"):
+    with pytest.raises(DamagedError, match="chunks are listed, there are 4"):
         unrolled(counted, 4)

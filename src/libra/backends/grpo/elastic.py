@@ -58,7 +58,7 @@ def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             future.set_result(verb())
-        except Exception as error:  # noqa: BLE001 - the end of a thread: who asks for the result gets it
+        except Exception as error:  # noqa: BLE001 - the end of a thread: the caller of `result` gets it
             future.set_exception(error)
 
     Thread(target=run, name=name, daemon=True).start()
@@ -68,7 +68,7 @@ def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
 class GradientExchange:
     """One replica's membership. Alone (size 1) every verb is free.
 
-    Of a replica of several processes, each exchanges its part with the process of the same number in the others."""
+    In a replica of several processes, each exchanges its part with the process of the same number in the others."""
 
     def __init__(self, process: int = 0) -> None:
         self._process = process
@@ -80,8 +80,8 @@ class GradientExchange:
         self.size = 1
 
     def host_rendezvous(self, order: HostRendezvous) -> int:
-        """Host the rendezvous of the replicas, at the same port as before if it will do. Returns the port; 0 when
-        this replica cannot listen there, and `enter` tells why. Only its first process listens."""
+        """Host the rendezvous of the replicas, at the same port as before if possible. Returns the port; 0 when this
+        replica cannot listen there, and `enter` reports why. Only its first process listens."""
         if self._process:
             return 0
         store = self._store
@@ -100,7 +100,7 @@ class GradientExchange:
         return store.port
 
     def prepare(self, order: Prepare) -> None:
-        """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
+        """Start to form a membership during the present one, instead of any that was prepared and not entered."""
         self._prepared, self._forming = order, Future()
         if order.size <= 1:
             self._forming.set_result(None)
@@ -112,7 +112,7 @@ class GradientExchange:
     def formed(self, generation: int, seconds: float) -> bool:
         """Whether that membership can be entered without waiting, after at most `seconds`."""
         self._require_prepared(generation)
-        with contextlib.suppress(Exception):  # how it failed is told by `enter`
+        with contextlib.suppress(Exception):  # `enter` reports how it failed
             self._forming.result(seconds)
         return self._forming.done() and self._forming.exception() is None
 
@@ -167,11 +167,11 @@ def _form(order: Prepare, process: int) -> ProcessGroupGloo:
 
 
 ElasticOrder = HostRendezvous | Prepare | Enter | Identify | Serve | Follow | CatchUp
-_LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little beside a step
+_LOOK_SECONDS = 0.002  # between two looks at what a core publishes: short against a step
 
 
 class ElasticReplica:
-    """All that one process of a replica has to do with other replicas: what the controller orders about them, and the
+    """All dealings of one process of a replica with other replicas: the controller's orders about them, and the
     exchange of its trainer's gradients."""
 
     def __init__(self, state: TrainState, pacer: Pacer, process: int = 0) -> None:
@@ -257,7 +257,7 @@ class ElasticReplica:
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
-        """The number of the state that is held; -1 when it is none of the core's."""
+        """The number of the state that is held; -1 when that is not a state of the core."""
         if self._behind:
             return -1
         if self._follower is None:

@@ -18,7 +18,7 @@ from libra.backends.transport.messages import Denominator
 from libra.backends.transport.trainer_messages import Sample, TokenSums
 
 if TYPE_CHECKING:
-    import torch  # the controller, which only wants advantages, does without
+    import torch  # the controller needs only advantages, and no torch
 
 BEHAVIOUR_WEIGHT_CAP = 2.0  # min(pi_prox / mu, 2): truncated importance weight
 _EPSILON = 1e-4  # keeps the advantage of a nearly unanimous group finite
@@ -34,8 +34,8 @@ def group_advantages(rewards: Sequence[float]) -> list[float] | None:
 
 
 def denominator(kind: Denominator, sequences: int, tokens: int, constant: float) -> float:
-    """What the summed loss of a whole batch is divided by: its generated tokens (DAPO), its sequences (GRPO; the loss
-    of each is then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783).
+    """Divisor of a whole batch's summed loss: its generated tokens (DAPO), its sequences (GRPO; the loss of each is
+    then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783).
     """
     match kind:
         case "tokens":
@@ -111,6 +111,6 @@ IDLE = Sample("idle", [0, 0], [False, False], [0.0, 0.0], [-1, -1], 0.0)
 
 
 def made_up_sample(index: int, length: int) -> Sample:
-    """To measure with."""
+    """A sample of `length` tokens, to measure with."""
     tokens = [4 + (index + 5 * position) % 16 for position in range(length)]
     return Sample(str(index), tokens, [True] * length, [-1.0] * length, [0] * length, 1.0)

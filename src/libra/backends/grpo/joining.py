@@ -1,8 +1,8 @@
-"""How a replica comes to take part: beside the steps of the others, then between two of them.
+"""Joining of a replica: it catches up during the steps of the others, then enters between two of them.
 
-Invariant: it is let in only when it is shown to hold the state that the core holds, and the boundary between two steps
-is held for messages alone. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy
-with a copy or an update at many boundaries; then the core makes no step until it is done.
+Invariant: it is let in only when it is shown to hold the core's state, and the boundary between two steps is held for
+messages alone. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy with a copy or
+an update at many boundaries; then the core makes no step until it is done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from libra.backends.transport.trainer_messages import (
 from libra.exec.pool import JOIN_BOUNDARIES
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
-COURTEOUS = 15  # of the `JOIN_BOUNDARIES`: at those it is let in only if it is there at once
+COURTEOUS = 15  # first of the `JOIN_BOUNDARIES`, at which it is let in only if it is ready at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
 HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
 SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
@@ -37,7 +37,7 @@ Places = list[StatePlace | RelayPlace]
 
 
 class JoinError(WorkerFailedError):
-    """A replica does not come level with the core."""
+    """A replica does not catch up with the core."""
 
 
 class Joiner:
@@ -46,7 +46,7 @@ class Joiner:
     def __init__(
         self, replica: Handle, core: bool, membership: Membership, boundary: Boundary, step_seconds: float
     ) -> None:
-        """`step_seconds`: what a step takes, 0 where that is not known."""
+        """`step_seconds`: duration of a step, 0 where it is not known."""
         self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
         self._hold = max(HOLD, HOLD_SHARE * step_seconds)
         self._late: asyncio.Task[StateDigest] | None = None  # an answer that a boundary did not wait for
@@ -54,7 +54,7 @@ class Joiner:
         self._generation = 0  # for which it was prepared
         self._wanted: StateDigest | None = None  # the core's, at the last boundary
         self._behind = ""  # why it ceased to follow
-        self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed nobody yet
+        self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed no core yet
 
     async def join(self) -> float:
         """Take the replica in; returns the seconds that a step waited for that. Raises `JoinError`,
@@ -77,12 +77,12 @@ class Joiner:
         )
 
     def _is_stale(self) -> bool:
-        """Whether the prepared generation will not do: at first, and when a replica was lost."""
+        """Whether the prepared generation is of no use: at first, and when a replica was lost."""
         return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
 
     async def _introduce(self, hold: float | None) -> None:
-        """Let all replicas prepare the generation with the joiner, and the joiner follow the core; not at this boundary
-        where the joiner is in the middle of a copy and does not answer within `hold` seconds (None: any time)."""
+        """Let all replicas prepare the generation with the joiner, and the joiner follow the core. Do nothing where the
+        joiner is in the middle of a copy and does not answer within `hold` seconds (None: any time)."""
         members, follows, places = self._membership, self._follows, None
         await self._hear_out()
         async with self._boundary:
@@ -103,7 +103,7 @@ class Joiner:
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
         """Take the joiner in if it holds the core's state and says so within `hold` seconds (None: any time).
-        Returns the seconds that a step waited at this boundary."""
+        Returns the seconds that a step waited at this boundary, or None where the joiner is not in."""
         members, self._wanted = self._membership, None
         async with self._boundary:
             began = time.monotonic()
@@ -132,8 +132,7 @@ class Joiner:
             return self._boundary.waited(began)
 
     async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
-        """The joiner's answer; None when there is none by then: it is in the middle of something, and answers after
-        that."""
+        """The joiner's answer; None when there is none within `hold` seconds: it is busy, and answers later."""
         self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
         if not self._late.done():
@@ -165,8 +164,8 @@ class Joiner:
         self._behind = (await self._ask(Follow(places), deadline)).behind
 
     async def _places(self, here: StateDigest) -> Places | None:
-        """Where the joiner reads the core's state: in memory that they share, or through a relay that is now beside
-        the core. None when the core is lost. Raises `JoinError`."""
+        """Places where the joiner reads the core's state: in memory that they share, or through a relay that now runs
+        next to the core. None when the core is lost. Raises `JoinError`."""
         core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
         if core.node == replica.node:
             return [*here.places]
@@ -188,7 +187,7 @@ class Joiner:
         return digest
 
     async def _core_digest(self) -> StateDigest | None:
-        """What the core holds; None when it is lost."""
+        """Digest of the core's state; None when the core is lost."""
         orders = [(self._membership.cores[0], Identify())]
         [digest] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
         return digest

@@ -1,7 +1,7 @@
-"""What several replicas, or the processes of one, do together: how the work is divided, and their answers become one.
+"""Joint work of several replicas, or of the processes of one: it is divided, and their answers are joined into one.
 
-Invariant: every sample is in exactly one share. A joined answer says yes only if all of them do, and names a state only
-if all hold it.
+Invariant: every sample is in exactly one share. A joined answer is positive only if all answers are, and names a state
+only if all hold it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def tokens_of(share: Sequence[Sample]) -> int:
 
 
 def divide(order: ToWorker, parts: int) -> list[ToWorker]:
-    """A replica's order as those of its processes, that of the leader first. Raises `ValueError` where there is none
-    for each."""
+    """Divide a replica's order into one for each of its processes, the leader's first. Raises `ValueError` where there
+    is none for each."""
     match order:
         case Train():
             # The loss denominator is no sum over processes: each adds it up with its own kind in the other replicas.
@@ -94,7 +94,7 @@ def divide(order: ToWorker, parts: int) -> list[ToWorker]:
         case WarmUp():
             return [replace(order, batch=order.batch[part::parts]) for part in range(parts)]
         case MeasureTraining():
-            # As samples are divided: what is timed is to be what a step takes.
+            # Divided as samples are, so that the measured time is that of a step.
             divided = [split_by(lengths, parts, int) for lengths in order.batches]
             return [replace(order, batches=[shares[part] for shares in divided]) for part in range(parts)]
         case Follow():
@@ -109,7 +109,7 @@ def divide(order: ToWorker, parts: int) -> list[ToWorker]:
 
 
 def join(answers: Sequence[FromWorker]) -> FromWorker:
-    """One answer for all processes; where they would all say the same, that of the leader, who comes first."""
+    """One answer for all processes; where all answers are alike, the leader's, which is the first."""
     kinds = {type(answer) for answer in answers}
     if len(kinds) > 1:
         raise TypeError(f"the processes of a replica answer {', '.join(sorted(kind.__name__ for kind in kinds))}")
@@ -143,19 +143,19 @@ def join_votes(votes: Sequence[Reduced]) -> Reduced:
         version=votes[0].version,
         failure=first_failure(votes),
         compute_seconds=max(vote.compute_seconds for vote in votes),
-        # Waiting for others in the exchange is not part of it: it takes as long as for the last one to come.
+        # Waiting for others is not part of the exchange: it takes as long as for the last replica to enter.
         exchange_seconds=min(vote.exchange_seconds for vote in votes),
         sums=sum((vote.sums for vote in votes), TokenSums()),
     )
 
 
 def first_failure(answers: Iterable[Reduced | TrainingMeasured | Entered | Serving | None]) -> str:
-    """Empty where none of those who answered failed."""
+    """The first failure among the answers; empty where none of them failed."""
     return next((answer.failure for answer in answers if answer is not None and answer.failure), "")
 
 
 def _first_diverged(answers: Iterable[Trained | Published]) -> str:
-    """Empty where the parts of all processes are sound."""
+    """The first report of diverged weights; empty where the parts of all processes are sound."""
     return next((answer.diverged for answer in answers if answer.diverged), "")
 
 
@@ -178,7 +178,7 @@ def _join_digests(digests: Sequence[StateDigest]) -> StateDigest:
     return StateDigest(
         number=numbers.pop() if len(numbers) == 1 else -1,
         parameter_hash=_hash(digest.parameter_hash for digest in digests),
-        size=sum(digest.size for digest in digests),  # copies of all parts share a way
+        size=sum(digest.size for digest in digests),  # copies of all parts share one path
         places=[place for digest in digests for place in digest.places],
         ready=all(digest.ready for digest in digests),
         behind=next((digest.behind for digest in digests if digest.behind), ""),

@@ -1,4 +1,4 @@
-"""Which replicas take part in training, and in which numbered generation of the gradient exchange.
+"""The replicas that take part in training, and their numbered generations of the gradient exchange.
 
 Invariant: a generation has a fixed list of replicas, one number that is never used again, and is prepared before it is
 entered. Replicas enter one only between two steps, all of them, or move on to the next one that is prepared.
@@ -35,20 +35,20 @@ _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a replica may take before it is taken for lost.
+    """Limits of a replica's time, after which it is taken for lost.
 
-    Replicas have nearly the same to do, so one that needs `factor` times as long as another, and `floor` seconds on top
-    (a loaded operating system may keep a healthy process waiting for some), hangs. Too little patience costs a healthy
-    replica, too much only the time in which a broken one holds the others up.
+    Replicas have nearly the same work, so one that needs `factor` times as long as another, and `floor` seconds on top,
+    hangs; a loaded operating system may keep a healthy process waiting for some seconds. Too little patience costs a
+    healthy replica, too much only the time in which a broken one holds the others up.
     """
 
     factor: float = 4.0
     floor: float = 10.0  # seconds
-    unknown: float = 60.0  # seconds for a first step, of which nobody knows how long it takes
+    unknown: float = 60.0  # seconds for a first step, whose duration is not known
     grace: float = 2.0  # seconds between answers that come at the same time
 
     def beside(self, seconds: float) -> float:
-        """Seconds for what takes another one `seconds`."""
+        """Seconds allowed for work that takes another replica `seconds`."""
         return self.factor * seconds + self.floor
 
 
@@ -56,9 +56,9 @@ STANDARD = Patience()
 
 
 class Boundary(asyncio.Lock):
-    """Between two steps: while it is held, nobody else makes a step or changes the membership.
+    """Lock between two steps: while one task holds it, no other makes a step or changes the membership.
 
-    Holding it counts as waiting only while a step is due; otherwise it costs nobody anything.
+    Holding it counts as waiting only while a step is due; otherwise it costs nothing.
     """
 
     def __init__(self) -> None:
@@ -133,9 +133,9 @@ class Membership:
     ) -> list[Reply | None]:
         """The answers in the order of the orders; None from a replica that is lost.
 
-        `allowed` gives the seconds that all may take, from those after which the first answered (by default what suits
-        equal work), `deadline` those until the first answer. A replica that takes longer, or fails, is declared lost
-        and killed."""
+        `allowed` gives the seconds that all may take, from those that the first one took (by default for equal work);
+        `deadline` is the limit for the first answer. A replica that takes longer, or fails, is declared lost and
+        killed."""
         allowed = allowed or self.patience.beside
         began = time.monotonic()
         look, looks = None, SILENT_LOOKS
@@ -177,8 +177,8 @@ class Membership:
         self._kill(replica)
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
-        """Let these replicas form a generation beside the present one; returns its number. They answer at once; one
-        that is lost meanwhile is found when the generation is entered."""
+        """Let these replicas form a generation while the present one goes on; returns its number. They answer at once;
+        one that is lost meanwhile is found when the generation is entered."""
         self.prepared += 1
         first, size = replicas[0], len(replicas)
         port = await self._meet_at(first) if size > 1 else 0
@@ -205,7 +205,7 @@ class Membership:
         failures = 0
         while True:
             orders = [(replica, Enter(generation)) for replica in self.replicas]
-            # One that fails at once has told nothing of how long the others may wait for each other.
+            # A replica that fails at once gives no measure of how long the others may wait for each other.
             answers = await self.ask(orders, Entered, lambda elapsed: FORMING_SECONDS + self.patience.beside(elapsed))
             why = first_failure(answers)
             somebody_lost = self.forget_lost()
@@ -220,8 +220,8 @@ class Membership:
     async def regroup_after(
         self, what: str, answers: Sequence[Reduced | TrainingMeasured | None], failures: int
     ) -> int:
-        """Enter a new generation after a failed attempt; returns how many have failed by now although no replica was
-        lost. Raises `CoreLostError`, `ExchangeError`."""
+        """Enter a new generation after a failed attempt; returns the number of attempts that have failed so far without
+        the loss of a replica. Raises `CoreLostError`, `ExchangeError`."""
         failures += not self.forget_lost()
         await self.regroup()
         if failures == FAILURES:
@@ -239,7 +239,7 @@ class Membership:
             await self.regroup()
 
     def forget_lost(self) -> bool:
-        """Drop lost replicas; whether there were any. Raises `CoreLostError` when no core is left."""
+        """Drop lost replicas; returns whether there were any. Raises `CoreLostError` when no core is left."""
         before, first = len(self.replicas), self.require_core()
         self.cores = [first, *(replica for replica in self.cores if replica is not first and not replica.lost)]
         self.hybrids = [replica for replica in self.hybrids if not replica.lost]

@@ -1,9 +1,8 @@
-"""What one process of a replica holds of the model: all of it, or a shard of every parameter. In files it is whole, in
-Hugging Face layout; the processes of a replica read and write them together.
+"""The part of the model that one process of a replica holds: all of it, or a shard of every parameter. Files hold the
+whole model, in Hugging Face layout; the processes of a replica read and write them together.
 
-Invariant: the parameters here are plain tensors, and what a process steps; the parts of all processes together are the
-model. Gradients are summed over the processes, never averaged. A file is whole when it has
-its name.
+Invariant: the parameters here are plain tensors, and those that a process steps; the parts of all processes together
+are the model. Gradients are summed over the processes, never averaged. A file with its final name is whole.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from libra.backends.transport.messages import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Where this process stands in its replica, and what its processes agree on. Alone (size 1) every verb is free.
+    """The place of this process in its replica, and collectives of its processes. Alone (size 1) every verb is free.
 
     Every process takes part in each of these collectives, in the same order. One that is gone fails them for the
     others, which then end too: a replica is there with all its processes or not at all.
@@ -40,7 +39,7 @@ class Inside:
 
     @property
     def leads(self) -> bool:
-        """Whether it speaks with the controller and writes what the replica publishes and saves."""
+        """Whether this process speaks with the controller, and writes what the replica publishes and saves."""
         return self.rank == 0
 
     def largest(self, number: int) -> int:
@@ -75,8 +74,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class ModelPart:
-    """What a trainer needs of its part of the model. Here that is all of it: every process has the whole, and with
-    several of them `DistributedDataParallel` adds their gradients up."""
+    """A trainer's part of the model. In this class it is all of it: every process has the whole, and with several of
+    them `DistributedDataParallel` adds their gradients up."""
 
     model: torch.nn.Module  # to call
     parameters: dict[str, torch.nn.Parameter]  # by their names in the whole model
@@ -91,13 +90,13 @@ class ModelPart:
             self.model.register_comm_hook(None, lambda state, bucket: _sum(bucket))
 
     def use_memory(self) -> None:
-        """The parameters have been moved to memory of their own: the model works there from now on."""
+        """Have the model work in the memory to which the parameters have been moved."""
 
     def use_gradients(self) -> None:
-        """The parameters have got their gradients for the next step: backward adds to those."""
+        """Have backward add to the gradients that the parameters have got for the next step."""
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Forward and backward of one micro-batch, `last` or not of its step, happen in here."""
+        """Context for forward and backward of one micro-batch, the `last` of its step or not."""
         return self.model.no_sync() if self._several and not last else contextlib.nullcontext()
 
     def norm(self, own: float) -> float:
@@ -105,12 +104,12 @@ class ModelPart:
         return own
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter `name`, or of its `name/moment`, of which this process holds `own`; a number is the
+        """The whole parameter `name`, or its whole `name/moment`, of which this process holds `own`. A scalar is the
         same everywhere. All processes call it."""
         return own
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part of this process."""
+        """The part of the `whole` that belongs to this process."""
         return whole
 
 
@@ -171,7 +170,7 @@ class ShardedModel(ModelPart):
 
 
 class Gathered(Mapping[str, torch.Tensor]):
-    """Whole tensors, each gathered when it is read and kept by nobody: all processes read them, in the same order."""
+    """Whole tensors, each gathered when it is read and not kept: all processes read them, in the same order."""
 
     def __init__(self, part: ModelPart, own: Tensors) -> None:
         self._part, self._own = part, own
@@ -203,7 +202,7 @@ def _divided(name: str, shape: tuple[int, ...], parts: int) -> int:
 
 
 def _sum(bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does with a bucket of gradients, without its division by the number of processes."""
+    """DDP's reduction of a bucket of gradients, without its division by the number of processes."""
     work = distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -246,7 +245,7 @@ def save_files(
 
 
 def _read_back(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `OSError` where the file does not hold these tensors, as the disk has it."""
+    """Raises `OSError` where the file, as read from the disk, does not hold these tensors."""
     with open(file, "rb") as written:
         os.fsync(written.fileno())
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -257,7 +256,7 @@ def _read_back(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_file(file: Path, part: ModelPart, own: Mapping[str, torch.Tensor]) -> None:
-    """One tensor of the file after the other, and of each what belongs to this process."""
+    """Load the file tensor by tensor, and of each the part of this process."""
     with torch.no_grad(), safe_open(file, framework="pt") as saved:
         for name, tensor in own.items():
             tensor.copy_(part.own(name, saved.get_tensor(name)))

@@ -1,16 +1,17 @@
-"""What a replica publishes in memory that it shares: its state, and the last few updates, each with its gradient.
+"""A replica's publication in memory that it shares: its state, and the last few updates, each with its gradient.
 
-Invariant: a copy is whole or refused. Reading is one-way: the owner does not know who reads, and never waits.
+Invariant: a copy is whole or refused. Reading is one-way: the owner does not know its readers, and never waits.
 
 The state is under a sequence lock: its number is odd while it is being changed and even while it is whole, and a change
-adds two. State `number` is what the number-th change since the start has left; a replica that takes over another's
+adds two. State `number` is the result of the number-th change since the start. A replica that takes over another's
 state goes on from its number, so that all processes of a replica count alike, whichever states they copied on their
 way. The order of stores that this needs is that of x86. On a machine that reorders them a torn copy of the parameters
 still shows in their checksum.
 
-Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, only while it holds just
-what the optimiser consumes: added up over all replicas, divided and clipped. The number is taken away before anything
-is written there. Gradients are accumulated in the slot and exchanged in place: to publish them costs a few stores.
+Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, but only while it holds
+exactly what the optimiser consumes: added up over all replicas, divided and clipped. The number is removed before
+anything is written there. Gradients are accumulated in the slot and exchanged in place, so publishing costs a few
+stores.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ _HEADER = np.dtype(
 )
 
 _PAUSE = 0.001  # seconds between two looks at a state that is being changed
-_LOOKS = 30  # in a row: who looks must get back to its own orders
+_LOOKS = 30  # in a row: a reader must get back to its own orders
 
 
 class OverrunError(RuntimeError):
-    """The update that was asked for is not there any more: only a new copy of the state leads on."""
+    """The update that was asked for is gone: only a new copy of the state helps."""
 
 
 class UnreachableError(RuntimeError):
@@ -57,7 +58,7 @@ class UnreachableError(RuntimeError):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What is published: vectors of `length` numbers of `dtype`; `signature` is that of their flat layout."""
+    """Shape of a publication: vectors of `length` numbers of `dtype`; `signature` is that of their flat layout."""
 
     length: int
     dtype: str
@@ -76,7 +77,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
-    """A copied state, beside its vectors."""
+    """A copied state, without its vectors."""
 
     number: int
     checksum: int
@@ -85,7 +86,7 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):
-    """What leads to state `number`, beside the gradient."""
+    """The update to state `number`, without its gradient."""
 
     number: int
     learning_rate: float
@@ -94,17 +95,17 @@ class Update(msgspec.Struct, frozen=True, tag=True):
 
 
 class Publication(Protocol):
-    """Everything that a joiner needs of a core. All of it may raise `UnreachableError`."""
+    """A joiner's access to a core. All of it may raise `UnreachableError`."""
 
     def at_rest(self) -> bool:
-        """Whether the state is in no change now; waits some hundredths of a second for one to end."""
+        """Whether the state is not being changed now; waits some hundredths of a second for a change to end."""
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
         """Fill three vectors; None when the state changed meanwhile and they hold no whole one."""
 
     def copy_update(self, number: int, into: Vector) -> Update | None:
         """Fill a flat gradient with the update to state `number`; None when that is not there yet. Raises
-        `OverrunError` when it is there no more, or was overwritten meanwhile."""
+        `OverrunError` when it is gone, or was overwritten meanwhile."""
 
 
 class _Map:
@@ -123,7 +124,7 @@ class StateBoard(_Map):
     """The owner's end. `vectors` are tensors [length], `slots` tensors [length + 1]."""
 
     def __init__(self, shape: Shape) -> None:
-        import torch  # a reader does without
+        import torch  # a reader needs none
 
         self.descriptor, memory = make_memory(self, "libra-state", shape.size)
         super().__init__(memory, shape)
@@ -148,25 +149,25 @@ class StateBoard(_Map):
         return int(self._header["steps"][0])
 
     def describe(self, steps: int, learning_rate: float) -> None:
-        """What belongs to the vectors of the state that is being made; `learning_rate` of its last step."""
+        """Set the steps that belong to the state that is being made, and the `learning_rate` of its last step."""
         self._header["steps"], self._header["learning_rate"] = steps, learning_rate
 
     def take_over(self, number: int) -> None:
-        """The change that is being made leads to that state of another replica. No slot leads to its like here."""
+        """Let the change in progress lead to that state of another replica. No slot here leads to such a state."""
         self._sequence[0] = 2 * number - 1
         self.forget_updates()
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Whatever alters the state happens in here. Left with an error, the state stays marked as broken until a
-        change ends well."""
+        """Context for every change of the state. Left with an error, the state stays marked as broken until a change
+        ends well."""
         self._sequence[0] |= 1
         yield
         self._header["checksum"] = zlib.crc32(self._vectors[PARAMETERS].view(np.uint8).data)
         self._sequence[0] += 1
 
     def open_slot(self) -> int:
-        """The index of the slot in which the next update is to be made. What it held is gone."""
+        """Clear the slot for the next update; returns its index."""
         index = (self.number + 1) % SLOTS
         self._numbers[index] = _NONE
         return index
@@ -175,7 +176,7 @@ class StateBoard(_Map):
         self._numbers[:] = _NONE
 
     def publish(self, update: Update) -> None:
-        """From now on its slot holds this update."""
+        """Mark the slot of this update as holding it."""
         slot = self._slots[update.number % SLOTS : update.number % SLOTS + 1]
         slot["learning_rate"], slot["denominator"] = update.learning_rate, update.denominator
         slot["gradient_norm"] = update.gradient_norm
@@ -183,8 +184,8 @@ class StateBoard(_Map):
 
 
 class SharedPublication(_Map):
-    """The publication of a process on the same machine. A reader with its own way of copying asks `holds_state` or
-    `holds_update` afterwards whether it has copied what it was to."""
+    """The publication of a process on the same machine. A reader that copies in its own way asks `holds_state` or
+    `holds_update` afterwards whether its copy is whole."""
 
     def __init__(self, place: StatePlace, shape: Shape) -> None:
         """Raises `LayoutError`, and `OSError` when the process is gone."""
@@ -203,7 +204,7 @@ class SharedPublication(_Map):
         return False
 
     def state(self) -> State | None:
-        """What belongs to the vectors, to be read before them; None in the middle of a change."""
+        """The state without its vectors, to be read before them; None in the middle of a change."""
         sequence = int(self._sequence[0])
         if sequence % 2:
             return None
@@ -226,7 +227,7 @@ class SharedPublication(_Map):
         return state if self.holds_state(state.number) else None
 
     def update(self, number: int) -> Update | None:
-        """What belongs to the gradient, to be read before it; None when it is not there yet. Raises `OverrunError`."""
+        """The update without its gradient, to be read first; None when it is not there yet. Raises `OverrunError`."""
         # In this order: an update is published before the state it leads to is reached.
         reached = self._sequence[0] // 2 >= number
         if self.holds_update(number):
@@ -239,7 +240,7 @@ class SharedPublication(_Map):
         return None
 
     def gradient(self, number: int) -> Vector:
-        """The slot's, whatever it holds."""
+        """The gradient in the update's slot, whatever the slot holds."""
         return self._gradients[number % SLOTS][:-1]
 
     def holds_update(self, number: int) -> bool:

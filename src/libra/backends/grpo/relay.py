@@ -1,11 +1,11 @@
-"""How a core's state travels to another node: a process beside the core replica lets one joiner read what it publishes.
+"""Relay of a core's state to another node: a process next to the core replica lets one joiner read its publication.
 
 Invariant: the core does not wait for the relay, which reads shared memory like any joiner of the core's own node. A
 frame arrives as it was sent, which its checksum shows, or the connection is of no more use. Neither end waits longer
 than `SILENT_SECONDS` for a frame that is due, nor keeps a copy of a vector.
 
-The relay listens at the address that it is given, serves the one who shows the token, and ends with that reader or with
-its core. It needs no torch, so it is there in tenths of a second.
+The relay listens at the address that it is given, serves the reader that shows the token, and ends with that reader or
+with its core. It needs no torch, so it starts in tenths of a second.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from libra.backends.transport.shared_memory import LayoutError, Vector
 from libra.backends.transport.trainer_messages import RelayPlace, Serve, StatePlace
 
 # A healthy peer sends a frame in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
-# little longer for a joiner (`Patience.floor`): it is to hear from it that its way to the core broke.
+# little longer for a joiner (`Patience.floor`), so that the joiner can report a broken connection to the core.
 SILENT_SECONDS = 8.0
-READER_SECONDS = 60.0  # for the reader to come
-GREETING_SECONDS = 5.0  # for one who came, and holds up all others, to say who it is
+READER_SECONDS = 60.0  # for the reader to connect
+GREETING_SECONDS = 5.0  # for a connection, which holds up all others, to show the token
 IDLE_SECONDS = 300.0  # between two requests; a reader may wait for the next membership meanwhile
 _STARTING_SECONDS = 30.0  # the relay's socket is there before its process has started
 _NICE = 10  # neighbours on its cores go first
@@ -60,14 +60,14 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class RelayRequest(msgspec.Struct, frozen=True):
-    """Whether the state is at rest, the state, or the update to state `number`."""
+    """Asks whether the state is at rest, for the state, or for the update to state `number`."""
 
     what: Literal["at rest", "state", "update"]
     number: int = 0
 
 
 class RelayAnswer(msgspec.Struct, frozen=True):
-    """After a content come its vectors, and then an answer that says whether they were whole to their end."""
+    """An answer. Vectors follow a `content`, and then an answer that says whether they were whole to their end."""
 
     verdict: Literal["yes", "no", "overrun", "other shape"]
     content: State | Update | None = None
@@ -79,7 +79,7 @@ M = TypeVar("M", Greeting, RelayRequest, RelayAnswer)
 
 
 class StateStream:
-    """One end. Every verb raises `OSError` when the other end is gone, silent or not understood."""
+    """One end of the connection. Every verb raises `OSError` when the other end is gone, silent or not understood."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -92,7 +92,7 @@ class StateStream:
         self._send(msgspec.msgpack.encode(message))
 
     def receive(self, kind: type[M], seconds: float | None = None) -> M:
-        """A message, which may take `seconds` to come."""
+        """Wait for a message, `seconds` at most (None: `SILENT_SECONDS`)."""
         ends = _ends(seconds)
         count, checksum = self._head(ends)
         if count > _LARGEST_MESSAGE:
@@ -105,7 +105,7 @@ class StateStream:
             raise ConnectionAbortedError(f"this is no {kind.__name__}: {error}") from None
 
     def send_vectors(self, vectors: Sequence[Vector], is_whole: Callable[[], bool]) -> None:
-        """Send them as long as they are what they were at the beginning, and then whether they were so to the end."""
+        """Send the vectors as long as they are unchanged, and then whether they were so to the end."""
         for vector in vectors:
             data = vector.view(np.uint8).data
             for start in range(0, len(data), _PIECE_BYTES):
@@ -116,7 +116,7 @@ class StateStream:
         self.send(YES if is_whole() else NO)
 
     def fill(self, vectors: Sequence[Vector]) -> bool:
-        """Whether they hold what was published; where not, they hold parts of several."""
+        """Fill the vectors; returns whether they hold one publication. If not, they hold parts of several."""
         rooms = [vector.view(np.uint8).data for vector in vectors]
         while True:
             ends = _ends(None)
@@ -174,7 +174,7 @@ def _copy(data: memoryview) -> bytes:
 
 
 class RemotePublication:
-    """The publication of a core on another node, through the relay beside it; see `Publication`.
+    """The publication of a core on another node, through the core's relay; see `Publication`.
 
     Once the relay was silent, unclear or gone this end is closed for good.
     """
@@ -224,7 +224,7 @@ class RemotePublication:
 
 
 class RelayOrder(msgspec.Struct, frozen=True):
-    """What a relay reads from its standard input; other users of the machine can see a command line."""
+    """A relay's order, read from its standard input, since other users of the machine can see a command line."""
 
     listener: int  # file descriptor
     serve: Serve
@@ -233,10 +233,10 @@ class RelayOrder(msgspec.Struct, frozen=True):
 
 
 class Relay:
-    """The core's handle on its relay. The socket listens when this is made; who connects waits for the process."""
+    """The core's handle on its relay. The socket listens when this is made; a reader waits for the process to start."""
 
     def __init__(self, serve: Serve, place: StatePlace, shape: Shape) -> None:
-        """Raises `OSError` when the process cannot be started, or the address is none of this node."""
+        """Raises `OSError` when the process cannot be started, or the address is not one of this node."""
         with socket.create_server((serve.host, 0)) as listener:
             self.port: int = listener.getsockname()[1]
             self._process = subprocess.Popen(
@@ -244,7 +244,7 @@ class Relay:
             )
             order = RelayOrder(listener.fileno(), serve, place, shape)
         assert self._process.stdin is not None
-        # Killed before it read its order is like killed later: its reader finds nobody, and asks again.
+        # A relay killed before it reads its order is like one killed later: its reader gets no answer, and asks again.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as standard_input:
             standard_input.write(msgspec.json.encode(order))
 
@@ -278,8 +278,8 @@ def serve(stream: StateStream, publication: SharedPublication) -> None:
 
 
 def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: float) -> StateStream:
-    """The first who shows the token. Raises `TimeoutError` when none comes, `ValueError` when it expects another
-    shape, which it is told."""
+    """The first reader that shows the token. Raises `TimeoutError` when none comes, and `ValueError` when it expects
+    another shape, after telling it so."""
     ends = time.monotonic() + seconds
     while True:
         listener.settimeout(max(0.001, ends - time.monotonic()))

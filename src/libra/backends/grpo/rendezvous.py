@@ -66,13 +66,13 @@ class RendezvousServer:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                time.sleep(0.1)  # too many files are open; those who wait are still there later
+                time.sleep(0.1)  # too many files are open; waiting connections are still there later
                 continue
             self._make_room(connection)
             Thread(target=self._serve, args=(connection,), name="rendezvous visitor", daemon=True).start()
 
     def _make_room(self, connection: socket.socket) -> None:
-        """One more connection greets; where that is too many, the first of them ends, and its thread with it."""
+        """Add a connection that has to greet; where there are too many, the first ends, and its thread with it."""
         with self._door:
             self._greeting[connection] = None
             if len(self._greeting) > _MOST_GREETING:
@@ -95,7 +95,7 @@ class RendezvousServer:
                 _send(connection, self._answer(call))
 
     def _answer(self, call: _Call) -> bytes | None:
-        """The value; None where there is none in time, or no room."""
+        """The value; None where it does not arrive in time, or there is no room for it."""
         with self._changed:
             if call.value is not None:
                 if len(call.key) > _LONGEST_KEY or len(call.value) > _LONGEST_VALUE:

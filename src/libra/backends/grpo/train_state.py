@@ -1,7 +1,7 @@
-"""What training changes: parameters, AdamW moments and gradients, on a state board. A joiner's become those of a core.
+"""State that training changes: parameters, AdamW moments and gradients, on a board. A joiner takes over a core's.
 
-Invariant: model and optimiser only ever see views of that memory, and whatever changes them does so in place and marked
-as a change; so the board is the state at every moment, and nothing is copied to publish it.
+Invariant: model and optimiser only ever see views of that memory, and every change is made in place and marked as a
+change; so the board is the state at every moment, and nothing is copied to publish it.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ class TrainState:
 
     @property
     def place(self) -> StatePlace:
-        """Where other processes find the state."""
+        """The place where other processes find the state."""
         return StatePlace(os.getpid(), self._board.descriptor)
 
     def publication_at(self, place: StatePlace | RelayPlace) -> Publication:
-        """What another replica of the same model publishes. Raises `LayoutError`, and `OSError` when it is gone."""
+        """The publication of another replica of the same model. Raises `LayoutError`, and `OSError` when it is gone."""
         match place:
             case StatePlace():
                 return SharedPublication(place, self.shape)
@@ -156,7 +156,7 @@ class TrainState:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Whatever alters parameters or moments, in place, does it in here."""
+        """Context for every in-place change of parameters or moments."""
         with self._board.change():
             yield
             self._board.describe(int(self._steps()[0]), self.learning_rate)
@@ -174,8 +174,8 @@ class TrainState:
             self._optimiser.step()
 
     def take_state(self, publication: Publication) -> int | None:
-        """Become what is published. Returns its number; None when it changed while it was copied: this replica then
-        holds no whole state until it takes one."""
+        """Take over the published state. Returns its number; None when it changed while it was copied: this replica
+        then holds no whole state until it takes one."""
         with self.change():
             state = publication.copy_state([vector.numpy() for vector in self._board.vectors])
             if state is not None:
@@ -185,8 +185,8 @@ class TrainState:
         return state.number if state is not None and state.checksum == self.checksum else None
 
     def take_update(self, publication: Publication, number: int) -> bool:
-        """Make the published step to state `number`; whether it is there yet. Raises `OverrunError`, with the state as
-        it was."""
+        """Make the published step to state `number`; returns False when it is not there yet. Raises `OverrunError`,
+        with the state as it was."""
         update = publication.copy_update(number, self._open_slot()[:-1].numpy())
         if update is None:
             return False
@@ -227,10 +227,10 @@ class SilentError(RuntimeError):
 
 
 class Follower:
-    """A joiner on its way to a core's state, beside the core and at its own pace.
+    """A joiner on its way to a core's state, at its own pace while the core goes on.
 
     It holds exactly state `number` of the core, or knows that it holds none: one snapshot, then the updates that came
-    since, each once and in order. What it missed it makes up by a new snapshot, a bounded number of times.
+    since, each once and in order. A missed update is made up for by a new snapshot, a bounded number of times.
     """
 
     def __init__(self, publication: Publication, state: TrainState) -> None:
@@ -252,7 +252,7 @@ class Follower:
         self._snapshots = 0
 
     def _at_rest(self) -> bool:
-        """Whether there is a state to copy now. That there is none yet is no copy that was overtaken."""
+        """Whether there is a state to copy now. If not, that does not count as a copy that was overtaken."""
         if self._publication.at_rest():
             self._changing_since = None
             return True

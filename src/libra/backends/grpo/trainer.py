@@ -50,7 +50,7 @@ from libra.backends.transport.trainer_messages import (
 
 _GRADIENT_NORM = 1.0  # clip
 _LARGEST = math.sqrt(torch.finfo(torch.float32).max)  # a weight whose square engines can still compute
-_MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
+_MEASURING_PATIENCE = 60.0  # seconds; while measuring, the duration of a step is not known yet
 _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
 
 
@@ -80,8 +80,8 @@ class TrainerProcess:
     def reduce(self, order: Train) -> Reduced:
         """Back-propagate this share and add the gradients of all replicas up. The state stays what it was.
 
-        In a replica of several processes each has a part of the replica's samples. When they have back-propagated
-        them, each holds its part of the replica's gradient, or all of it, and adds that up with its own kind."""
+        In a replica of several processes each has a part of the replica's samples. After back-propagating them, each
+        holds its part of the replica's gradient, or all of it, and adds that up with its like in other replicas."""
         if self._reduced is not None:
             raise RuntimeError(f"the gradient of version {self._reduced[0]} still awaits its verdict")
         began = time.monotonic()
@@ -101,7 +101,7 @@ class TrainerProcess:
         return Reduced(order.version, failure, compute_seconds, exchange_seconds, sums)
 
     def commit(self, order: Commit) -> Trained:
-        """The optimiser step, with the gradient that was summed for this version."""
+        """Make the optimiser step, with the gradient that was summed for this version."""
         if self._reduced is None or self._reduced[0] != order.version:
             raise RuntimeError(f"no gradient of version {order.version} awaits a verdict")
         _, gradient = self._reduced
@@ -115,12 +115,12 @@ class TrainerProcess:
         return Trained(order.version, checksum, self.state.checksum, publish_seconds, norm, diverged)
 
     def discard(self) -> None:
-        """The verdict is no: the gradient is forgotten."""
+        """Forget the gradient: the verdict is no."""
         self._reduced = None
 
     def warm_up(self, order: WarmUp) -> WarmedUp:
-        """One supervised step: mean cross-entropy over the demonstrated agent's own tokens, of which the answer has the
-        part that this process contributes."""
+        """Make one supervised step on the mean cross-entropy over the demonstrated agent's own tokens. The answer has
+        the part of it that this process contributes."""
         samples = [
             Sample(str(i), tokens, generated, [0.0] * len(tokens), [], 0.0)
             for i, (tokens, generated) in enumerate(order.batch)
@@ -199,7 +199,7 @@ class TrainerProcess:
                         return TrainingMeasured([], 0.0, 0.0, failure)
                     self.commit(Commit(0, -1))
                     whole = time.monotonic() - began
-                    if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                    if repeat > 0:  # the first time pays for kernels that are set up at their first use
                         batches.append((vote.sums.forward_tokens, vote.compute_seconds))
                         exchanges.append(vote.exchange_seconds)
                         steps.append(whole - vote.compute_seconds - vote.exchange_seconds)

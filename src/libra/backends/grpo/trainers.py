@@ -1,7 +1,7 @@
 """The training side as one unit: replicas that share each step.
 
 Invariant: a step is made by all present replicas together or not at all. Each votes when it holds the summed gradient,
-and only when all have voted are they told to step. When one is lost before that, nobody has stepped: the rest regroup
+and gets the order to step only when all have voted. When one is lost before that, none has stepped: the rest regroup
 and make the same step from the same samples, so nothing is trained twice or dropped and no state has to be copied.
 """
 
@@ -43,7 +43,7 @@ from libra.exec.ratio import Ratio
 from libra.records.files import DiskError
 
 Reply = TypeVar("Reply", bound=Message)
-_FREE = 0.001  # seconds in which a step boundary is entered that nobody holds
+_FREE = 0.001  # seconds in which a free step boundary is entered
 
 
 def start_order(
@@ -56,7 +56,7 @@ def start_order(
     share: float,
     cores: tuple[int, ...],
 ) -> StartTrainer:
-    """What a worker is told that is to train this model. `share`: of one core; `precision`: the chosen one."""
+    """The order to a worker that is to train this model. `share`: of one core; `precision`: the chosen one."""
     return StartTrainer(
         model_directory=str(model),
         learning_rate=learning_rate,
@@ -130,7 +130,7 @@ class Trainers:
 
     @property
     def step_allowance(self) -> float:
-        """Seconds within which a step is made, or a replica found to be lost in it, as far as one can tell."""
+        """Estimated seconds within which a step is made, or a replica is found to be lost in it."""
         return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
@@ -161,12 +161,12 @@ class Trainers:
                 members.hybrids.remove(members.hybrid(name))
                 if generation == members.prepared:
                     await members.enter(generation)
-                else:  # somebody was lost, so that it was prepared in vain
+                else:  # a replica was lost, so the generation was prepared in vain
                     await members.regroup()
             return leaving
 
     async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
-        """What a core replica answers; when it goes away, the next one. Raises `CoreLostError`, `WorkerFailedError`."""
+        """Answer of a core replica; when it is lost, of the next one. Raises `CoreLostError`, `WorkerFailedError`."""
         while True:
             core = self.core
             try:
@@ -177,14 +177,14 @@ class Trainers:
                 self._kill(core)
 
     async def publish(self, version: int, buffer: int) -> int:
-        """A core replica publishes what it holds, as that version; returns the checksum. Raises `CoreLostError`."""
+        """Have a core replica publish its weights as that version; returns the checksum. Raises `CoreLostError`."""
         published = await self.ask_core(Publish(version, buffer), Published)
         self.publisher = self.core
         return published.checksum
 
     async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
-        """What training costs on every replica, timed together while no step is made; again by those who are left when
-        one is lost. Raises `CoreLostError`, `ExchangeError`."""
+        """Cost of training on every replica, timed together while no step is made. When one is lost, the others measure
+        again. Raises `CoreLostError`, `ExchangeError`."""
         async with self._changing:
             await self._members.tidy()
             failures = 0
@@ -227,17 +227,17 @@ class Trainers:
         return (await self.ask_core(Score(sequences), Scored)).logprobs
 
     async def save(self, directory: Path, optimiser: bool) -> None:
-        """A core replica writes what it holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file
+        """Have a core replica write its state, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file
         then."""
         try:
             await self.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
         except WorkerFailedError as error:  # it was alive, and could not do it
             for part in directory.glob("*.part"):
-                part.unlink(missing_ok=True)  # it takes space that somebody may need now
+                part.unlink(missing_ok=True)  # other files may need its space now
             raise DiskError(directory, OSError(0, str(error))) from None
 
     async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
-        """Every replica back-propagates its share and adds up; None from those that are lost."""
+        """Have every replica back-propagate its share and add gradients up; None from those that are lost."""
         shares = split_evenly(samples, self.size)
         allowed = self._patience.unknown
         if self._token_seconds.below:
@@ -257,12 +257,12 @@ class Trainers:
         )
 
     async def _discard(self) -> None:
-        """All remaining replicas forget the gradient."""
+        """Have all remaining replicas forget the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
         await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
-        """All replicas step. Losing one from here on does not undo the step: its gradient is in the sum."""
+        """Have all replicas step. Losing one from here on does not undo the step: its gradient is in the sum."""
         buffer = version % BUFFERS
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())

@@ -47,7 +47,7 @@ _LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
 
 
 def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, began: float) -> None:
-    """Until `Stop`, or until the controller goes away."""
+    """Serve orders until `Stop`, or until the controller goes away."""
 
     def serve(channel: Channel, inside: Inside) -> None:
         threads = len(start.cores) // start.processes
@@ -64,7 +64,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
 
 
 def serve_orders(channel: Channel, trainer: TrainerProcess) -> None:
-    """The orders to one process of a replica, until `Stop`."""
+    """Answer the orders to one process of a replica, until `Stop`."""
     while True:
         trainer.elastic.keep_up_until(channel.poll)
         order = channel.receive()
@@ -112,7 +112,7 @@ class BrokenReplicaError(Exception):
 
 
 class Peer(PeerChannel):
-    """Process `number` of the replica, forked by its leader, as that sees it."""
+    """The leader's view of process `number` of the replica, which it has forked."""
 
     def __init__(self, connection: socket.socket, pid: int, number: int) -> None:
         super().__init__(connection)
@@ -130,7 +130,7 @@ class Peer(PeerChannel):
         return answer
 
     def refuse(self) -> None:
-        """Take what the process says unasked, most likely its last words. Raises `BrokenReplicaError`."""
+        """Take an unrequested message, most likely the process's last error. Raises `BrokenReplicaError`."""
         raise BrokenReplicaError(f"process {self._number} of the replica sent {type(self.answer()).__name__} unasked")
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Peer(PeerChannel):
         os.close(self.process)
 
     def _end(self) -> str:
-        """How it ended; that is soon after its connection was closed."""
+        """Description of the process's end, which comes soon after its connection was closed."""
         if not select.select([self.process], [], [], _CLOSING_SECONDS)[0]:
             return "it closed its connection, and does not end"
         found = os.waitid(os.P_PIDFD, self.process, os.WEXITED)
@@ -147,8 +147,8 @@ class Peer(PeerChannel):
 
 
 class ReplicaChannel:
-    """The leader's channel: what it receives is its own part of an order that its peers have got theirs of, and what it
-    sends is joined with their answers. Every verb but `poll` raises `BrokenReplicaError` when a peer goes away."""
+    """The leader's channel: `receive` sends the peers their parts of an order and returns the leader's own; `send`
+    joins its answer with theirs. Every verb but `poll` raises `BrokenReplicaError` when a peer goes away."""
 
     def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
         self._controller, self._peers = controller, peers
@@ -173,7 +173,7 @@ class ReplicaChannel:
         self._controller.send(join([answer, *(peer.answer() for peer in self._peers)]))
 
     def look_for_broken(self, seconds: float) -> None:
-        """Whether a peer has ended, or does within `seconds`."""
+        """Raises `BrokenReplicaError` where a peer has ended, or does within `seconds`."""
         ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
         for peer in self._peers:
             while peer.process in ended:
@@ -205,7 +205,7 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
     channel = ReplicaChannel(controller, peers)
     try:
         serve(channel, _meet_peers(channel, processes, FileStore(meeting)))
-    except RuntimeError:  # so torch says of a collective that a peer left, and does not say that it did
+    except RuntimeError:  # torch raises this for a collective that a peer left, without saying so
         channel.look_for_broken(_CLOSING_SECONDS)
         raise
 

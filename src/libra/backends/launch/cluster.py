@@ -1,9 +1,9 @@
 """Worker processes on the nodes of a cluster.
 
 Invariant: a node is there or lost, for all of its workers at once, and a lost one has no worker. Another node takes its
-place when there is one, until then its slots offer nothing. Weights are whole on a node, to their checksum, or its
-engines are not told to load them; a node is sent a version once, however many of its engines ask, and the source is
-read once for all.
+place when there is one; until then its slots offer nothing. Engines load weights only once they are whole on their
+node, to the checksum. A node is sent a version once, however many of its engines ask, and the source is read once for
+all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _TornError(CopyError):
 
 
 class _Place:
-    """What is in the place of one node."""
+    """The place of one node, and the node that is in it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -55,7 +55,7 @@ class _Place:
         self.facts: NodeFacts
         self.generation = 0  # nodes that have been here
         self.links: set[WorkerLink] = set()
-        self.why = "it has not started"  # there is no node
+        self.why = "it has not started"  # reason why there is no node
         self.patience = asyncio.timeout(None)  # with the node
         self.losses: tuple[float, ...] = ()  # when it lost a node, or one did not start
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -66,7 +66,7 @@ class _Place:
         return f"node-{self.number}.{self.generation}"
 
     def give_up(self) -> None:
-        """The node hangs: it is not lost, and does nothing."""
+        """Give up a node that hangs: it is not lost, and does nothing."""
         if self.node is not None and not self.patience.expired():
             self.patience.reschedule(asyncio.get_running_loop().time())
 
@@ -184,7 +184,7 @@ class ClusterLauncher:
         await self._once(weights, write, lambda: self._copy(weights, size, source.node, target.node))
 
     async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
-        """What changed since the version that the node has, where that is the way to go and works, or everything."""
+        """Copy what changed since the node's own version, where that is the chosen way and works, or everything."""
         base = self._held.pop(target, None)  # which is written over, or not the newest any more
         if base is not None and base.buffer != weights.buffer and self._way == "delta":
             try:
@@ -252,7 +252,7 @@ class ClusterLauncher:
         return WorkerLink(name, pid, channel, cores, cores[len(before) % len(cores)], place.name, place.facts.host)
 
     async def _keep(self, place: _Place) -> None:
-        """A node in this place, and another one when it is lost, until it has lost too many."""
+        """Keep a node in this place, another one when it is lost, until the place has lost too many."""
         while len(place.losses) < self._most_losses:
             node: RemoteNode | None = None
             place.patience = asyncio.timeout(None)
@@ -284,7 +284,7 @@ class ClusterLauncher:
 
     def _lose(self, place: _Place, why: str) -> None:
         place.node, place.why = None, f"node {place.facts.host} is lost ({why})"
-        self.slots_changed()  # before anybody hears of the workers: they cannot be started again here
+        self.slots_changed()  # before the workers are reported lost: they cannot be started again here
         links, place.links = place.links, set()
         for link in links:
             link.channel.sever(place.why)

@@ -110,8 +110,8 @@ class ForkServer:
         return float(reply["ready"])
 
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
-        """A worker at the other end of `connection`, which is closed here; returns its process id. Raises `ForkError`,
-        and `LaunchError` where no worker can be forked any more."""
+        """Fork a worker at the other end of `connection`, which is closed here; returns its process id. Raises
+        `ForkError`, and `LaunchError` where no worker can be forked any more."""
         # The answer to a caller that gives up waiting has to be read: the next caller would take it for its own.
         return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
 
@@ -122,12 +122,12 @@ class ForkServer:
             try:
                 with connection:
                     socket.send_fds(self._control, [order], [connection.fileno()])
-            except OSError:  # it ended just now, before anybody noticed
+            except OSError:  # it ended just now, and was not noticed yet
                 raise LaunchError(f"worker {name} cannot start: the fork server process ended") from None
             try:
                 reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
             except TimeoutError:
-                self._process.kill()  # should it answer yet, nobody would know to whom
+                self._process.kill()  # a late answer would be taken for that to the next caller
                 raise LaunchError(f"worker {name} cannot start: the fork server process does not answer") from None
             if reply is None:
                 raise LaunchError(f"worker {name} cannot start: the fork server process ended")
@@ -145,8 +145,8 @@ class ForkServer:
                 signal.pidfd_send_signal(self._running[pid], signal.SIGKILL)
 
     async def gone(self, pid: int) -> None:
-        """Returns when the worker has ended, which it is made to if it does not go by itself. Raises `TimeoutError`
-        when even that does not end it."""
+        """Wait until the worker has ended; it is killed if it does not end by itself. Raises `TimeoutError` when even
+        that does not end it."""
         process = self._running.get(pid)
         if process is None:
             return
@@ -162,7 +162,7 @@ class ForkServer:
             os.close(self._running.pop(pid))
 
     async def ended(self) -> None:
-        """Returns when the fork server process itself has ended."""
+        """Wait until the fork server process itself has ended."""
         process = os.pidfd_open(self.pid)
         try:
             await _ended(process, None)
@@ -178,7 +178,7 @@ class ForkServer:
         return json.loads(line) if line else None
 
     def close(self) -> None:
-        """A second time does nothing."""
+        """End the fork server and its workers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -219,7 +219,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
     bf16 = _probe()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
-    # The kernel reaps, also those whom a worker forked and left behind; the controller sees a death on its socket.
+    # The kernel reaps, also processes that a worker forked and left behind; the controller sees a death on its socket.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     ready = {"ready": time.monotonic() - began, "bf16": asdict(bf16)}
@@ -257,7 +257,7 @@ def _become_worker(connection: socket.socket, order: dict[str, Any], weights_des
 
 
 def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
-    """A worker's first message says what it is to become."""
+    """Serve as the kind of worker that the first message names."""
     began = time.monotonic()
     match message := channel.receive():
         case StartEngine():
@@ -277,20 +277,20 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
 
 def _import_everything() -> None:
-    """What engines and trainers import, so that a fork has it already."""
+    """Import what engines and trainers need, so that a fork has it already."""
     import vllm.model_executor.models.qwen3
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.cpu_worker
     from vllm.model_executor.models import ModelRegistry
 
-    # A model that it knows by its name only, vLLM looks at in a process of its own, once for every engine until one has
-    # kept the result: that takes as long as importing vLLM, and outlives a worker that is killed meanwhile.
+    # vLLM inspects a model that it knows only by name in a process of its own, once for every engine until one has kept
+    # the result: that takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
 
 
 def _probe() -> Bf16Speed:
-    """In a child: it may start the threads and the GPU that later forks cannot take along."""
+    """Probe bf16 in a child: it may start threads and the GPU, which later forks could not inherit."""
     fork_server = os.getpid()
     reading, writing = os.pipe()
     pid = os.fork()

@@ -1,7 +1,7 @@
 """The controller's view of a worker: awaitable orders over a channel.
 
 Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
-for ever and none is told success. A worker that sends what nobody asked for is given up, and what it sends after that
+for ever and none is told success. A worker that sends an unrequested message is given up, and what it sends after that
 is dropped.
 """
 
@@ -25,8 +25,8 @@ from libra.exec.protocols import WorkerFailedError, WorkerLostError
 START_DEADLINE = 120.0  # seconds from the order to readiness
 ANSWER_DEADLINE = 300.0  # seconds for any other order
 
-# How often a worker that owes an answer is looked at before it is given up. Not seconds are counted: a controller that
-# was held up itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
+# Looks at a worker that owes an answer, before it is given up. Seconds are not counted: a controller that was held up
+# itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
 SILENT_LOOKS = 20
 
 Reply = TypeVar("Reply", bound=Message)
@@ -40,7 +40,7 @@ class Handle:
         self.node, self.host = link.node, link.host
         self._channel = link.channel
         self._on_lost = on_lost
-        # The orders that have no answer yet, oldest first. One whose asker was cancelled stays: its answer still comes.
+        # Orders that have no answer yet, oldest first. One whose caller was cancelled stays: its answer still comes.
         self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
         self._order = asyncio.Lock()
         self.lost = False
@@ -99,7 +99,7 @@ class Handle:
         elif isinstance(message, Failure):  # its last words
             self.declare_lost(f"it failed: {message.error}")
         else:
-            self.declare_lost(f"it sent {type(message).__name__}, which nobody had asked for")
+            self.declare_lost(f"it sent {type(message).__name__}, which was not asked for")
 
     def _fail_waiters(self) -> None:
         for asked in self._asked:
@@ -109,7 +109,7 @@ class Handle:
     async def _read(self) -> None:
         latest: FromWorker | None = None
         try:
-            while not self.lost:  # what one that was given up still says is an answer to nobody
+            while not self.lost:  # what a worker still sends after it was given up is no answer
                 latest = await self._channel.receive()
                 self._receive(latest)
         except ConnectionError as error:
@@ -119,7 +119,7 @@ class Handle:
             self.declare_lost(f"it sent what is not a message: {error}")
 
     def declare_lost(self, why: str) -> None:
-        """Take the worker for gone; once, and not when it was told to stop."""
+        """Take the worker for lost. This is reported once, and not where the worker was ordered to stop."""
         if self.lost:
             return
         self.lost = True

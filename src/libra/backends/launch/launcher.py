@@ -1,4 +1,4 @@
-"""Launchers of worker processes: what a run needs of one, and the one for this machine.
+"""Launchers of worker processes: their interface, and the launcher for this machine.
 
 Invariant: a worker is known by its link, since a process id means something on one machine only. Every process that a
 launcher started is gone when it is closed.
@@ -42,10 +42,10 @@ class SourceLostError(CopyError):
 
 
 class WeightStore(Protocol):
-    """Where published weights lie for engines to read."""
+    """Keeps published weights where engines read them."""
 
     async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
-        """The node of `target` holds these weights, of `size` bytes, when this returns; the node of `source` has them.
+        """Copy weights of `size` bytes from the node of `source`; the node of `target` holds them when this returns.
         Raises `SourceLostError`, and `CopyError` where they did not arrive whole."""
         ...
 
@@ -54,11 +54,11 @@ class WorkerLauncher(WeightStore, Protocol):
     """Starts and ends worker processes, and keeps published weights in the shared memory of their nodes. Slots are
     numbered from 0; each is a place for one process at a time."""
 
-    slots_changed: Callable[[], None]  # told when `offers` may say something else
+    slots_changed: Callable[[], None]  # called when the answers of `offers` may have changed
 
     @property
     def hardware(self) -> str:
-        """What workers run on; equal where costs that were measured are equal."""
+        """Hardware that workers run on; equal where measured costs are equal."""
         ...
 
     def processes(self) -> Sequence[int]:
@@ -84,8 +84,8 @@ class WorkerLauncher(WeightStore, Protocol):
         ...
 
     async def gone(self, link: WorkerLink) -> None:
-        """Returns when the worker's process has ended, which it is made to if it does not go by itself. Raises
-        `TimeoutError` when even that does not end it."""
+        """Wait until the worker's process has ended; it is killed if it does not end by itself. Raises `TimeoutError`
+        when even that does not end it."""
         ...
 
     def exists(self, link: WorkerLink) -> bool:
@@ -94,7 +94,7 @@ class WorkerLauncher(WeightStore, Protocol):
 
     @property
     def bf16(self) -> Sequence[Bf16Speed]:
-        """How each node does bf16 products, one at least; known when workers can be started."""
+        """Speed of bf16 products on each node, one at least; known when workers can be started."""
         ...
 
 
@@ -105,7 +105,7 @@ class LocalLauncher:
         self._fork_server = fork_server
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name()
-        self.slots_changed: Callable[[], None] = lambda: None  # they never do
+        self.slots_changed: Callable[[], None] = lambda: None  # never called
 
     @classmethod
     @contextlib.asynccontextmanager

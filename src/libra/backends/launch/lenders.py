@@ -1,8 +1,8 @@
-"""The launcher of a run that borrows from agents: some of its slots are engines beside somebody's servers.
+"""The launcher of a run that borrows from agents: some of its slots are engines on devices of other users' servers.
 
-Invariant: an engine there is not started or ended, it is asked for and left. A slot is offered while its agent answers
-that the run may have the engine; it is asked again while it does not, and what it says is told once. The weights that
-the run publishes are there for agents to follow, and nobody waits until they have.
+Invariant: such an engine is not started or ended, but asked for and left. A slot is offered while its agent answers
+that the run may have the engine. Until then the agent is asked again, and each new answer is reported once. Agents
+follow the weights that the run publishes; the run does not wait for them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 _LOOK_SECONDS = 1.0  # between two looks at an agent that is away
-_ANSWER_SECONDS = 10.0  # that one has to say whether its engine is to be had
+_ANSWER_SECONDS = 10.0  # for an agent to answer whether its engine is available
 
 
 class LenderRefusedError(WorkerFailedError):
-    """An agent's engine is none for this run, and never will be. One line."""
+    """An agent's engine does not fit this run, and never will. One line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunWeights:
-    """What a run publishes, and where it lies."""
+    """The weights that a run publishes, and their layout."""
 
     layout: tuple[Tensor, ...]
     size: int  # bytes of one buffer
@@ -45,9 +45,8 @@ class RunWeights:
 
 
 class LenderLauncher:
-    """`inner` has all other slots, `agents` are the sockets of those that are lent, by slot. `wanted` is what the run
-    needs of an engine there; agents follow its weights at `place` (host, port; 0: any). `log` is of the process that
-    publishes them."""
+    """`agents` are the agents' sockets by slot; `inner` has all other slots. `wanted` is the run's request for a lent
+    engine. Agents follow the run's weights at `place` (host, port; 0: any); `log` is that of the publishing process."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class LenderLauncher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def look(self) -> None:
-        """See who is there, and look again from now on. Raises `LenderRefusedError`."""
+        """Ask all agents, and ask those that are away again from now on. Raises `LenderRefusedError`."""
         answers = await asyncio.gather(*map(self._ask, self._agents))
         for slot, answer in zip(self._agents, answers, strict=True):
             if isinstance(answer, Failure):
@@ -79,7 +78,7 @@ class LenderLauncher:
         self._tasks.append(background(self._watch(), "watch lenders"))
 
     async def join(self, engine: Handle) -> Lent:
-        """Have the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
+        """Borrow the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
         `WorkerFailedError` or `TimeoutError`."""
         assert self._published is not None, "an engine has no weights to wait for"
         order = msgspec.structs.replace(self._full, weights=await self._publication(self._published))
@@ -93,11 +92,11 @@ class LenderLauncher:
         return answer
 
     def begin(self, published: RunWeights) -> None:
-        """The run has weights."""
+        """Set the run's first weights."""
         self._published = published
 
     def publish(self, order: LoadWeights) -> None:
-        """The run has later ones."""
+        """Set the run's later weights, which agents are to follow."""
         assert self._published is not None
         self._published = RunWeights(self._published.layout, self._published.size, order)
         if self._publisher is not None:
@@ -130,7 +129,7 @@ class LenderLauncher:
         return await self._inner.ready()
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
-        """On a slot of an agent: connect. Raises `WorkerLostError` there."""
+        """Start a worker; on an agent's slot, connect to the agent. Raises `WorkerLostError` there."""
         if slot not in self._agents:
             return await self._inner.spawn(name, slot)
         try:
@@ -148,7 +147,7 @@ class LenderLauncher:
             return
         link.channel.close()
         self._there.discard(slot)
-        self.slots_changed()  # until the agent says that the engine is to be had again
+        self.slots_changed()  # until the agent answers that the engine is available again
 
     async def gone(self, link: WorkerLink) -> None:
         if not self._is_lent(link):
@@ -167,7 +166,7 @@ class LenderLauncher:
 
     @property
     def _full(self) -> Borrow:
-        """What the run asks for, with its layout once it is known."""
+        """The run's request, with its layout once that is known."""
         if self._published is None:
             return self._wanted
         return msgspec.structs.replace(self._wanted, layout=self._published.layout, buffer_bytes=self._published.size)
@@ -180,7 +179,7 @@ class LenderLauncher:
                 self._note(slot, answer)
 
     async def _ask(self, slot: int) -> Message:
-        """Whether the engine is to be had, which is left again at once."""
+        """Ask whether the engine is available, and leave it again at once."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 channel, _ = await self._connect(slot)
@@ -222,7 +221,7 @@ class LenderLauncher:
     # Weights
 
     async def _publication(self, published: RunWeights) -> WeightsPlace:
-        """Where they can be followed; the process that publishes them runs when this returns."""
+        """The place where the weights can be followed; the process that publishes them runs when this returns."""
         async with self._publishing:
             if self._publisher is None:
                 grid = Grid.of(published.layout, published.size)
@@ -237,7 +236,7 @@ class LenderLauncher:
             return self._publisher.place
 
     async def _outlive(self, publisher: WeightsPublisher) -> None:
-        """Whoever follows a publisher that ended has to come again, to another."""
+        """Cut the links when the publisher ends: its followers have to come again, to another one."""
         await publisher.ended()
         self._publisher = None
         for link in self._links:

@@ -28,7 +28,7 @@ from libra.backends.weights.copying import add_difference, difference
 _CONNECT_SECONDS = 20.0
 _TOKEN_BYTES = 32
 _TOKEN_SECONDS = 10.0  # from a connection to its token
-# Seconds of silence before it is asked for, between two questions, and questions without an answer.
+# Seconds of silence before the first probe, seconds between two probes, and number of probes without an answer.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 
 
@@ -64,7 +64,7 @@ class ClusterNode:
         return NodeFacts(self._host, cores, hardware_name(), self._fork_server.pid, seconds, self._fork_server.bf16)
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
-        """A worker that speaks with the controller, which knows it by the token. Returns its process id. Raises
+        """Fork a worker that connects to the controller, which knows it by the token. Returns its process id. Raises
         `ForkError`, `LaunchError`, `OSError`."""
         connection = await asyncio.to_thread(_connect, controller, token)
         environment = {"CUDA_VISIBLE_DEVICES": self._devices[slot]} if self._devices else {}
@@ -84,13 +84,13 @@ class ClusterNode:
         return await asyncio.to_thread(_read, weights, order, base)
 
     async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Vector) -> None:
-        """Let weights lie here, of which `content` is what was read. Raises `WeightUpdateError` where they did not
-        arrive whole, or `base` is not here."""
+        """Store weights here; `content` is what `read` gave. Raises `WeightUpdateError` where they did not arrive
+        whole, or `base` is not here."""
         weights = WeightBuffer(self._started.weights, size)
         await asyncio.to_thread(_write, weights, order, base, content)
 
     async def ended(self) -> str:
-        """Returns when no worker can be forked here any more: why."""
+        """Wait until no worker can be forked here any more; returns the reason."""
         await self._started.ended()
         return f"the process that starts its workers ended: see {self._started.log}"
 
@@ -134,7 +134,7 @@ class RemoteNode(Protocol):
     async def gone(self, pid: int) -> None: ...
 
     async def read(self, order: LoadWeights, size: int, base: LoadWeights | None) -> Any:
-        """The weights, or where they can be had: what `write` of another node takes."""
+        """The weights, or a reference to them, as `write` of another node takes it."""
         ...
 
     async def write(self, order: LoadWeights, size: int, base: LoadWeights | None, content: Any) -> None: ...
@@ -146,7 +146,7 @@ class RemoteNode(Protocol):
 
 
 class Nodes(Protocol):
-    """Where nodes come from. `host` is the controller's address in their network."""
+    """Source of nodes. `host` is the controller's address in their network."""
 
     @property
     def host(self) -> str: ...
@@ -178,8 +178,8 @@ class Reception:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[ControllerChannel]]]:
-        """A token for one worker, and its channel when it comes; afterwards nobody is let in by it. The channel is the
-        caller's, unless this is left by an error: then it is closed, and a worker at its other end goes."""
+        """A token for one worker, and its channel when it connects; afterwards the token is not valid. The channel is
+        the caller's, unless this is left by an error: then it is closed, and a worker at its other end ends."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         arrival: asyncio.Future[ControllerChannel] = asyncio.get_running_loop().create_future()
         self._expected[token] = arrival
@@ -215,7 +215,7 @@ def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Small messages go at once, and a machine that vanished without a word is noticed."""
+    """Send small messages at once, and notice a machine that vanished without a word."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():

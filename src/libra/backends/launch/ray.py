@@ -30,7 +30,7 @@ from libra.records.files import writing
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 _GROUP_SECONDS = 60.0  # for the devices that were asked for to become free
-_ANSWERS = 1000  # that an actor may owe at a time: the verbs of a node wait for processes, not for each other
+_ANSWERS = 1000  # pending at an actor at a time: the verbs of a node wait for processes, not for each other
 
 
 class _NodeActor(ClusterNode):
@@ -43,7 +43,7 @@ class _NodeActor(ClusterNode):
         super().__init__(ray.util.get_node_ip_address(), Path(logs), name, devices)
 
     async def read_apart(self, order: LoadWeights, size: int, base: LoadWeights | None) -> tuple[None, Any]:
-        """That the weights are whole, and the weights: two objects of Ray, so that the second can stay where it is."""
+        """Return None once the weights are whole, and the weights: two Ray objects, so that the second is not moved."""
         return None, await self.read(order, size, base)
 
 
@@ -103,12 +103,12 @@ async def _answer(call: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Ray tells the cause last, after what it was busy with."""
+    """The last line of the error, where Ray gives the cause."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 class RayNodes:
-    """See `Nodes`. `counts` are the slots of each bundle, and `kind` with `each` what one of them takes."""
+    """See `Nodes`. `counts` are the slots of each bundle; a slot takes `each` of the resource `kind`."""
 
     def __init__(self, host: str, group: Any, counts: Sequence[int], kind: str, each: float, logs: Path) -> None:
         self.host = host
@@ -131,7 +131,7 @@ class RayNodes:
 
 @dataclass(frozen=True, slots=True)
 class SlotOffer:
-    """What a node has for slots: accelerators, or where no node has any, cores."""
+    """A node's resources for slots: accelerators, or where no node has any, cores."""
 
     node: str
     cpus: float
@@ -139,7 +139,7 @@ class SlotOffer:
 
 
 def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
-    """Where each slot is. A node has one for each accelerator, or for each `share` of a core where no node has any; at
+    """Place of each slot. A node has one for each accelerator, or for each `share` of a core where no node has any; at
     most `most`. Nodes without room, or not needed, are left out and the others numbered in order. Raises `LaunchError`
     where there is too little room."""
     accelerated = any(offer.gpus >= 1 for offer in offers)
@@ -183,23 +183,23 @@ async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[Clust
 
 
 def _amount(count: int, each: float) -> float:
-    """Of a resource, in Ray's steps of a ten-thousandth."""
+    """Amount of a resource, in Ray's steps of a ten-thousandth."""
     return round(count * each, 4)
 
 
 @contextlib.contextmanager
 def _ray(address: str | None, logs: Path) -> Iterator[None]:
-    """Connected to a cluster. One that is started here has this machine's cores, and listens on 127.0.0.1. What Ray has
-    to say goes to `<logs>/ray.log`: it would print that among the results."""
+    """Connect to a cluster. One that is started here has this machine's cores, and listens on 127.0.0.1. Ray's output
+    goes to `<logs>/ray.log`: Ray would print it among the results."""
     with contextlib.ExitStack() as stack:
         logs.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
         options: dict[str, Any] = {"address": address}
         if address is None:
-            # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1. It
+            # Otherwise Ray takes the address of some network for this machine's, even where it is given 127.0.0.1. It
             # reads this as it is imported.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            # Ray gives its directory the mode 0777: other users must not come as far.
+            # Ray gives its directory the mode 0777: other users must not get that far.
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-ray-")))
             options = {
                 "address": "local",
@@ -229,7 +229,7 @@ def _require_loopback(address: str) -> None:
 
 
 def _offers() -> tuple[list[SlotOffer], str]:
-    """What the nodes have, and the address of this machine among them."""
+    """Resources of the nodes, and the address of this machine among them."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -243,7 +243,7 @@ def _offers() -> tuple[list[SlotOffer], str]:
 
 @contextlib.contextmanager
 def _marks(directories: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """A file in each directory, and what is in it."""
+    """Make a file in each directory; gives the text of each by its path."""
     mark = secrets.token_hex(8)
     made: dict[str, str] = {}
     try:

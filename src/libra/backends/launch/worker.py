@@ -1,4 +1,4 @@
-"""What every worker process does: it ends with its parent, says of what it ended, and keeps to the speed of its slot.
+"""Duties of every worker process: it ends with its parent, reports its last error, and keeps to its slot's speed.
 
 A CPU slot is a device of fixed speed on a machine without accelerators. Invariant: over any stretch longer than
 `BURST`, a paced process uses at most `share` of one core, whether its neighbours are idle or busy. Without this an idle
@@ -26,7 +26,7 @@ BURST = 0.02  # seconds of CPU time that an idle slot may save up: a few engine 
 
 
 def die_with(parent: int) -> None:
-    """From now on this process is killed when its parent ends."""
+    """Have this process killed when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)

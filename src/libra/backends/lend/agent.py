@@ -1,8 +1,8 @@
-"""The process beside a server: it starts the engine that borrows, and gives the lender's word for it.
+"""The agent of a server: a process that starts the engine that borrows, and gives the lender's word for it.
 
 Invariant: the word is given a few seconds at a time, and only while the server lives and is the one that was certified,
-and the borrower goes on. So a loan ends by itself where this process is killed or stopped, and it needs no controller:
-one may come, go and come back, and finds the engine with its weights.
+and the borrower goes on. So a loan ends by itself where this process is killed or stopped. It needs no controller: one
+may come, go and come back, and finds the engine with its weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LoanEndedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LendingPeriod:
-    """What came of the loan in one period."""
+    """Result of the loan in one period."""
 
     seconds: float
     lent: float  # share of the device's time
@@ -47,12 +47,12 @@ class LendingPeriod:
     tokens: int  # that the steps computed
     overstayed: int
     over_bound: int
-    turns: int  # that the controller has under way
-    requests: int  # of users, that came
+    turns: int  # of the controller, in progress
+    requests: int  # of users, that arrived
     live: int
     longest_step: float | None  # seconds (C); None: not known yet
     pace: float  # seconds a token (tau)
-    why: str | None  # nothing was lent; None where something was, or nobody had anything to compute
+    why: str | None  # reason why nothing was lent; None where something was, or there was nothing to compute
 
 
 class LendingAgent:
@@ -71,19 +71,19 @@ class LendingAgent:
         self._engine = AgentEngine(lender, launcher, logs, told, self._word)
         self._before: tuple[float, BorrowerTally, int] | None = None
         self._unrecorded = False
-        self.why: str | None = "the borrower starts"  # the word is not given
+        self.why: str | None = "the borrower starts"  # reason why the word is not given
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, lender: LoanOrder, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
-        """Raises LendingError where the device is not to be lent, LaunchError where no engine can be started."""
+        """Raises LendingError where the device must not be lent, LaunchError where no engine can be started."""
         token = LenderToken(lender.device)
         try:
             server = ServerWatch(lender, token)
             await _nobody_borrows(lender.device, token)
             _make_way(lender.listen)
             if (record := lender.record) is not None:
-                os.close(open_record(record))  # what a borrower would be refused is refused now
+                os.close(open_record(record))  # a record that the borrower could not open is refused now
             async with LocalLauncher.open(logs) as launcher:
                 await launcher.ready()
                 agent = cls(lender, token, server, launcher, logs, told)
@@ -133,11 +133,11 @@ class LendingAgent:
 
     @property
     def tally(self) -> BorrowerTally:
-        """What the engine did so far."""
+        """Totals of the borrower so far."""
         return self._token.tally
 
     def period(self) -> LendingPeriod:
-        """What came of the loan since the last call."""
+        """Result of the loan since the last call."""
         now, tally, notice = time.monotonic(), self._token.tally, self._token.look()
         then, before, came = self._before or (now, tally, notice.view.came)
         if tally.grants < before.grants:  # another borrower
@@ -179,7 +179,7 @@ class LendingAgent:
         self._token.extend(time.monotonic() + self._lender.lease if given else 0.0)
 
     async def _life(self) -> str:
-        """Of one engine: from its start to its end, which is told."""
+        """Run one engine from its start to its end; returns the reason of its end."""
         try:
             return await self._engine.live()
         finally:
@@ -187,7 +187,7 @@ class LendingAgent:
 
 
 async def _nobody_borrows(device: Path, token: LenderToken) -> None:
-    """Raises LendingError where somebody does, without an agent."""
+    """Raises LendingError where a process borrows the device without an agent."""
     until = time.monotonic() + _LEAVES
     while token.borrowed:
         if time.monotonic() > until:
@@ -211,7 +211,7 @@ def _make_way(listen: Path) -> None:
     except ConnectionRefusedError:
         listen.unlink(missing_ok=True)
         return
-    except OSError:  # it has no time for us, say
+    except OSError:  # such as from a process that is too busy to answer
         pass
     raise LendingError(f"listen: another process has the socket {listen}; name another one, or end it first")
 

@@ -41,13 +41,13 @@ from libra.exec.background import background
 # Looks, a second apart, at an engine that has turns and says nothing, before it is taken for lost: it hangs, or was
 # stopped. Seconds are not counted: an agent that was held up itself finds what was said meanwhile at its next look.
 _SILENT = 10
-_LOADING = 300  # likewise at one that takes weights
+_LOADING = 300  # looks at an engine that takes weights, a second apart too
 _SHOWN = 40  # characters of an id in a message
-_INTRODUCTION = 10.0  # seconds in which whoever connects has to say what it wants
+_INTRODUCTION = 10.0  # seconds in which a new connection has to send its request
 
 
 class AgentEngine:
-    """`changed` is told when it is started, becomes ready, or is gone."""
+    """The engine that borrows. `changed` is called when it is started, becomes ready, or is gone."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class AgentEngine:
         self._visits = 0  # of controllers: two may give their turns the same names
         self._refresh_kv = self._follows = False  # the controller's wishes
         self._weights = EngineWeights(launcher.weights, logs / "follower.log", self._load, self._no_weights)
-        self._expected: ExpectWeights | None = None  # as the engine was told
+        self._expected: ExpectWeights | None = None  # the last one sent to the engine
         self._held: LoadWeights | None = None  # of what the run publishes
         self._own = True  # the engine has the weights that it came with
         self._sources = 0  # of weights, so far: two may give their versions the same numbers
-        self._loaded: asyncio.Future[Loaded | Failure | None] | None = None  # what it says to weights; None: it is gone
+        self._loaded: asyncio.Future[Loaded | Failure | None] | None = None  # its answer to weights; None: it is gone
 
     @property
     def there(self) -> bool:
@@ -86,7 +86,7 @@ class AgentEngine:
         return self._link.pid if self._link is not None and self.ready else None
 
     async def live(self) -> str:
-        """From its start to its end, which is told."""
+        """Run the engine from its start to its end; returns the reason of its end."""
         try:
             link = await self._launcher.spawn("borrower", 0)
         except ForkError as error:
@@ -119,7 +119,7 @@ class AgentEngine:
         await self._weights.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever connects, until it goes or the engine does."""
+        """Serve one connection, until it ends or the engine does."""
         channel = AgentChannel(reader, writer)
         try:
             trusted_peer(writer.get_extra_info("socket"))
@@ -145,7 +145,7 @@ class AgentEngine:
     # The engine
 
     def _hangs(self) -> str | None:
-        """Why the engine is taken for lost."""
+        """Reason why the engine is taken for lost; None: it is not."""
         if self._loaded is not None:
             return f"it took no weights in {_LOADING} s" if self._silent > _LOADING else None
         if self.turns and self._silent > _SILENT:
@@ -171,12 +171,12 @@ class AgentEngine:
                     case Failure():
                         last = message.error
                     case _:
-                        pass  # nobody asked for anything else
+                        pass  # not asked for
         except (ConnectionError, msgspec.MsgspecError) as error:
             return last if isinstance(error, ConnectionError) else f"it sent what is not a message: {error}"
 
     def _pass_on(self, said: Generated) -> None:
-        """To the controller, what is of its turns: those of one before it may not have ended yet."""
+        """Send the controller what is of its own turns: those of an earlier controller may not have ended yet."""
         visit = f"{self._visits}."
         ended = [turn.removeprefix(visit) for turn in said.ended if turn.startswith(visit)]
         pieces = [
@@ -194,7 +194,7 @@ class AgentEngine:
     async def _load(self, order: LoadWeights) -> None:
         link = self._link
         if link is None or self._expected is None:
-            return  # the next one is told when it comes
+            return  # the next engine gets them when it comes
         if order == self._held:
             return
         self._loaded = asyncio.get_running_loop().create_future()
@@ -218,7 +218,7 @@ class AgentEngine:
             self._loaded.set_result(said)
 
     def _no_weights(self, why: str) -> None:
-        """The run hears why, and has to come again."""
+        """Send the run the reason and hang up; it has to come again."""
         self._told(f"no weights: {why}")
         if self._controller is not None:
             self._controller.send(Failure(why))
@@ -228,7 +228,7 @@ class AgentEngine:
 
     def _refusal(self, wanted: object) -> Failure | NotNow | None:
         if not isinstance(wanted, Borrow):
-            return Failure(f"an agent was told {type(wanted).__name__}; a controller begins with Borrow")
+            return Failure(f"an agent got {type(wanted).__name__}; a controller begins with Borrow")
         if (other := self._other(wanted)) is not None:
             return Failure(other)
         if self._controller is not None:
@@ -236,7 +236,7 @@ class AgentEngine:
         return None if self.ready else NotNow("the engine is not ready yet; come back")
 
     def _other(self, wanted: Borrow) -> str | None:
-        """Why the engine is not one for this run."""
+        """Reason why the engine does not fit this run; None: it fits."""
         start = self._order.start
         directory = Path(start.model_directory)
         kv_tokens = start.kv_cache_bytes // kv_bytes_per_token(directory, start.dtype)
@@ -268,13 +268,13 @@ class AgentEngine:
         if self._held is not None:
             channel.send(Loaded(self._held.version, 0.0))
         elif wanted.weights is not None and self._link is not None:
-            # One that was started since it followed takes what lies here already.
+            # An engine that was started after following began takes the weights that are here already.
             self._expected = ExpectWeights(wanted.layout, wanted.buffer_bytes)
             self._link.channel.send(self._expected)
             background(self._weights.bring(), "bring weights")
 
     def _obey(self, channel: AgentChannel, message: ToWorker) -> bool:
-        """One order. False: it was the last."""
+        """Carry out one order. False: it was the last."""
         engine = self._link
         match message:
             case Generate() if engine is not None and self.ready:
@@ -306,7 +306,7 @@ class AgentEngine:
         return f"{self._sources}{version}.{asked or ''}"
 
     def _hang_up(self) -> None:
-        """Without a controller nothing is computed; the engine keeps its weights."""
+        """Leave the controller. Without one nothing is computed; the engine keeps its weights."""
         controller, self._controller = self._controller, None
         if controller is not None:
             controller.close()
@@ -317,7 +317,7 @@ class AgentEngine:
 
 
 def _since(before: LoanState, now: LoanState) -> LoanState:
-    """What came of a loan between the two."""
+    """The loan between the two states."""
     return LoanState(
         now.away,
         now.wanted - before.wanted,

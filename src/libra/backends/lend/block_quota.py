@@ -1,7 +1,7 @@
-"""Which blocks of KV are an engine's own: it has addresses for all there are, and memory only for those.
+"""The KV blocks that an engine may use: it has addresses for all blocks, and memory only for those.
 
-Invariant: a block that was taken is nobody's. vLLM's pool counts it as used and hands it to no request, its prefix
-cache does not know it, and it has no pages. Only public methods of `BlockPool` are called, between two steps.
+Invariant: no request has a block that was taken. vLLM's pool counts it as used and hands it to none, its prefix cache
+does not know it, and it has no pages. Only public methods of `BlockPool` are called, between two steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from libra.backends.lend.kv_pages import kv_pages
 
 
 class BlockQuota:
-    """Of one vLLM engine; in the beginning all blocks are its own. Raises LendingError where its memory cannot go.
+    """Quota of one vLLM engine; at first all blocks are its own. Raises LendingError where its memory cannot be lent.
 
     quota = BlockQuota(scheduler)               # `engine.engine_core.engine_core.scheduler`, of an LLMEngine
     for name in quota.in_the_way(1000):         # last admitted first
@@ -23,7 +23,7 @@ class BlockQuota:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        """`scheduler` is vLLM's, beside a model that runs in this process."""
+        """`scheduler` is vLLM's, of a model that runs in this process."""
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._pages = kv_pages(scheduler)
@@ -33,17 +33,17 @@ class BlockQuota:
 
     @property
     def held(self) -> int:
-        """Blocks that are nobody's."""
+        """Number of blocks that were taken."""
         return len(self._held)
 
     @property
     def own(self) -> int:
-        """Blocks that the engine may use."""
+        """Number of blocks that the engine may use."""
         return self.size - len(self._held)
 
     @property
     def free(self) -> int:
-        """Of its own blocks, those that no request has; some may be in the prefix cache."""
+        """Number of its own blocks that no request has; some may be in the prefix cache."""
         return int(self._pool.get_num_free_blocks())
 
     def in_the_way(self, count: int) -> list[str]:
@@ -64,7 +64,7 @@ class BlockQuota:
         return gone
 
     def take(self, count: int) -> int:
-        """Make up to `count` free blocks nobody's, those that the prefix cache knows last; how many it were."""
+        """Take up to `count` free blocks, those in the prefix cache last; returns how many it took."""
         empty: list[Any] = []
         cached: list[Any] = []
         for block in reversed(self._pool.blocks):  # from the end: their pages lie side by side
@@ -82,8 +82,8 @@ class BlockQuota:
         return len(numbers)
 
     def give(self, count: int) -> int:
-        """Make up to `count` of nobody's blocks the engine's own again; how many it were: fewer where the device has no
-        memory left for them."""
+        """Give up to `count` taken blocks back to the engine; returns how many: fewer where the device has no memory
+        left for them."""
         count = min(max(count, 0), len(self._held))
         if count:
             count = self._pages.restore([block.block_id for block in self._held[-count:]])

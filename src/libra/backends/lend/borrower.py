@@ -1,8 +1,8 @@
-"""Steps of a rollout engine on a device that serves: one a grant, no longer than the grant.
+"""Steps of a rollout engine on a device that serves: one per grant, no longer than the grant.
 
 Invariant: a step begins only with the token, within the lender's word, and if the gate grants it from what serving says
-at that moment; it computes as many tokens as are over in time. Who overstayed a grant sees that before the next step,
-and the loan rests for a quiet time.
+at that moment; it computes as many tokens as end in time. A borrower that overstayed a grant sees that before the next
+step, and the loan rests for a quiet time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from libra.lend.recall import Recall
 from libra.lend.step_cost import LearntServingCost, RolloutQueue, StepCost, StepShape, TokenBudget
 from libra.records.lending import LendingAnswer, LentStep, ServedStep
 
-_REST = 0.001  # seconds between two looks at a device that is not to be had before its own engine has made a step
+_REST = 0.001  # seconds between two looks at a device that is not free before its own engine has made a step
 _STUCK = 1.0  # seconds in which no step fits into any grant
-_RECALLED = 0.02  # likewise where time alone brings the loan back
+_RECALLED = 0.02  # seconds until the rule is asked again, where time alone brings the loan back
 
 _NO_WORD = "the lender has not given its word"
 _WHY: dict[Reason, str] = {
@@ -41,21 +41,21 @@ class SteppedEngine(Protocol[Made_co]):
 
     @property
     def queue(self) -> RolloutQueue:
-        """What the next step could compute."""
+        """Turns that the next step could compute."""
         ...
 
     @property
     def shape(self) -> StepShape:
-        """What the last step computed."""
+        """Work of the last step."""
         ...
 
     def bounded_step(self, tokens: int) -> Made_co:
-        """One step of at most so many tokens."""
+        """Make one step of at most `tokens` tokens."""
         ...
 
 
 class GatedBorrower:
-    """One engine's part of a device."""
+    """Runs one engine's steps within the grants of its device."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class GatedBorrower:
         self._cost = LearntServingCost(self.serving_steps, facts.max_num_batched_tokens, facts.max_model_len)
         self._budget = TokenBudget(self.own_steps, most_tokens)
         self.tally = BorrowerTally()
-        self._breach: str | None = None  # of ours, that the rule was not told of yet
-        self._refused_at: float | None = None  # what serving had said at that time; None: it was granted
+        self._breach: str | None = None  # our own, not reported to the rule yet
+        self._refused_at: float | None = None  # time of the notice that was refused; None: it was granted
         self._ask_again = math.inf
         self._stuck_since = math.inf  # no step has fitted into a grant
 
     def step(self, engine: SteppedEngine[Made]) -> Made | None:
-        """One step if there is a grant; else None, after a moment."""
+        """Make one step if there is a grant; else return None, after a moment."""
         clock, token, queue = self._device.clock, self._token, engine.queue
         if not queue.turns:
             self.rest()
@@ -120,9 +120,9 @@ class GatedBorrower:
         return made
 
     def in_turns(self, pieces: Iterator[Made], patience: float) -> Iterator[Made]:
-        """Each piece of work that is no step, with the device for as long as a grant lasts and then with the next, as
-        serving leaves it. Where it leaves nothing for `patience` seconds in all, the rest is done beside it. How long
-        a piece takes cannot be chosen: to overstay is no breach, and serving waits for none longer than a grant."""
+        """Yield each piece of work that is no step, holding the device for one grant after the other. Where serving
+        leaves nothing for `patience` seconds in all, the rest is done without a grant. The time of a piece cannot be
+        chosen: to overstay is no breach, and serving waits for none longer than a grant."""
         clock, expires = self._device.clock, -math.inf
         held = False
         try:
@@ -144,13 +144,13 @@ class GatedBorrower:
             self._token.wish(0.0)
 
     def _end_turn(self) -> bool:
-        """False: the device is not held any more."""
+        """Release the device. Returns False: it is not held any more."""
         self._device.end()
         self._let_go()
         return False
 
     def watch(self) -> None:
-        """Ask without anything to compute: only who asks hears that a loan has come back."""
+        """Ask without anything to compute: only asking shows that a loan has come back."""
         if self._token.lease <= self._device.clock():
             self._say(_NO_WORD)
             return
@@ -163,11 +163,11 @@ class GatedBorrower:
 
     @property
     def learning(self) -> bool:
-        """Whether more steps of serving have to be seen before anything is lent beside users."""
+        """Whether more steps of serving have to be seen before anything is lent while requests are live."""
         return self.serving_steps.seen < self.serving_steps.needed
 
     def rest(self) -> None:
-        """There is nothing to compute: serving need not leave anything."""
+        """Note that there is nothing to compute, so that serving need not leave anything."""
         self._token.wish(0.0)
         self._learn()
         self._say("")
@@ -182,7 +182,7 @@ class GatedBorrower:
                 self._record.append(ServedStep(seen.ended - seen.seconds, seen.seconds, seen.sequences, margin))
 
     def _asked(self) -> tuple[ServingNotice, Grant] | None:
-        """A grant, and what serving said before it. None, after a moment: there is none."""
+        """A grant, and serving's notice before it; None, after a moment, where there is none."""
         if self._token.lease <= self._device.clock():
             self._wait(_NO_WORD)
             return None
@@ -192,7 +192,7 @@ class GatedBorrower:
         except LendingError as error:
             self._wait(str(error))
             return None
-        if notice.wants:  # it waits for the last grant to be over, and no other follows before it has looked around
+        if notice.wants:  # serving waits for the last grant to end; no other follows before it has looked around
             self._device.sleep(POLL)
             return None
         if notice.at == self._refused_at and self._device.clock() < self._ask_again:
@@ -205,7 +205,7 @@ class GatedBorrower:
         return notice, grant
 
     def _take(self, notice: ServingNotice, grant: Grant) -> float | None:
-        """Have the device, until then. None: it is not to be had any more."""
+        """Take the device; returns the end of the grant, or None where the device is not free any more."""
         token = self._token
         if not token.try_take(grant.expires):
             self._device.sleep(POLL)
@@ -214,20 +214,20 @@ class GatedBorrower:
             again = token.look()
             if again.at == notice.at:
                 return grant.expires
-            changed = self._ask(again)  # somebody has come
+            changed = self._ask(again)  # a request has arrived
         except LendingError:
             self._let_go()
             raise
         if changed is None:
             self._let_go()
             return None
-        # Never later than serving was told: it may be waiting for that moment already.
+        # Never later than the end that serving may have read: it may be waiting for that moment already.
         expires = min(grant.expires, changed.expires)
         token.shorten(expires)
         return expires
 
     def _let_go(self) -> bool:
-        """Whether serving went ahead meanwhile."""
+        """Release the device; returns whether serving went ahead meanwhile."""
         try:
             self._token.release()
         except FencedError:
@@ -255,7 +255,7 @@ class GatedBorrower:
         return None
 
     def _why(self, refusal: Refusal, longest: float, notice: ServingNotice) -> str:
-        """Why nothing is lent, and where somebody could do something about it, what."""
+        """Reason why nothing is lent, and the remedy where there is one."""
         if refusal.reason == "load" and self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         if refusal.reason != "due":

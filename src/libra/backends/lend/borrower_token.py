@@ -1,7 +1,7 @@
 """The borrower's side of a device that is lent.
 
-Invariant: a grant's end is written before its beginning, so whoever finds the device taken reads until when. One
-process borrows.
+Invariant: a grant's end is written before the grant begins, so a process that finds the device taken reads until when.
+One process borrows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class FencedError(RuntimeError):
 
 
 class BorrowerToken:
-    """Raises LendingError where there is no page, or somebody else borrows."""
+    """The borrower's view of the page. Raises LendingError where there is no page, or another process borrows."""
 
     def __init__(self, path: Path, pace: float) -> None:
-        """`pace` is tau: seconds a token that serving may be slowed down to."""
+        """`pace` is tau: seconds per token that serving may be slowed down to."""
         if not 0 < pace < math.inf:
             raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
         self._page = DevicePage(path, create=False)
@@ -45,7 +45,7 @@ class BorrowerToken:
 
     @property
     def lease(self) -> float:
-        """Until when the lender has given its word."""
+        """Time until which the lender has given its word."""
         return self._page.fields.lease
 
     def about(self) -> EngineFacts:
@@ -53,30 +53,30 @@ class BorrowerToken:
         return self._page.facts
 
     def look(self) -> ServingNotice:
-        """What serving said last. Raises LendingError where its writer ended in the middle of it."""
+        """Serving's last notice. Raises LendingError where its writer ended in the middle of it."""
         return self._page.notice
 
     def tell(self, tally: BorrowerTally) -> None:
-        """What came of the loan so far."""
+        """Publish the totals of the loan so far."""
         self._page.tally = tally
 
     def wish(self, seconds: float) -> None:
-        """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
+        """Publish the slack of serving that makes a grant useful: a step of its own and the shortest one of ours. 0:
         there is nothing to do."""
         self._page.fields.wish = seconds
 
     def say_kv(self, asked: int, held: int) -> None:
-        """Bytes of KV that we would have serving cede, and those that we have of what it ceded."""
+        """Publish the bytes of KV that serving is to cede, and those that we hold of what it ceded."""
         self._page.fields.kv_asked = asked
         self._page.fields.kv_held = held
 
     def try_take(self, expires: float) -> bool:
-        """Have the device if nobody has it; serving waits until `expires` at most.
+        """Take the device if it is free; serving waits until `expires` at most.
 
-        What serving says is to be looked at again before the device is used: it may have changed until now. From now on
-        only new requests change it.
+        Look at serving's notice again before the device is used: it may have changed until now. From now on only new
+        requests change it.
         """
-        # Before the lock: whoever finds it taken reads until when.
+        # Before the lock: a process that finds it taken reads until when.
         self._page.fields.expires = expires
         if not self._page.lock():
             return False
@@ -84,17 +84,17 @@ class BorrowerToken:
         return True
 
     def shorten(self, expires: float) -> None:
-        """Serving waits until then at most, which is sooner."""
+        """Move the end of the grant, until which serving waits, to an earlier time."""
         self._page.fields.expires = expires
 
     def release(self) -> None:
-        """Raises FencedError where serving went ahead meanwhile."""
+        """Release the device. Raises FencedError where serving went ahead meanwhile."""
         self._page.unlock()
         if self._page.fields.epoch != self._epoch:
             raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
 
     def steps(self) -> list[ServingStep]:
-        """What serving did since the last call, as far as it can still be read: the last 63 steps at most."""
+        """Serving's steps since the last call, as far as they can still be read: the last 63 at most."""
         seen, self._seen = self._seen, self._page.fields.steps
         return self._page.steps_between(seen, self._seen)
 

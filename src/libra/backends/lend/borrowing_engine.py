@@ -1,7 +1,7 @@
 """A rollout engine whose device is lent, as its worker drives it.
 
 Invariant: what it computes on the device it computes within a grant, in the blocks of KV that it has at that moment.
-Nobody else borrows the device from before the engine is made until its process ends.
+No other process borrows the device from before the engine is made until its process ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from libra.backends.vllm.engine import VllmEngine
     from libra.backends.vllm.report import Sampled
 
-_LOOK = 0.02  # seconds between two looks at what serving needs, of an engine that has memory and nothing to do
-_NO_MEMORY = 0.001  # likewise of one that has turns and no memory
+_LOOK = 0.02  # seconds between two looks at what serving needs, for an engine that has memory and nothing to do
+_NO_MEMORY = 0.001  # likewise for an engine that has turns and no memory
 _PATIENCE = 1.0  # seconds without a grant after which turns are better made elsewhere
 
 
 class BorrowingEngine:
-    """Make it first, then the engine, then `lend` it."""
+    """The loan of one rollout engine. Make it first, then the engine, then `lend` it."""
 
     def __init__(self, loan: DeviceLoan) -> None:
         """Raises LendingError where the device cannot be borrowed, DiskError where the record cannot be written."""
@@ -43,10 +43,10 @@ class BorrowingEngine:
         self._wanted = 0.0  # seconds with turns to make, in which the device was lent
         self._since: float | None = None  # there were turns to make, up to here; None: there were none
         self._granted = 0.0  # when a step was last granted, or there was nothing to compute
-        self._told = ""  # of `away`
+        self._told = ""  # `away` as it was last reported
 
     def lend(self, engine: VllmEngine) -> None:
-        """From now on. What the engine sets up with its first steps is part of its start."""
+        """Begin to lend to `engine`. What it sets up with its first steps is part of its start."""
         terms = self._loan.terms
         rule = terms.rule()
         self._recall = rule.recall if isinstance(rule, WatchedRule) else None
@@ -76,7 +76,7 @@ class BorrowingEngine:
             )
 
     def settle(self) -> list[str]:
-        """Between two steps: give memory back, or take what there is. Turns that had to be put out for it."""
+        """Between two steps: give memory back, or take what there is. Returns the turns that had to be stopped."""
         memory, engine = self._memory, self._engine
         if memory is None:
             return []
@@ -87,7 +87,7 @@ class BorrowingEngine:
         return turns
 
     def step(self) -> list[Sampled] | None:
-        """One step if there is a grant; else None, after a moment."""
+        """Make one step if there is a grant; else return None, after a moment."""
         began = self._device.clock()
         sampled = self._granted_step()
         now = self._device.clock()
@@ -106,8 +106,9 @@ class BorrowingEngine:
         return self._borrower.step(self._engine)
 
     def rest(self) -> float | None:
-        """There are no turns. Seconds after which to `settle` all the same, ask whether the device is lent again, or
-        see what steps of serving take; None: nothing is to be given back or was recalled, and enough is known."""
+        """Note that there are no turns. Returns the seconds after which to `settle` all the same, ask whether the
+        device is lent again, or see the times of serving's steps. None: nothing is to be given back or was recalled,
+        and enough is known."""
         self._since = None
         if self.away:
             self._borrower.watch()
@@ -118,23 +119,23 @@ class BorrowingEngine:
 
     @property
     def away(self) -> str:
-        """Why nothing is lent, where that is for longer than a few steps of serving; else empty."""
+        """Reason why nothing is lent, where that lasts longer than a few steps of serving; else empty."""
         if self._recall is not None and self._recall.recalled is not None:
             return self._recall.recalled
         return self._borrower.tally.why if self._device.clock() - self._granted > _PATIENCE else ""
 
     @property
     def changed(self) -> bool:
-        """Whether the device was recalled, or lent again, since somebody was told of its state."""
+        """Whether the device was recalled, or lent again, since its state was last reported."""
         return bool(self.away) != bool(self._told)
 
     def state(self) -> LoanState:
-        """What came of the loan so far."""
+        """The loan so far, to be reported."""
         self._told, tally = self.away, self._borrower.tally
         return LoanState(self._told, self._wanted, tally.lent, tally.grants, tally.overstayed)
 
     def trained(self) -> None:
-        """The weights of another training step are here."""
+        """Note that the weights of another training step are here."""
         if self._memory is not None:
             self._memory.trained()
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class LentDevice(Protocol):
-    """What a step begins and ends on."""
+    """The device on which a step begins and ends."""
 
     def clock(self) -> float:
         """Seconds."""
@@ -22,17 +22,17 @@ class LentDevice(Protocol):
         ...
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         ...
 
     def end(self) -> None:
-        """Returns when all that the step launched is done."""
+        """End a step: wait until all that it launched is done."""
         ...
 
 
 class Cores:
     """CPU cores. Work on them is done when the call returns. With a `share` below 1 they are a slower device, and a
-    step takes as long as it would there: the one who has the token sleeps the rest."""
+    step takes as long as it would there: the process that has the token sleeps the rest."""
 
     def __init__(self, share: float = 1.0) -> None:
         if not 0 < share <= 1:
@@ -73,7 +73,7 @@ class Accelerator:
 
 
 def device_here(share: float = 1.0) -> LentDevice:
-    """What vLLM runs on in this process."""
+    """The device that vLLM runs on in this process."""
     from vllm.platforms import current_platform
 
     return Cores(share) if current_platform.is_cpu() else Accelerator()

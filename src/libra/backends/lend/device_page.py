@@ -1,8 +1,8 @@
 """A file that all processes of a lent device map: what each of them says, field by field, and the device's lock.
 
 Invariant: each field has one writer, so none of them is locked. A field of 8 bytes is read whole; what serving says is
-longer and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and nobody sets;
-they begin anew with the machine, and so does a page that it kept on a disk.
+longer and has a checksum. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share and none can set;
+they begin anew with the machine, and so does a page that was kept on a disk.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class LendingError(RuntimeError):
 
 
 class ServingNotice(NamedTuple):
-    """What serving said last."""
+    """Serving's last notice."""
 
     view: ServingView
     kv: KVView
     wants: bool  # it waits for the device
-    pace: float  # that `view.due` was reckoned with, seconds a token; 0: nobody had asked for one
+    pace: float  # seconds per token, for which `view.due` was computed; 0: no borrower had asked for one
     at: float
     pid: int
 
@@ -80,7 +80,7 @@ class ServingStep(NamedTuple):
 
 
 class EngineFacts(NamedTuple):
-    """What the serving engine is."""
+    """Model and limits of the serving engine."""
 
     model: str  # as it was given to the server
     max_model_len: int
@@ -89,31 +89,31 @@ class EngineFacts(NamedTuple):
 
 
 class BorrowerTally(NamedTuple):
-    """What came of a loan since its borrower began."""
+    """Totals of a loan since its borrower began."""
 
     grants: int = 0  # that were used
-    overstayed: int = 0  # of them, those that serving did not wait out
+    overstayed: int = 0  # of them, those that serving ended by going ahead
     over_bound: int = 0  # steps that took longer than their bound
     tokens: int = 0  # that they computed
     unrecorded: int = 0  # lines that the record had no room for
     lent: float = 0.0  # seconds of steps
     longest_step: float = 0.0  # C, of what serving said last; 0: not known yet
-    why: str = ""  # nothing is lent now; empty where it is
+    why: str = ""  # reason why nothing is lent now; empty where it is
 
 
 class PageFields(ctypes.Structure):
     """The numbers of a page, where they lie in it. Aligned, so each is read and written whole."""
 
     # The borrower's
-    expires: float  # when the grant that is out is over
-    pace: float  # seconds a token that it would have serving slowed down to
-    wish: float  # seconds that serving must have to spare for a grant to be of use; 0: of none
-    kv_asked: int  # bytes of KV that it would have serving cede
+    expires: float  # end of the current grant
+    pace: float  # seconds per token that serving may be slowed down to
+    wish: float  # seconds that serving must have to spare for a grant to be useful; 0: none is wanted
+    kv_asked: int  # bytes of KV that serving is to cede
     kv_held: int  # bytes that it has of what serving ceded
     # the lender's
     lease: float  # until when the device may be borrowed
     # serving's
-    epoch: int  # grants that it did not wait out
+    epoch: int  # grants that it ended by going ahead
     steps: int  # that it made
 
     _fields_ = [
@@ -155,7 +155,7 @@ class DevicePage:
             elif not ours:
                 raise LendingError(f"{path}: not a device's page of this version of libra; remove the file")
             elif boot != started:
-                raise LendingError(f"{path}: nobody has served here since this machine was started; start the server")
+                raise LendingError(f"{path}: no server has run here since this machine was started; start the server")
         except OSError as error:
             os.close(self.descriptor)
             raise LendingError(f"{path}: {error.strerror}; give a file on a disk with {_SIZE} bytes free") from None
@@ -165,14 +165,14 @@ class DevicePage:
 
     @property
     def replaced(self) -> bool:
-        """The file of that name is another one by now."""
+        """Whether the file of that name is another one by now."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
         except FileNotFoundError:
             return True
 
     def lock(self) -> bool:
-        """True if the device is ours from now on."""
+        """Lock the device; True if it is ours from now on."""
         try:
             fcntl.flock(self.descriptor, _LOCK)
         except BlockingIOError:
@@ -232,7 +232,7 @@ class DevicePage:
         self.fields.steps = count + 1
 
     def steps_between(self, seen: int, count: int) -> list[ServingStep]:
-        """Those after the first `seen`, of the `steps` so far, that can still be read: the last 63 at most."""
+        """Steps after the first `seen`, of the `count` so far, that can still be read: the last 63 at most."""
         first = max(seen, count - _STEPS + 1)  # the oldest may be under overwriting
         return [
             ServingStep(*_STEP.unpack_from(self.bytes, _STEPS_AT + number % _STEPS * _STEP.size))

@@ -1,7 +1,7 @@
-"""The weights of an engine behind an agent: what a run publishes, followed for it.
+"""The weights of an agent's engine: the agent follows a run's publications for it.
 
-Invariant: the engine is told only of versions that lie whole and checked in its memory, one at a time, and nobody
-writes to what it was last told of before it has answered. Who follows another run begins from nothing.
+Invariant: the engine gets only versions that are whole and checked in its memory, one at a time, and the last one that
+it got is not overwritten before it has answered. Following another run begins from nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from libra.records.files import DiskError
 
 
 class EngineWeights:
-    """`memory` is the descriptor of the memory that engines load from. `load` has the engine that is there take a
-    version, and returns when it has, or is gone; `lost` is told why nothing more comes."""
+    """`memory` is the descriptor of the memory that engines load from. `load` has the present engine take a version,
+    and returns when it has, or is gone; `lost` is called with the reason why nothing more comes."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class EngineWeights:
         return self._source == (place, grid)
 
     async def follow(self, place: WeightsPlace, grid: Grid) -> None:
-        """From now on what is published there."""
+        """Follow what is published there from now on."""
         await self.close()
         self._source = place, grid
         self._task = background(self._keep_up(place, grid), "follow weights")
@@ -50,7 +50,7 @@ class EngineWeights:
                 await self._load(self._latest)
 
     async def close(self) -> None:
-        """Follow nobody. The engine has answered when this returns."""
+        """Stop following. The engine has answered when this returns."""
         async with self._loading:
             task, self._task, self._source, self._latest = self._task, None, None, None
             if task is not None:
@@ -68,7 +68,7 @@ class EngineWeights:
                     await self._load(order)
                 follower.loaded()
         except (WeightsProcessError, DiskError) as error:
-            self._task = self._source = None  # whoever asks next has it begun anew
+            self._task = self._source = None  # the next run begins it anew
             self._lost(str(error))
         finally:
             if follower is not None:

@@ -23,19 +23,19 @@ _PAGE = 2 << 20  # bytes: the smallest piece that CUDA maps
 
 
 class PageMapper(Protocol):
-    """Of the memory that KV lies in. In the beginning all pages are mapped."""
+    """Maps the pages of the memory that KV lies in. At first all pages are mapped."""
 
     size: int  # bytes of a page
     addresses: npt.NDArray[np.int64]  # of all pages, ascending
 
     def settle(self) -> None:
-        """Returns when nothing that was launched can touch a page any more that is about to go."""
+        """Wait until nothing that was launched can touch a page that is about to go."""
         ...
 
     def unmap(self, page: int) -> None: ...
 
     def map(self, page: int) -> None:
-        """It comes as zeros. Raises MemoryError where the device has none."""
+        """Map a page of zeros. Raises MemoryError where the device has no memory left."""
         ...
 
 
@@ -130,7 +130,7 @@ class CuMemPages:
                 " device without it"
             )
         self._bytes = torch.empty(0, dtype=torch.uint8, device=layout.device).set_(layout.storage)
-        # CUDA's handle of each page, which the extension writes and reads where it is told.
+        # CUDA's handle of each page, which the extension writes and reads at the address that it gets.
         self._handles = (ctypes.c_uint64 * len(self.addresses))()
         self.settle()
         for handle in handles:
@@ -151,7 +151,7 @@ class CuMemPages:
             if "out of memory" in str(error):
                 raise MemoryError(str(error)) from None
             raise
-        # Numbers of who had the memory before are not numbers of this model: one that is none would spread.
+        # The memory's earlier content is not of this model: a NaN in it would spread.
         begin = int(self.addresses[page]) - self._bytes.data_ptr()
         self._bytes[max(0, begin) : max(0, begin + _PAGE)].zero_()
 

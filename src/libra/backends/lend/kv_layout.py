@@ -1,4 +1,4 @@
-"""Where the blocks of an engine's KV cache lie in memory.
+"""Places of the blocks of an engine's KV cache in memory.
 
 Invariant: the bytes of a block are in one piece in each tensor, so that blocks which follow each other cover runs of
 memory. With vLLM's block-outermost layouts (BLHNC, BLNHC) all layers of a block are one piece.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Of an engine whose model runs in this process."""
+    """Layout of the KV cache of an engine whose model runs in this process."""
 
     blocks: int  # the placeholder included
     rows: npt.NDArray[np.int64]  # a tensor each: the address of block 0, bytes from a block to the next, and of a block
@@ -45,18 +45,18 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in all layers; each byte once, though groups of layers may overlay one another."""
+        """Bytes of a block in all layers; each counts once, though groups of layers may overlay one another."""
         begin, end = self.runs(np.zeros(1, dtype=np.int64))
         return int((end - begin).sum())
 
     def extents(self, blocks: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Where the bytes of these blocks begin and end, tensor by tensor."""
+        """Begin and end of the bytes of these blocks, tensor by tensor."""
         first, stride, size = self.rows[:, :1], self.rows[:, 1:2], self.rows[:, 2:]
         begin = first + stride * blocks
         return begin.ravel(), (begin + size).ravel()
 
     def runs(self, blocks: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Where the runs of bytes of these blocks begin and end: ascending, apart from one another."""
+        """Begin and end of the runs of bytes of these blocks: ascending, apart from one another."""
         begin, end = self.extents(blocks)
         order = np.argsort(begin)
         begin, end = begin[order], np.maximum.accumulate(end[order])

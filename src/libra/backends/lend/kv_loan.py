@@ -1,8 +1,8 @@
 """The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that has them.
 
 Invariant: pages go before they come. Serving drops its own before it says that it ceded them, and rollout drops its own
-before it says that it has them no more. Only what a burst takes beyond the reserve is had by both, until rollout looks
-next: at the end of its step, which is a grant at most.
+before it says that it has them no more. Only what a burst takes beyond the reserve is held by both, until rollout looks
+next: at the end of its step, which lasts a grant at most.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CededKV:
         self._reserve += _context_blocks(scheduler, 1) * scheduler.max_num_running_reqs
 
     def settle(self, token: ServingToken) -> None:
-        """Before a step: cede what rollout asks for and serving can spare, and have back what it does not hold, or
+        """Before a step: cede what rollout asks for and serving can spare, and take back what rollout does not hold, or
         what requests need."""
         blocks, asked = self._blocks, token.kv_asked
         if asked == blocks.held == 0:
@@ -41,7 +41,7 @@ class CededKV:
         if then > now:
             blocks.take(min(then - now, max(1, _CEDED_AT_ONCE // blocks.block_bytes)))
         elif then < now:
-            # First said, then looked again: rollout asks before it grows into what is ceded, so one sees the other.
+            # Publish first, then look again: rollout asks before it grows into what is ceded, so one sees the other.
             token.publish_kv(self._view(then))
             blocks.give(now - max(then, self._ceded(token.kv_asked, token.kv_held)))
         self.ceding = blocks.held > 0
@@ -116,7 +116,7 @@ class BorrowedKV:
         self._quota.trained()
 
     def in_the_way(self, now: float) -> list[str]:
-        """Look at what serving says; turns that have to go before `settle`, as the scheduler names them.
+        """Look at what serving says; returns the turns that have to go before `settle`, as the scheduler names them.
 
         Raises LendingError where the serving engine was started again with other memory.
         """
@@ -127,7 +127,7 @@ class BorrowedKV:
         return blocks.in_the_way(blocks.own - self._target)
 
     def settle(self) -> None:
-        """Have the blocks that the quota gave at the last look, as far as no request is in the way, and say so."""
+        """Take the blocks that the quota gave at the last look, as far as no request is in the way, and say so."""
         blocks = self._blocks
         blocks.take(blocks.own - self._target)
         blocks.give(self._target - blocks.own)

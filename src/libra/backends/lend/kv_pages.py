@@ -23,22 +23,22 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class KVPages(Protocol):
-    """Of one engine."""
+    """Pages under the KV blocks of one engine."""
 
     block_bytes: int
 
     def drop(self, blocks: Sequence[int]) -> int:
-        """Give the pages of these blocks back; bytes that went. What was in them is lost."""
+        """Give the pages of these blocks back; returns the bytes that went. What was in them is lost."""
         ...
 
     def restore(self, blocks: Sequence[int]) -> int:
-        """Have pages for dropped blocks again; how many of them, from the last on, there was memory for."""
+        """Map pages for dropped blocks again; returns how many of them, from the last on, there was memory for."""
         ...
 
 
 def kv_pages(scheduler: Any) -> KVPages:
-    """`scheduler` is vLLM's, beside a model that runs in this process. Raises LendingError where its memory cannot
-    change hands."""
+    """`scheduler` is vLLM's, of a model that runs in this process. Raises LendingError where its memory cannot change
+    hands."""
     layout = KVLayout.of(scheduler)
     if layout.device.type == "cpu":
         return HostPages(layout)
@@ -51,8 +51,8 @@ def kv_pages(scheduler: Any) -> KVPages:
 
 
 class HostPages:
-    """In memory of the host. What a block shares with its neighbours at its two ends stays, so blocks are best dropped
-    in long runs."""
+    """Pages in memory of the host. What a block shares with its neighbours at its two ends stays, so blocks are best
+    dropped in long runs."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout, self.block_bytes = layout, layout.block_bytes
@@ -68,4 +68,4 @@ class HostPages:
         return int(sizes[sizes > 0].sum())
 
     def restore(self, blocks: Sequence[int]) -> int:
-        return len(blocks)  # the kernel sees to it as they are written
+        return len(blocks)  # the kernel maps them as they are written

@@ -1,4 +1,4 @@
-"""What `libra lend serve` is told: a YAML file.
+"""The configuration of `libra lend serve`: a YAML file.
 
 Invariant: a file gives a loan that its certificate covers, or is refused in one line that names the key and the remedy.
 """
@@ -33,7 +33,7 @@ _Seconds = Annotated[float, Field(gt=0)]
 
 
 class ServingSection(Section):
-    """The server, as `vllm serve` was told, and what it owes its users."""
+    """The server, as `vllm serve` was started, and its SLO."""
 
     model: str
     hardware: str  # as in the certificate, such as "1 x H100"
@@ -49,12 +49,12 @@ class RolloutSection(Section):
     max_model_len: _Count
     max_num_seqs: _Count = 64
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the second where a CPU has no instructions for the first
-    kv_cache: str  # memory for KV beside the server's, such as 2 GiB
-    borrowed_kv: str | None = None  # so much of the server's besides, at most, while the server can spare it
+    kv_cache: str  # memory for KV in addition to the server's, such as 2 GiB
+    borrowed_kv: str | None = None  # most memory for KV that is borrowed from the server, while it can spare it
 
 
 class LenderFile(Section):
-    """Names of files are as seen from this one."""
+    """Keys of the file. Paths are relative to the file."""
 
     device: str  # LIBRA_LEND_DEVICE of the server
     certificate: str  # file that `libra lend check` has written
@@ -62,9 +62,9 @@ class LenderFile(Section):
     rollout: RolloutSection
     listen: str | None = None  # unix socket on which a controller reaches the engine; None: <device>.agent
     shortest_grant: _Seconds = 0.002
-    lease: _Seconds = 2.0  # that a loan outlives this process, at most
+    lease: _Seconds = 2.0  # for which a loan outlives this process, at most
     quiet: _Seconds = 5.0  # inside the envelope before lending resumes
-    most_quiet: _Seconds = 300.0  # to which that doubles
+    most_quiet: _Seconds = 300.0  # limit to which that doubles
     record: str | None = None  # file of questions and answers
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its cores that the device is
 
@@ -78,7 +78,7 @@ class LoanOrder:
     model: str  # that the server was given
     lease: float
     start: StartEngine
-    certificate: Certificate | None = None  # None: of a server whose limits nobody certified
+    certificate: Certificate | None = None  # None: the limits of the server are not certified
 
     @property
     def terms(self) -> LendingTerms:
@@ -92,7 +92,7 @@ class LoanOrder:
         return None if self.start.loan.record is None else Path(self.start.loan.record)
 
     def refuse_other(self, facts: EngineFacts) -> None:
-        """Raises LendingError where the server is not the one that the certificate speaks of."""
+        """Raises LendingError where the server is not the one that the certificate is of."""
         if facts.model != self.model:
             raise LendingError(f"serving.model is {self.model}, the server on {self.device} serves {facts.model}")
         limits = ServerLimits(facts.max_model_len, facts.max_num_seqs, facts.max_num_batched_tokens)
@@ -203,7 +203,7 @@ def _pace(serving: ServingSection, certificate: Certificate) -> float:
     use = certificate.use if serving.use is None else serving.use
     if use > certificate.use:
         raise ValueError(f"serving.use is {use:g}; the certificate is of {certificate.use:g}: lower it")
-    # Of the certified objective: with a laxer one of its own, a server is still lent from as it was certified.
+    # The pace is that of the certified SLO, also for a server whose own SLO is laxer.
     pace = certificate.slo.pace(use)
     if certificate.longest_step > pace:
         raise ValueError(

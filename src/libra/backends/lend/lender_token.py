@@ -1,6 +1,6 @@
-"""The side of the agent beside the server, whose word a loan hangs on.
+"""The agent's side of a device that is lent: a loan depends on its word.
 
-Invariant: a loan ends with the lender's word: a time, which the agent puts off for as long as all is well. One process
+Invariant: a loan ends with the lender's word: a time, which the agent extends for as long as all is well. One process
 lends.
 """
 
@@ -13,7 +13,7 @@ from libra.backends.lend.device_page import BorrowerTally, DevicePage, EngineFac
 
 
 class LenderToken:
-    """Raises LendingError where there is no page, or another agent lends."""
+    """The agent's view of the page. Raises LendingError where there is no page, or another agent lends."""
 
     def __init__(self, path: Path) -> None:
         self._page = DevicePage(path, create=False)
@@ -26,7 +26,7 @@ class LenderToken:
 
     @property
     def replaced(self) -> bool:
-        """The file of that name is another one by now."""
+        """Whether the file of that name is another one by now."""
         return self._page.replaced
 
     @property
@@ -35,12 +35,12 @@ class LenderToken:
         return self._page.has("borrower")
 
     def extend(self, until: float) -> None:
-        """The device may be borrowed until then; 0: not any more."""
+        """Let the device be borrowed until then; 0: not any more."""
         self._page.fields.lease = until
 
     def borrower_gone(self) -> None:
-        """Its process has ended, so it has no memory and asks for none: nobody else would say so for one that was
-        killed."""
+        """Note that the borrower's process has ended, so that it has no memory and asks for none: one that was killed
+        cannot say so itself."""
         self._page.fields.kv_asked = self._page.fields.kv_held = 0
 
     def about(self) -> EngineFacts:
@@ -48,12 +48,12 @@ class LenderToken:
         return self._page.facts
 
     def look(self) -> ServingNotice:
-        """What serving said last. Raises LendingError where its writer ended in the middle of it."""
+        """Serving's last notice. Raises LendingError where its writer ended in the middle of it."""
         return self._page.notice
 
     @property
     def tally(self) -> BorrowerTally:
-        """What came of the loan so far."""
+        """Totals of the loan so far."""
         return self._page.tally
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The file that a borrower writes `lending.jsonl` with.
 
-Invariant: lending does not depend on it. A disk that is full ends the record, which is told once, and not the loan.
+Invariant: lending does not depend on it. A full disk ends the record, which is reported once, and not the loan.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from libra.backends.transport.messages import Dtype, Tensor
 from libra.config.input_file import read_input
 
-# Of config.json: what says nothing of what a forward pass computes.
+# Keys of config.json that do not change what a forward pass computes.
 _BOOKKEEPING = {
     *("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "max_position_embeddings"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
@@ -34,7 +34,7 @@ class RolloutModel:
 
     @classmethod
     def read(cls, directory: Path, dtype: Dtype) -> RolloutModel:
-        """Raises ValueError where the directory is none of a model."""
+        """Read the model of a directory. Raises ValueError where there is none."""
         path = directory / "config.json"
         try:
             config = json.loads(read_input(path))
@@ -54,7 +54,7 @@ class RolloutModel:
         return cls(shapes, dtype, config)
 
     def difference(self, layout: Sequence[Tensor], config: Mapping[str, Any]) -> str | None:
-        """Why weights of this layout, and of a model of this config.json, are no weights of this model."""
+        """Reason why weights of this layout, of a model of this config.json, do not fit this model; None: they fit."""
         theirs = {tensor.name: tensor for tensor in layout}
         for name in sorted(theirs.keys() | self.shapes.keys()):
             if name not in self.shapes:

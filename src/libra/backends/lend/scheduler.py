@@ -1,10 +1,10 @@
-"""vLLM's scheduler, for an engine whose device is lent: it holds the device's token while a step is under way.
+"""vLLM's scheduler, for an engine whose device is lent: it holds the device's token during a step.
 
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.backends.lend.scheduler.LendingScheduler
 
-Invariant: what is scheduled, and in which order, is what vLLM's own scheduler says. Only when a step begins differs:
-with the token, or when the grant that is out is over. A step that is put off is one of no tokens, so that the engine
-takes in who has come before it asks again. KV blocks that are ceded are free ones that no request needs.
+Invariant: vLLM's own scheduler decides what is scheduled, and in which order. Only the begin of a step differs: with
+the token, or at the end of the current grant. A step that is put off has no tokens, so that the engine takes in new
+requests before it asks again. KV blocks that are ceded are free ones that no request needs.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def device_of_environment() -> Path:
 
 
 def _shape(scheduler: Scheduler, output: SchedulerOutput) -> StepShape:
-    """What a step computes, just after it was scheduled."""
+    """Work of a step, just after it was scheduled."""
     sequences = len(output.num_scheduled_tokens)
     context = sum(request.num_computed_tokens for request in scheduler.running)
     return StepShape(sequences, output.total_num_scheduled_tokens - sequences, context)
 
 
 class BorrowingScheduler(Scheduler):
-    """Of an engine that borrows: what a step may compute is set before it, as `max_num_scheduled_tokens`."""
+    """Scheduler of an engine that borrows: its caller sets `max_num_scheduled_tokens` before each step."""
 
     shape = StepShape(0, 0, 0)  # of the last step
 
@@ -62,7 +62,7 @@ class BorrowingScheduler(Scheduler):
 
     @property
     def queue(self) -> RolloutQueue:
-        """What the next step could compute."""
+        """Turns that the next step could compute."""
         seats = self.max_num_running_reqs - len(self.running)
         waiting = list(islice(self.waiting, seats))
         computed = sum(it.num_computed_tokens for it in self.running) + sum(it.num_tokens for it in waiting)
@@ -71,12 +71,12 @@ class BorrowingScheduler(Scheduler):
 
 
 class _Lending(Scheduler):
-    """Both kinds of vLLM's scheduler have these methods; the class below it says which kind this is.
+    """The methods that lending adds to both kinds of vLLM's scheduler; a subclass chooses the kind.
 
-    Without the lender's word nobody reads what serving says, so it says little: that there is nothing to lend.
+    Without the lender's word no process reads what serving says, so it only says that there is nothing to lend.
     """
 
-    # Whatever it runs on: the output of a step is here when it is told of, so the step is over.
+    # On any device: the output of a step is here when it is reported, so the step is over.
     device: LentDevice = Cores()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class _Lending(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         token, under_way, kv = self._token, self._under_way, self._kv
-        # With asynchronous scheduling a step follows while one is out: then those have to end before anybody borrows.
+        # With asynchronous scheduling a step follows while another runs: both have to end before the device is lent.
         if (under_way and token.can_spare()) or not token.acquire():
             return self._nothing(*args, **kwargs)
         if token.lent:
@@ -137,7 +137,7 @@ class _Lending(Scheduler):
         return output
 
     def _nothing(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """A step that computes nothing."""
+        """Schedule a step that computes nothing."""
         most: int = self.max_num_scheduled_tokens  # type: ignore[has-type]
         self.max_num_scheduled_tokens = 0
         try:
@@ -173,13 +173,13 @@ class _Lending(Scheduler):
         self._token.close()
 
     def _publish(self) -> None:
-        """What serving owes, as of now. First tokens are seen at the end of the step that made them."""
+        """Publish what serving owes as of now. First tokens are seen at the end of the step that made them."""
         now, pace = self.device.clock(), self._token.pace
         arrivals, firsts, self._arrivals, self._first_tokens = self._arrivals, self._first_tokens, {}, {}
         first_due, oldest, waiting, queued, context = math.inf, math.inf, 0, 0, 0
         for name, request in self.requests.items():
             self._arrivals[name] = arrival = arrivals.get(name, now)
-            # Of one that nobody was told of before, no more is known than that its first token came after itself.
+            # Of a request that was not published before it is only known that its first token came after itself.
             first = firsts.get(name, arrival)
             tokens = request.num_output_tokens
             if tokens:
@@ -199,7 +199,7 @@ class _Lending(Scheduler):
         self._said_all = True
 
     def _publish_nothing(self) -> None:
-        """No rule lends where a request waits whose first token is long due."""
+        """Publish a request whose first token is long overdue, for which no rule lends."""
         self._token.publish_view(ServingView(1, 1, -math.inf, -math.inf, came=self._came))
         self._said_all = False
         self._first_tokens = {}

@@ -1,4 +1,4 @@
-"""Whether the server beside an agent is there, and the one that was certified.
+"""Checks that an agent's server is there, and is the one that was certified.
 
 Invariant: a server that has ended, or another one in its place, is seen at the next look: by its process, not by what
 it left in the device's page.
@@ -33,14 +33,14 @@ class ServerWatch:
             raise
 
     def objection(self) -> str | None:
-        """Why its device must not be lent now."""
+        """Reason why the server's device must not be lent now; None: it may be."""
         try:
             return self._seen()
         except LendingError as error:
             return str(error)
 
     def _seen(self) -> str | None:
-        """Likewise. Raises LendingError where that is one that comes with its remedy."""
+        """`objection`, but raises LendingError for one that comes with its remedy."""
         pid = self._token.look().pid
         if pid != self._pid:
             self.close()
@@ -61,7 +61,7 @@ class ServerWatch:
 
 
 def _other_limits(now: EngineFacts, before: EngineFacts) -> str:
-    """The borrower has learnt of steps with the limits before."""
+    """Objection to changed limits: the borrower has learnt from steps under the old ones."""
     other = next(name for name, value in now._asdict().items() if value != getattr(before, name))
     return (
         f"the serving engine came back with {other} {getattr(now, other)} instead of {getattr(before, other)}; start"

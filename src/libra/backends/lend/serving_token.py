@@ -1,7 +1,7 @@
-"""The serving engine's side of a device that is lent: it has the device for a step, and lets go of it.
+"""The serving engine's side of a device that is lent: it takes the device for a step, and releases it.
 
-Invariant: serving waits for no borrower longer than the grant that is out. The lock alone could not promise that (the
-kernel frees it only after it has torn down a killed process), so a grant is a time, written before it begins; from
+Invariant: serving waits for no borrower longer than the current grant. The lock alone could not promise that (the
+kernel frees it only after it has torn down a killed process), so a grant has an end, written before it begins; from
 then on serving goes ahead without the lock, and says so by a new epoch.
 """
 
@@ -22,8 +22,8 @@ _LONGEST_WAIT = 5.0  # seconds for a grant at most, whatever the page says: gran
 
 
 class ServingToken:
-    """Makes the file if there is none; one that a server before this one left is taken over, and its borrower goes
-    on."""
+    """Serving's view of the page. Makes the file if there is none; one that an earlier server left is taken over, and
+    its borrower goes on."""
 
     def __init__(
         self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic
@@ -32,18 +32,18 @@ class ServingToken:
         if about is not None:
             self._page.facts = about
         self._wants = self._held = self._nobody = False
-        self.lent = False  # the device was, before the step that is under way
+        self.lent = False  # whether the device was lent before the current step
         self.fenced = 0
         self.publish(IDLE, KVView(), self.pace)
 
     @property
     def pace(self) -> float:
-        """Seconds a token that the borrower would have serving slowed down to; 0: there was none yet."""
+        """Seconds per token that the borrower may slow serving down to; 0: there was no borrower yet."""
         return self._page.fields.pace
 
     @property
     def expires(self) -> float:
-        """When the last grant is over, or was."""
+        """End of the last grant."""
         return self._page.fields.expires
 
     @property
@@ -59,12 +59,12 @@ class ServingToken:
 
     @property
     def kv_held(self) -> int:
-        """Bytes of KV that it has now, of what serving ceded."""
+        """Bytes of KV that the borrower has now, of what serving ceded."""
         return 0 if self._gone() else self._page.fields.kv_held
 
     @property
     def due(self) -> float:
-        """When the next token is due, by what was published last; inf: none is, or nobody has asked for a pace."""
+        """Time at which the next token is due, as published last; inf: none is, or no borrower has asked for a pace."""
         view, _, pace = self._said
         return view.due if pace > 0 else math.inf
 
@@ -83,11 +83,11 @@ class ServingToken:
         self.publish(view, kv, pace)
 
     def acquire(self) -> bool:
-        """Have the device. False: it was lent meanwhile, and there is as much to spare again: say who has come
-        meanwhile, and ask anew.
+        """Take the device. False: it was lent meanwhile, and there is enough to spare again: publish the requests that
+        have arrived, and call again.
 
-        A borrower that wishes for what serving can spare is left a moment to take it: it cannot in the instant between
-        two steps. What it then takes is waited for until its grant is over, and not longer.
+        A borrower that wants what serving can spare gets a moment to take it, since it cannot in the instant between
+        two steps. Serving then waits until the end of the grant, and not longer.
         """
         if self._held:
             return True
@@ -119,7 +119,7 @@ class ServingToken:
         return self._held
 
     def can_spare(self) -> bool:
-        """Whether somebody would borrow the device, and what serving said last leaves enough."""
+        """Whether a borrower wants the device, and serving's last view leaves enough."""
         view, wish, now = self._said[0], self._page.fields.wish, self._clock()
         return (
             wish > 0
@@ -130,11 +130,11 @@ class ServingToken:
         )
 
     def note(self, step: ServingStep) -> None:
-        """What a step was, for those who bound the next ones."""
+        """Publish a step, from which a borrower bounds the next ones."""
         self._page.add_step(step)
 
     def release(self) -> None:
-        """Let go of the device, after `publish`."""
+        """Release the device, after `publish`."""
         if self._held:
             self._held = False
             self._page.unlock()
@@ -143,11 +143,11 @@ class ServingToken:
         self._page.close()
 
     def _gone(self) -> bool:
-        """Whether the borrower is, and the agent as well, which says so of one that is gone alone."""
+        """Whether borrower and agent are both gone; of a borrower that is gone alone, the agent says so."""
         if self.leased:
             self._nobody = False
         elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):
-            # Asked until it is so, and not again: a lock that is tried is had for a moment.
+            # Tested until it is so, and not again: testing a lock takes it for a moment.
             self._nobody = not self._page.has("borrower")
         return self._nobody
 

@@ -1,4 +1,4 @@
-"""A server under recorded traffic: what users and their server are to a run that shows lending, and to its tests.
+"""A server under recorded traffic: it stands for users and their server in a run that shows lending, and in its tests.
 
 Invariant: requests come when the record says, whatever the engine is doing. The engine is vLLM with `LendingScheduler`,
 as `vllm serve` would have it; only HTTP and tokenisation are left out. A loan ends with this process: its word has to
@@ -53,7 +53,7 @@ class _Live:
 
 
 def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
-    """Until `Stop`, or until the controller goes away."""
+    """Serve until `Stop`, or until the controller goes away."""
     began = time.monotonic()
     os.environ[DEVICE] = start.device
     os.sched_setaffinity(0, start.cores)
@@ -114,7 +114,7 @@ def serve_traced(channel: WorkerChannel, start: StartServer) -> None:
 
 
 def _arrivals(start: StartServer) -> Iterator[_Arrival]:
-    """From the first that is wanted, without end: the record begins again a second behind its last request."""
+    """Arrivals from the first that is wanted, without end: the record begins again a second after its last request."""
     requests, longest, numbers = read_requests(start.traffic), start.max_model_len, count()
     first = int(start.begins * len(requests))
     skipped, whole = seconds(requests[first].arrival), seconds(requests[-1].arrival) + 1.0

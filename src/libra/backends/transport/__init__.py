@@ -1,1 +1,1 @@
-"""What processes exchange: messages, and vectors in shared memory."""
+"""Transport between processes: messages, and vectors in shared memory."""

@@ -118,7 +118,7 @@ class _AsyncChannel(Generic[Received]):
             raise ConnectionResetError(self._gone) from None  # closed, or killed before it had read everything
 
     def sever(self, why: str) -> None:
-        """The worker went away, though the connection does not show it: `receive` fails."""
+        """Make `receive` fail: the worker went away, though the connection does not show it."""
         self._reader.set_exception(ConnectionResetError(why))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from libra.records.lending import LendingTerms
 
 
 class KVBufferPlace(msgspec.Struct, frozen=True):
-    """Where KV is handed over: a file that process `pid` holds open, of `frames` blocks of KV."""
+    """Place where KV is handed over: a file that process `pid` holds open, of `frames` blocks of KV."""
 
     pid: int
     descriptor: int  # of that process
@@ -51,7 +51,7 @@ class StartEngine(Message, frozen=True):
 
 
 class WeightsPlace(msgspec.Struct, frozen=True):
-    """Where a run's publications can be followed."""
+    """Place where a run's publications can be followed."""
 
     host: str
     port: int
@@ -59,8 +59,8 @@ class WeightsPlace(msgspec.Struct, frozen=True):
 
 
 class Borrow(Message, frozen=True):
-    """A run's first word to the agent of a server: what it would have of the engine there. Answered by `Lent`, by
-    `NotNow`, or by `Failure` where that engine is not one for it."""
+    """A run's first message to the agent of a server: its request for the engine there. Answered by `Lent`, by
+    `NotNow`, or by `Failure` where that engine does not fit."""
 
     max_model_len: int
     max_num_seqs: int
@@ -96,7 +96,7 @@ class StartServer(Message, frozen=True):
     traffic: str  # file of requests
     speed: float  # times as fast as they were recorded
     shorter: float  # prompts and outputs are divided by it
-    begins: float  # share of the record that is left out at first: several servers are not asked the same at once
+    begins: float  # share of the record that is left out at first, so that servers do not all get the same at once
     first: int  # number of the request that comes first: those before it came to an earlier server
     served: str  # file that a line is written to for each request, as it ends
 
@@ -118,8 +118,8 @@ class Generate(Message, frozen=True):
     stop_token: int
     priority: int
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
-    transfer: KVTransfer | None = None  # KV of its context that another engine has put down; answered by `Fetched`
-    seed: int | None = None  # of this request's sampling; None: the engine draws on from where it is
+    transfer: KVTransfer | None = None  # KV of its context that another engine has saved; answered by `Fetched`
+    seed: int | None = None  # of this request's sampling; None: the engine goes on drawing from its own
 
 
 class Interrupt(Message, frozen=True):
@@ -129,8 +129,8 @@ class Interrupt(Message, frozen=True):
 
 
 class Save(Message, frozen=True):
-    """Put down the KV that is held of this context, whole blocks from its beginning on; answered by `Saved`. Turns go
-    on meanwhile."""
+    """Save the KV that is held of this context, whole blocks from its beginning on; answered by `Saved`. Turns go on
+    meanwhile."""
 
     tokens: list[int]
     salt: str | None  # that of its `Generate`
@@ -163,7 +163,7 @@ class MeasureHandover(Message, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What a turn generated since the piece before, all with one version of the weights."""
+    """Tokens that a turn generated since the piece before, all with one version of the weights."""
 
     turn: str  # id of its `Generate`
     version: int
@@ -172,31 +172,31 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoanState(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a loan since the engine started. Seconds."""
+    """Totals of a loan since the engine started. Times are seconds."""
 
-    away: str  # why nothing is lent for the time being; empty: it is lent
+    away: str  # reason why nothing is lent for the time being; empty: it is lent
     wanted: float  # with turns to make, and not away
-    lent: float  # of them, in which the device was had
+    lent: float  # of them, with the device
     grants: int
-    overstayed: int  # grants that serving did not wait out
+    overstayed: int  # grants that serving ended by going ahead
 
 
 class Lent(Message, frozen=True):
     """The engine is the run's until one of both ends it."""
 
-    model: str  # that is served beside it
+    model: str  # that is served on its device
     certified: float  # requests/s up to which the device is lent
     away: str  # why nothing is lent for the time being; empty: it is lent
 
 
 class NotNow(Message, frozen=True):
-    """The engine cannot be had yet; asking again later may help."""
+    """The engine is not available yet; asking again later may help."""
 
     why: str
 
 
 class Generated(Message, frozen=True):
-    """What an engine generated since it last said so, and its counters since it started. Comes every
+    """Tokens that an engine generated since its last report, and its counters since it started. Comes every
     `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
 
     pieces: list[Piece]  # those of one turn in order
@@ -209,7 +209,7 @@ class Generated(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """What was ordered with this transfer is done: its first `blocks` frames are filled."""
+    """The `Save` with this transfer is done: its first `blocks` frames are filled."""
 
     transfer: int
     blocks: int

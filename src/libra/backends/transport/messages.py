@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Where one weight lies in the shared buffer: elements of `dtype` from `offset` bytes on."""
+    """Place of one weight in the shared buffer: elements of `dtype` from `offset` bytes on."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,6 +47,6 @@ class Acknowledged(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The worker could not do what it was told."""
+    """The worker could not carry out an order."""
 
     error: str

@@ -30,7 +30,7 @@ CACHE_LINE = 64  # bytes
 
 
 class LayoutError(RuntimeError):
-    """A process shares something else than is expected of it."""
+    """A process shares other memory than is expected of it."""
 
 
 def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
@@ -61,7 +61,7 @@ def round_up(size: int, step: int) -> int:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 # Two buffers take turns: version v lies in buffer v % 2, so the trainer may write v + 1 while engines still read v. The
-# controller sees to it that v + 2 is not written before every engine has acknowledged v.
+# controller ensures that v + 2 is not written before every engine has acknowledged v.
 BUFFERS = 2
 
 
@@ -70,7 +70,7 @@ class WeightUpdateError(RuntimeError):
 
 
 def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:
-    """Where each weight lies, and the bytes of one buffer; all are of one type."""
+    """Places of the weights, and the bytes of one buffer; all are of one type."""
     layout, offset = [], 0
     for name, shape in shapes:
         layout.append(Tensor(name, shape, offset, dtype))
@@ -110,7 +110,7 @@ class WeightBuffer:
         return np.frombuffer(self._map, np.uint8, self._size, buffer * self._size)
 
     def store(self, buffer: int, content: Vector, checksum: int) -> None:
-        """Fill a buffer with what another node's holds. Raises `WeightUpdateError` when it is not that."""
+        """Fill a buffer with the content of another node's. Raises `WeightUpdateError` when that arrived damaged."""
         if len(content) != self._size:
             raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self._size}")
         np.copyto(self.content(buffer), content)
@@ -152,7 +152,7 @@ _HEADER = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a frame is to hold."""
+    """Expected content of a frame."""
 
     transfer: int
     version: int  # of the weights that the engine held when it gave the block away
@@ -177,7 +177,7 @@ class KVBuffer:
         return cls(attach(place.pid, place.descriptor, _size(place.frames, place.frame_bytes), writable=True), place)
 
     def seal(self, frame: int, filled: Filled) -> None:
-        """Say what the payload of a frame is, now that it lies there."""
+        """Write the header of a frame whose payload is there."""
         header = self._headers[frame : frame + 1]
         header["transfer"], header["version"] = filled.transfer, filled.version
         header["length"] = self.payload.shape[1]

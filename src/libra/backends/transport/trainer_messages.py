@@ -40,7 +40,7 @@ class MeasureTraining(Message, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What training needs of one trajectory. The four lists have one entry per token."""
+    """Training data of one trajectory. The four lists have one entry per token."""
 
     id: str
     tokens: list[int]
@@ -75,8 +75,8 @@ class Discard(Message, frozen=True):
     """The step is not made: forget the gradient that awaits a verdict. The state is what it was before `Train`."""
 
 
-# To form a membership: all replicas are told within milliseconds, and one that has not come by then will not come. A
-# replica that is told to enter waits no longer than this for the others.
+# Time to form a membership: all replicas get the order within milliseconds, and one that has not come by then will not
+# come. A replica with the order to enter waits no longer than this for the others.
 FORMING_SECONDS = 20.0
 
 
@@ -89,7 +89,7 @@ class HostRendezvous(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Form the membership of `size` replicas in which this one is number `rank`, beside the present one."""
+    """Form the membership of `size` replicas in which this one is number `rank`, while the present one goes on."""
 
     generation: int
     rank: int
@@ -107,8 +107,8 @@ class Enter(Message, frozen=True):
 
 
 class StatePlace(msgspec.Struct, frozen=True, tag=True):
-    """Where one process of a replica publishes its part of the state, on its own node: a file that process `pid` holds
-    open."""
+    """Place where one process of a replica publishes its part of the state, on its own node: a file that process `pid`
+    holds open."""
 
     pid: int
     descriptor: int  # of that process
@@ -118,7 +118,7 @@ TOKEN_BYTES = 32  # of ASCII
 
 
 class RelayPlace(msgspec.Struct, frozen=True, tag=True):
-    """Where a replica's state is read from another node: a relay that listens for one reader, who knows the token."""
+    """Place where a replica's state is read from another node: a relay that listens for one reader with the token."""
 
     host: str
     port: int
@@ -138,7 +138,7 @@ class Identify(Message, frozen=True):
 
 
 class Follow(Message, frozen=True):
-    """Become what is published there, and keep up with it until `Enter`; answer when level with it."""
+    """Take over the state that is published there, and keep up with it until `Enter`; answer when level with it."""
 
     places: list[StatePlace | RelayPlace]  # one for each process of the replica
 
@@ -153,7 +153,7 @@ class CatchUp(Message, frozen=True):
 
 
 class WarmUp(Message, frozen=True):
-    """Supervised steps on demonstrations: (tokens, generated mask) per sequence."""
+    """Make one supervised step on demonstrations: (tokens, generated mask) per sequence."""
 
     batch: list[tuple[list[int], list[bool]]]
     learning_rate: float
@@ -193,7 +193,8 @@ class TrainingMeasured(Message, frozen=True):
 
 
 class TokenSums(msgspec.Struct, frozen=True):
-    """Of a share or a part of it: the tokens that went through the model, and sums over those that the policy wrote."""
+    """Sums of a share or a part of it: over all tokens that went through the model, and over those that the policy
+    wrote."""
 
     forward_tokens: int = 0
     generated_tokens: int = 0
@@ -239,7 +240,7 @@ class Published(Message, frozen=True):
 
 
 class Rendezvous(Message, frozen=True):
-    port: int  # 0: it cannot listen, and tells why when it enters a membership
+    port: int  # 0: it cannot listen, and reports why when it enters a membership
 
 
 class Entered(Message, frozen=True):
@@ -248,7 +249,7 @@ class Entered(Message, frozen=True):
 
 
 class StateDigest(Message, frozen=True):
-    """Which state a replica holds."""
+    """The state that a replica holds."""
 
     number: int  # as the core counts that is or was followed, or else this replica; -1: none
     parameter_hash: int
@@ -260,7 +261,7 @@ class StateDigest(Message, frozen=True):
 
 class Serving(Message, frozen=True):
     ports: list[int]  # one for each process of the replica
-    failure: str  # why nobody can read it there; empty where the relay listens
+    failure: str  # reason why it cannot be read there; empty where the relay listens
 
 
 class Scored(Message, frozen=True):

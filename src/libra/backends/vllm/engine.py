@@ -44,7 +44,7 @@ class VllmEngine:
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
         self._refresh_kv = start.refresh_kv
-        # How the device is had while weights are taken, one after the other.
+        # Wraps weight loading in device grants.
         self.in_turns: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -73,7 +73,7 @@ class VllmEngine:
             )
         )
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        # Beside the scheduler of an engine that is stepped in this process. None: it hands no KV over.
+        # The scheduler's connector, which is in this process as the engine is. None: it hands no KV over.
         self._kv: FrameConnector | None = self._scheduler.get_kv_connector()
         self.expect(buffer, start.layout)
         self.version = 0
@@ -122,13 +122,13 @@ class VllmEngine:
         return True
 
     def put_out(self, request: str) -> str:
-        """`interrupt` a turn that is named as the scheduler names requests; its own name."""
+        """`interrupt` a turn that is named as the scheduler names requests; returns its own name."""
         turn = self._engine.output_processor.request_states[request].external_req_id
         self.interrupt(turn)
         return turn
 
     def step(self) -> list[Sampled]:
-        """One iteration; what it made of each turn that it served."""
+        """Make one iteration; returns the result of each turn that it served."""
         sampled = []
         for output in self._engine.step():
             turn, completion = output.request_id, output.outputs[0]
@@ -148,26 +148,26 @@ class VllmEngine:
 
     @property
     def scheduler(self) -> Any:
-        """vLLM's."""
+        """vLLM's scheduler."""
         return self._scheduler
 
     @property
     def queue(self) -> RolloutQueue:
-        """What the next step could compute."""
+        """Turns that the next step could compute."""
         return self._scheduler.queue
 
     @property
     def shape(self) -> StepShape:
-        """What the last step computed."""
+        """Work of the last step."""
         return self._scheduler.shape
 
     @property
     def most_tokens(self) -> int:
-        """That a step computes, whoever sets it."""
+        """Most tokens that a step may ever compute."""
         return self._scheduler.scheduler_config.max_num_batched_tokens
 
     def bounded_step(self, tokens: int) -> list[Sampled]:
-        """`step`, of at most so many tokens."""
+        """`step`, of at most `tokens` tokens."""
         self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step
         return self.step()
 
@@ -187,7 +187,7 @@ class VllmEngine:
             raise RuntimeError("the prefix cache is in use")
 
     def expect(self, buffer: WeightBuffer, layout: tuple[Tensor, ...]) -> None:
-        """New versions come there, laid out like this, from now on."""
+        """Expect new versions in this buffer, laid out like this, from now on."""
         self._buffer = buffer
         self._engine.collective_rpc(
             "init_weight_transfer_engine", args=({"buffer": buffer, "layout": layout, "engine": self},)

@@ -58,8 +58,8 @@ class EngineHandle(Handle):
         on_recall: Callable[[EngineHandle], None] | None = None,
         on_load: Callable[[EngineHandle, float], None] | None = None,
     ) -> None:
-        """`on_recall` is told when its device is recalled, and when it is lent again; None: it is the engine's own.
-        `on_load` is told of weights that it took unasked, and how long it stood still; None: it is told to `load`."""
+        """`on_recall` is called when its device is recalled, and when it is lent again; None: it is the engine's own.
+        `on_load` is called when it took weights unasked, with the seconds it stood still; None: it has to `load`."""
         self._on_recall, self._on_load = on_recall, on_load
         self.loan: LoanState | None = None
         self._recalls, self._began = 0, time.monotonic()
@@ -91,7 +91,7 @@ class EngineHandle(Handle):
 
     @property
     def away_seconds(self) -> float:
-        """For which its device was recalled, so far."""
+        """Seconds for which its device was recalled, so far."""
         return self._away + (time.monotonic() - self._away_since if self.away else 0.0)
 
     @property
@@ -99,9 +99,9 @@ class EngineHandle(Handle):
         return len(self._turns)
 
     async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        """Have a turn made until it stops: by itself, or as it is interrupted. `take` gets its tokens as they come.
+        """Have a turn generated until it stops by itself or is interrupted. `take` gets its tokens as they come.
 
-        Raises `WorkerLostError` when the engine goes away first. Then, too, `take` has had all that there is of it.
+        Raises `WorkerLostError` when the engine goes away first. Then, too, `take` has had all tokens that arrived.
         """
         if self.lost:
             raise WorkerLostError(f"engine {self.name} is gone")
@@ -125,7 +125,7 @@ class EngineHandle(Handle):
 
     @contextmanager
     def expecting(self, tokens: int) -> Iterator[None]:
-        """A request of this size is on its way to the engine: it counts as one that it holds."""
+        """Count a request of this size, which is on its way to the engine, as one that it holds."""
         self.load_tokens += tokens
         try:
             yield
@@ -133,20 +133,20 @@ class EngineHandle(Handle):
             self.load_tokens -= tokens
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
-        """Have KV put down for another engine; None when the engine goes away first."""
+        """Have KV saved for another engine; None when the engine goes away first."""
         saved = self._told_of(Saved, order.transfer.number)
         if not self.lost:
             self._channel.send(order)
         return saved
 
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
-        """When a transfer, that a request which is about to be sent comes with, is not needed any more; None when the
+        """Done when a transfer, which a request that is about to be sent brings, is not needed any more; None when the
         engine goes away first."""
         return self._told_of(Fetched, transfer)
 
     async def vacate(self, deadline: float) -> None:
-        """Stop all turns where they are, and wait until what they want of their KV is put down, `deadline` seconds at
-        most. A turn asks for its KV before anybody else hears that it left."""
+        """Stop all turns where they are, and wait until the KV that they want is saved, `deadline` seconds at most. A
+        turn asks for its KV before any other task learns that it left."""
         for turn in self._turns:
             self.interrupt(turn)
         ends = time.monotonic() + deadline
@@ -181,7 +181,7 @@ class EngineHandle(Handle):
                 self._settle(message)
             case Generated():
                 self._take(message)
-            case Lent():  # here: what is said of the loan right behind it may be read before whoever asked goes on
+            case Lent():  # here: a report of the loan right behind it may be read before the caller of `ask` goes on
                 self.loan = LoanState(message.away, 0.0, 0.0, 0, 0)
                 if self.away and self._on_recall is not None:
                     self._on_recall(self)
@@ -241,7 +241,7 @@ class EngineHandle(Handle):
             told.set_result(message)
 
     async def _watch(self) -> None:
-        """Take an engine for lost that has turns to make and does not go on with them."""
+        """Declare the engine lost when it has turns to make and does not go on with them."""
         silent = 0
         while silent < SILENT_LOOKS:
             reports, running = self._reports, self.running

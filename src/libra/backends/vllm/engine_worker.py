@@ -31,7 +31,7 @@ from libra.cost.engine_memory import BLOCK_TOKENS
 
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
-    """Until `Stop`, or until the controller goes away."""
+    """Serve orders until `Stop`, or until the controller goes away."""
     worker = _EngineWorker(channel, start, descriptor)
     channel.send(Ready(seconds=time.monotonic() - began))
     while worker.turn():
@@ -154,7 +154,7 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
     for repeat in range(order.repeats + 1):
         for point in order.points:
             seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
-            if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+            if repeat > 0:  # the first time pays for kernels that are set up at their first use
                 rows[point].append(seconds)
     iterations: list[tuple[float, float, float, float]] = []
     for (sequences, context), runs in rows.items():
@@ -165,8 +165,8 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
 
 
 def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
-    """Time what the two engines of a hand-over do, with one that is both: it saves a context, forgets it, and takes it.
-    What taking costs is what the request takes longer than one that finds its context in the prefix cache."""
+    """Time both sides of a handover, with one engine as both: it saves a context, forgets it, and takes it. The cost of
+    taking is the extra time of the request against one that finds its context in the prefix cache."""
     numbers = count(order.transfer.number)
 
     def first_token(context: list[int], name: str, transfer: KVTransfer | None = None) -> float:

@@ -1,8 +1,8 @@
 """vLLM's executor of an engine in this process, without its file in the directory of temporary files.
 
-Invariant: an engine leaves no file when its process ends, however it ends. vLLM has even a single worker meet itself in
-`vllm_dist_*` there, which nothing removes. Here it is memory that goes away with the process, and that no other user
-can open.
+Invariant: an engine leaves no file when its process ends, however it ends. Even for a single worker, vLLM makes a
+rendezvous file `vllm_dist_*` there, which nothing removes. Here it is memory that goes away with the process, and that
+no other user can open.
 """
 
 from __future__ import annotations

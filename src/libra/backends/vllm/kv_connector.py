@@ -4,8 +4,8 @@ Invariant: KV is named by the hashes of vLLM's prefix cache, which cover all tok
 salt. So an engine gives only what it would itself reuse for such a request, and takes only what is the same; a block
 that is not there, or damaged, or of newer weights than the engine's, ends what is taken, and the rest is computed.
 
-vLLM makes two of these, one beside its scheduler and one beside its model. The first knows blocks and requests, and
-decides; the second copies. The engine is stepped in this process, so what was decided is copied when the step returns.
+vLLM makes two of these, one for its scheduler and one for its model. The first knows blocks and requests, and decides;
+the second copies. The engine is stepped in this process, so what was decided is copied when the step returns.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-# Copied out in one iteration: a few milliseconds, so that the turns that run there hardly notice.
+# Bytes copied out in one iteration: they take a few milliseconds, which hardly delays the turns that run there.
 SAVED_BYTES = 4 << 20
 
 _TRANSFER = "libra_transfer"
 
 
 def transfer_config(place: KVBufferPlace) -> KVTransferConfig:
-    """How vLLM finds this connector, and the connector its frames."""
+    """Configuration by which vLLM finds this connector, and the connector its frames."""
     return KVTransferConfig(
         kv_connector=FrameConnector.__name__,
         kv_connector_module_path=__name__,
@@ -70,7 +70,7 @@ class Copy:
 
 @dataclass
 class Copies(KVConnectorMetadata):
-    """What one step copies."""
+    """Copies that one step makes."""
 
     saves: list[Copy] = field(default_factory=list)
     fetches: list[Copy] = field(default_factory=list)
@@ -136,7 +136,7 @@ class FrameConnector(KVConnectorBase_V1):
         self._givings.append(_Giving(order.transfer.number, blocks, copies))
 
     def done(self) -> list[Saved | Fetched]:
-        """What was saved, and which frames are not needed any more, since the last call."""
+        """Messages since the last call: what was saved, and which frames are not needed any more."""
         while self._givings and not self._givings[0].copies:
             given = self._givings.popleft()
             self._pool.free_blocks(reversed(given.blocks))
@@ -145,11 +145,11 @@ class FrameConnector(KVConnectorBase_V1):
         return done
 
     def _names(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
-        """What vLLM's prefix cache calls the whole blocks of this context."""
+        """Names of the whole blocks of this context in vLLM's prefix cache."""
         request = Request("", list(tokens), SamplingParams(), None, cache_salt=salt, block_hasher=self._hasher)
         return list(request.block_hashes)
 
-    # --- beside the scheduler -------------------------------------------------------------------------------------
+    # --- for the scheduler ----------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
@@ -196,7 +196,7 @@ class FrameConnector(KVConnectorBase_V1):
         return self.giving
 
     def _sound(self, transfer: KVTransfer, names: Sequence[bytes]) -> int:
-        """Leading frames that hold what they should."""
+        """Number of leading frames that hold what they should."""
         count = 0
         for name, frame in zip(names, transfer.frames, strict=False):
             if not self._frames.holds(frame, Filled(transfer.number, self.version, name)):
@@ -204,7 +204,7 @@ class FrameConnector(KVConnectorBase_V1):
             count += 1
         return count
 
-    # --- beside the model -----------------------------------------------------------------------------------------
+    # --- for the model --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         blocks = self._kv_cache_config.num_blocks
@@ -232,10 +232,10 @@ class FrameConnector(KVConnectorBase_V1):
             self._frames.seal(copy.frame, copy.filled)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: all layers are there before the forward pass."""
+        """Do nothing: all layers are there before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are saved when they are asked for."""
+        """Do nothing: blocks are saved when they are asked for."""
 
     def _copies(self) -> Copies:
         return self._get_connector_metadata()

@@ -1,7 +1,7 @@
 """A context that changes engines: its KV is handed over where that is cheaper than computing it again.
 
-Invariant: whatever fails on the way, the context is computed again and the turn goes on; nobody waits longer than
-`SAVE_SECONDS` for KV. Which of the two was done, and why, is told of every context that changed engines.
+Invariant: whatever fails on the way, the context is computed again and the turn goes on; no turn waits longer than
+`SAVE_SECONDS` for KV. Every context that changed engines is reported, with the way that was chosen, and why.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from libra.cost.transfer import handover_pays
 
 
 class KVLeases:
-    """Frames and who has them."""
+    """The frames, and the transfers that hold them."""
 
     def __init__(self, frames: int) -> None:
         self._free = list(range(frames))
-        self._written_by: list[tuple[int, KVTransfer]] = []  # by a process that may not have heard that it shall not
+        self._written_by: list[tuple[int, KVTransfer]] = []  # given up, but the process may still write to them
         self._transfers = 0
 
     @property
     def free(self) -> int:
-        """Frames that nobody has."""
+        """Number of frames that no transfer holds."""
         self._reclaim()
         return len(self._free)
 
@@ -59,19 +59,19 @@ class KVLeases:
         self._written_by = writing
 
 
-_NODE = "local"  # that of the controller, as launchers name it: its memory is the workers' there and nobody else's
+_NODE = "local"  # that of the controller, as launchers name it: only workers there share its memory
 SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not waited for
 
 
 @dataclass(slots=True)
 class ContextMove:
-    """How a context came to another engine. `seconds` are those from the request for its KV until the other engine
-    took it: of such a turn alone, others go on meanwhile."""
+    """The move of a context to another engine. `seconds` are those from the request for its KV until the other engine
+    took it: only this turn waits, others go on meanwhile."""
 
     context: int  # tokens that the engine before held of it
     handed_tokens: int = 0  # taken from there; all others are computed again
     seconds: float = 0.0
-    why: str = "handed over"  # or why not
+    why: str = "handed over"  # or the reason why not
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class ContextMoves:
 
 
 class KVHandover:
-    """`kv_bytes` are those of a token; `tokens` the most that lie in memory between two engines."""
+    """Hands KV over. `kv_bytes` are those of a token; `tokens` the most that lie in memory between two engines."""
 
     def __init__(self, kv_bytes: int, tokens: int) -> None:
         frames = -(-tokens // BLOCK_TOKENS)
@@ -104,8 +104,8 @@ class KVHandover:
         self._profile: DeviceProfile | None = None
 
     def place(self, engine: Engine) -> KVBufferPlace | None:
-        """Where an engine finds the memory; None where it does not: it runs on another node, or saves nothing, as its
-        device is lent for steps that generate."""
+        """The place where an engine finds the memory; None where it does not: it runs on another node, or saves
+        nothing, as its device is lent for steps that generate."""
         return self.memory.place if engine.link.node == _NODE and not engine.lent else None
 
     def price_by(self, profile: DeviceProfile) -> None:
@@ -121,7 +121,7 @@ class KVHandover:
         self, tokens: Sequence[int], salt: str | None, source: Engine, target: Engine
     ) -> tuple[KVTransfer | None, ContextMove]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
-        returns. What is told of the change is complete when that request has its first token."""
+        returns. The returned move is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
         change = ContextMove(len(tokens))
         transfer = self._lease(blocks, source, target, change)
@@ -156,7 +156,7 @@ class KVHandover:
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
     def _lease(self, blocks: int, source: Engine, target: Engine, change: ContextMove) -> KVTransfer | None:
-        """Room for a context, where it is to be handed over."""
+        """Lease frames for a context that is to be handed over; None where it is not, with the reason in `change`."""
         if source.lost:
             change.why = "the engine was gone"
         elif self.place(source) is None or self.place(target) is None:
@@ -172,7 +172,7 @@ class KVHandover:
         return None
 
     def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: Engine) -> None:
-        """Nobody wants this transfer any more, and its writer has ended in one way or the other."""
+        """Release a transfer that is not wanted any more, once its writer has answered or is lost."""
         if saved.result() is None:
             self.leases.release_after(source.link.pid, transfer)
         else:

@@ -1,7 +1,7 @@
 """The reports of an engine: tokens since the last one, counters since the start.
 
-Invariant: each token is told once, in the order in which its turn got it and under the weight version that it was
-sampled with; a turn's end is told with its last token or after it.
+Invariant: each token is reported once, in the order in which its turn got it and under the weight version that it was
+sampled with; a turn's end is reported with its last token or after it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from libra.backends.transport.engine_messages import Generated, LoanState, Piece
 
-# Seconds between two reports of an engine at work. What a killed engine has not told is generated again: at most this
-# much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
+# Seconds between two reports of an engine at work. What a killed engine has not reported is generated again: at most
+# this much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
 REPORT_SECONDS = 0.05
 SILENT_SECONDS = 1.0  # between two reports of an engine that has turns to make and may not go on with them
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one iteration made of one turn."""
+    """Result of one iteration for one turn."""
 
     turn: str
     tokens: list[int]
@@ -39,7 +39,7 @@ class Report:
         self._told_iterations, self._told_at = 0, now
 
     def iteration(self, sampled: Iterable[Sampled], version: int) -> None:
-        """An iteration with the weights of this version."""
+        """Add an iteration with the weights of this version."""
         self._iterations += 1
         for part in sampled:
             self._prefilled_tokens += part.prefilled_tokens
@@ -49,18 +49,18 @@ class Report:
                 self._ended.append(part.turn)
 
     def interrupted(self, turn: str) -> None:
-        """A turn was stopped between two iterations."""
+        """Add the end of a turn that was stopped between two iterations."""
         self._ended.append(turn)
 
     def due(self, now: float) -> bool:
-        """Whether to tell now: the end of a turn at once, tokens and counters when there are some and it is time. That
-        there were iterations is told even if they made no token: an engine that says nothing is taken for lost."""
+        """Whether to report now: the end of a turn at once, tokens and counters when there are some and it is time.
+        Iterations are reported even if they made no token: a silent engine is taken for lost."""
         if self._ended:
             return True
         return self._iterations > self._told_iterations and now - self._told_at >= REPORT_SECONDS
 
     def silent(self, now: float) -> bool:
-        """Whether it is time to tell that the engine is there, though it has nothing to tell."""
+        """Whether it is time to show that the engine is there, though it has nothing to report."""
         return now - self._told_at >= SILENT_SECONDS
 
     def take(self, now: float, busy_seconds: float, loan: LoanState | None = None) -> Generated:

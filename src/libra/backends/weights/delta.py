@@ -1,14 +1,14 @@
-"""What changed in a stretch of weights from one version to the next, exactly, in few bytes.
+"""Deltas: the changes of a stretch of weights from one version to the next, exactly, in few bytes.
 
 Invariant: a delta gives the new numbers to the last bit from the old ones it was made of, whatever bits these are (NaN,
--0 and infinity included), and nothing useful from any others; so whoever applies one compares checksums. What does not
-decode is a `DeltaError`, never a wrong place in memory.
+-0 and infinity included), and nothing useful from any others; so its receiver compares checksums. What does not decode
+is a `DeltaError`, never a wrong place in memory.
 
-A step of reinforcement learning is small beside a bf16 number's last place: at a learning rate of 1e-6 one number in a
+A step of reinforcement learning is small against a bf16 number's last place: at a learning rate of 1e-6 one number in a
 hundred changes, and mostly to its neighbour. So a delta has the places, as gaps of one byte (255: that many, and the
-next byte goes on), and how many representable numbers further the value went, as an integer of which small ones are
-common (zigzag, a plane for each byte). Both are Huffman-coded with runs by zlib: there is no text in it to be found
-again, and a search for one costs five times the time.
+next byte goes on), and the number of representable values that each number moved, as an integer that is mostly small
+(zigzag, a plane for each byte). Both are Huffman-coded with runs by zlib: they repeat no strings, and a search for
+repeated strings takes five times as long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ESCAPE = 255
 
 
 class DeltaError(RuntimeError):
-    """What arrived is no delta of these numbers."""
+    """The bytes that arrived are no delta of these numbers."""
 
 
 def encode(base: Numbers, new: Numbers) -> bytes:
@@ -96,7 +96,7 @@ def _gaps(changed: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
 
 
 def _places(gaps: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.int32]:
-    """The other way round. A byte that ends a gap also counts the number that changed."""
+    """The inverse of `_gaps`. A byte that ends a gap also counts the number that changed."""
     if len(gaps) == count:  # none is longer than a byte
         steps = np.cumsum(gaps, dtype=np.int32)
         steps += np.arange(count, dtype=np.int32)

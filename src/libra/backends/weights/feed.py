@@ -1,9 +1,9 @@
-"""What a node has to give to others: the deltas that it keeps, and all of a version for who is too far behind.
+"""A node's feed for others: the deltas that it keeps, and all of a version for a reader that is too far behind.
 
 Invariant: of every chunk the feed keeps all deltas from version `kept_from` to `newest`, and gives a reader each of
 them once, or the whole chunk where the reader has less than that. So a reader that has given all that it got to a
 mirror is where the feed is, wherever it began; and bytes that one reader is slow to take are kept once for all of them.
-It decides and does no I/O; whoever fills it awaits `room` first.
+It decides and does no I/O; its writer awaits `room` first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import numpy as np
 from libra.backends.weights.grid import Grid, Mask, Versions
 from libra.backends.weights.wire import NOTHING, Chunk, Complete, Kept, pack, runs
 
-# Of the weights' size: what is kept of deltas. Who is further behind gets everything, which is not much more.
+# Most bytes of deltas that are kept, as a share of the weights' size. A reader that is further behind gets everything,
+# which is not much more.
 _KEPT_SHARE = 0.25
 
 
 class Store(Protocol):
-    """Where chunks can be had whole."""
+    """Source of whole chunks."""
 
     @property
     def versions(self) -> Versions:
-        """Of each chunk; `NOTHING` where there is none."""
+        """Version of each chunk; `NOTHING` where there is none."""
         ...
 
     def chunk(self, number: int) -> Chunk:
@@ -38,14 +39,14 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptFrame:
-    """One thing that is kept, and the frame that it came in or goes out in."""
+    """One item that is kept, and the frame that it came in or goes out in."""
 
     item: Kept
     frame: bytes
 
 
 class FeedReader:
-    """How far one reader has come: the version of each chunk that it was given, and its place in what is kept."""
+    """Progress of one reader: the version of each chunk that it was given, and its place in what is kept."""
 
     def __init__(self, have: Versions, wanted: Mask) -> None:
         self.have, self.wanted = have, wanted
@@ -79,21 +80,21 @@ class Feed:
         self.stock(None)
 
     def stock(self, store: Store | None) -> None:
-        """What is there of whole chunks is another now."""
+        """Set the source of whole chunks, or note that it has other chunks now."""
         self._store, self._stock = store, object()
         self._announce()
 
     @property
     def kept(self) -> int:
-        """Bytes."""
+        """Bytes that are kept."""
         return self._bytes
 
     def entries(self) -> tuple[KeptFrame, ...]:
-        """What is kept, oldest first."""
+        """All that is kept, oldest first."""
         return tuple(self._entries)
 
     def add(self, item: Kept, frame: bytes) -> bool:
-        """Keep what goes on from what is kept. False: it was here before, or something before it is missing."""
+        """Keep an item that goes on from what is kept. False: it was here before, or something before it is missing."""
         if isinstance(item, Chunk):
             newest = self.newest[item.number]
             if item.version <= newest or not (item.whole or item.base == newest):
@@ -114,7 +115,7 @@ class Feed:
         return True
 
     def lost(self, number: int, have: int) -> None:
-        """The node's own mirror could not use what came of a chunk: it goes on from the version that it has."""
+        """Note that the node's own mirror could not use a chunk: it goes on from the version that it has."""
         self.newest[number] = have
         self.kept_from[number] = max(self.kept_from[number], have)
         if self.first is not None:
@@ -122,7 +123,7 @@ class Feed:
         self._announce()
 
     def next(self, reader: FeedReader) -> KeptFrame | None:
-        """What the reader is to get now; None while there is nothing. Who gets it counts as having it."""
+        """The next frame for the reader; None while there is nothing. The reader counts as having it then."""
         if reader.place < self._dropped:
             reader.place, reader.stock = self._dropped, None
         if reader.stock is not self._stock and self._store is not None:
@@ -142,12 +143,13 @@ class Feed:
         return entry
 
     def complete(self, reader: FeedReader) -> int:
-        """The latest version that is complete where the reader can have it from here, and that it was given."""
+        """The latest version that is complete in the chunks that the reader can get here, and that it was given."""
         given = np.minimum(reader.have, self.completed)[self.own & reader.wanted]
         return int(given.min(initial=self.completed.max()))
 
     def _whole(self, reader: FeedReader) -> KeptFrame | None:
-        """A chunk that is not kept any more back to where the reader is, and after them how far they are complete."""
+        """The next whole chunk, of those whose deltas are not kept back to the reader; after all these, how far they
+        are complete."""
         if self._store is None:
             return None
         while reader.owed:
@@ -162,8 +164,8 @@ class Feed:
         return None
 
     def _complete(self, reader: FeedReader) -> Iterator[Complete]:
-        """What is complete of the chunks that can be had from here, where the reader has it. Where it has not, there
-        are deltas for it, and they are followed by the same."""
+        """The complete version of the chunks that the reader can get here, if it has them all. If not, there are deltas
+        for it, which are followed by the same messages."""
         version = int(self.completed[self.own].min())
         if version == NOTHING or np.any(reader.have[self.own & reader.wanted] < version):
             return
@@ -185,8 +187,8 @@ class Feed:
         return self._changed.wait()
 
     async def room(self) -> None:
-        """Wait until no more is kept than may be. Readers elsewhere that are slow get whole chunks; the node's own
-        mirror is waited for."""
+        """Wait until no more than `kept_bytes` is kept. Slow readers elsewhere get whole chunks; the node's own mirror
+        is waited for."""
         while self._bytes > self.kept_bytes and self.first is not None and self.first.place <= self._dropped:
             await self.changed()
 
@@ -197,11 +199,11 @@ class Feed:
             await self.changed()
 
     def begins(self, item: Kept) -> bool:
-        """Whether it is the first of a version to be kept."""
+        """Whether `item` is the first of a version to be kept."""
         return isinstance(item, Chunk) and not item.whole and item.version > self.newest.max()
 
     def _drop(self) -> None:
-        """Forget the oldest that the node's own mirror has read."""
+        """Forget the oldest items that the node's own mirror has read, down to `kept_bytes`."""
         before = self._dropped
         while self._bytes > self.kept_bytes and (self.first is None or self._dropped < self.first.place):
             entry = self._entries.popleft()

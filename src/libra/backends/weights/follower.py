@@ -1,9 +1,9 @@
 """A process that keeps a node's weights, for engines in other processes: `python -m libra.backends.weights.follower`.
 
-Invariant: it never writes to the half that its owner was last told of before the owner has answered, and it ends with
-its owner. The owner writes one JSON line, the order, to its standard input and reads from its standard output: where
-others may follow this node, and then each version, which the owner answers with a line when its engines have loaded
-it. What ends it is the last line of its standard error.
+Invariant: it never writes to the half that it last reported to its owner before the owner has answered, and it ends
+with its owner. The owner writes one JSON line, the order, to its standard input and reads from its standard output:
+where others may follow this node, and then each version, which the owner answers with a line when its engines have
+loaded it. What ends it is the last line of its standard error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError
 
 
 class FollowWeights(msgspec.Struct, frozen=True):
-    """What a follower is to keep. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the
-    process inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes
-    that engines read, none of which means all."""
+    """Order to a follower. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the process
+    inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes that
+    engines read, or empty for all."""
 
     grid: Grid
     descriptor: int
@@ -47,7 +47,7 @@ FollowerWord = FollowerPlace | LoadWeights
 
 
 async def follow(order: FollowWeights) -> None:
-    """Until the sources are lost, which raises `UpstreamLostError`, or the owner goes."""
+    """Follow until the sources are lost (raises `UpstreamLostError`), or the owner goes (raises `EOFError`)."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
     if os.fstat(order.descriptor).st_size < BUFFERS * grid.size:

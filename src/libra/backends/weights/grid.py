@@ -1,7 +1,7 @@
-"""Weights as numbered chunks of flat checkpoint coordinates: what is sent, checked and asked for is a chunk.
+"""Weights as numbered chunks of flat checkpoint coordinates: a chunk is the unit that is sent, checked and asked for.
 
-Invariant: chunks are disjoint, in order, and cover the weights; a number never lies in two. Everybody who speaks of the
-same weights has the same grid, or is refused.
+Invariant: chunks are disjoint, in order, and cover the weights; a number never lies in two. All nodes that exchange the
+same weights have the same grid, or are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Sums = npt.NDArray[np.uint32]  # [chunks], CRC-32 each
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """`size` are the bytes of the weights, `dtype` is the type of all of them, `layout` the CRC-32 of which weight lies
-    where: of other ones the same bytes mean something else."""
+    """`size` are the bytes of the weights, `dtype` is the type of all of them, `layout` the CRC-32 of their places: in
+    another layout the same bytes mean something else."""
 
     size: int
     dtype: Dtype
@@ -36,7 +36,7 @@ class Grid(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, layout: Sequence[Tensor], size: int) -> Grid:
-        """Of weights as `make_layout` lays them out. Raises `ValueError` where they are of several types."""
+        """The grid of weights as `make_layout` lays them out. Raises `ValueError` where they are of several types."""
         kinds = sorted({tensor.dtype for tensor in layout})
         if len(kinds) != 1:
             raise ValueError(f"weights of {' and '.join(kinds) or 'no type'}: deltas are of one type")

@@ -1,8 +1,8 @@
 """A node's copy of the weights, in two halves: engines load one while the next version is put together in the other.
 
 Invariant: the half that engines load is one version, published as such, every chunk of it checked against the sender's
-checksum after it was written. A delta is applied to what it was made from, or not at all. What failed is not believed
-any more and has to be asked for whole; the half that engines load is untouched by that.
+checksum after it was written. A delta is applied to what it was made from, or not at all. A chunk that failed is not
+trusted any more and has to be asked for whole; the half that engines load is untouched by that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mirror:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing that is here is of use any more."""
+        """Forget all that is here."""
         self.held = NOTHING  # the version that engines load
         self.checksum: int | None = None  # of all weights of that version; None: not told
         self._staged = self._nothing()
@@ -40,7 +40,7 @@ class Mirror:
 
     @property
     def versions(self) -> Versions:
-        """Of the chunks that can be had from here: those that engines load."""
+        """Versions of the chunks that others can get here: those that engines load."""
         return np.where(self.wanted & ~self._distrusted, self.held, NOTHING)
 
     @property
@@ -53,13 +53,13 @@ class Mirror:
         return self._halves[self.half]
 
     def chunk(self, number: int) -> Chunk:
-        """One of those, whole."""
+        """A chunk that engines load, whole."""
         content = self.content()[self.grid.span(number)]
         return Chunk(number, self.held, NOTHING, 0, int(self._sums[self.half][number]), content.tobytes())
 
     def take(self, chunk: Chunk) -> bool:
-        """Put a chunk where the next version is made. False: it was here, or is not wanted, or what it is made from is
-        not here. Raises `WeightUpdateError` when it does not lead to what its sender says."""
+        """Put a chunk where the next version is made. False: it was here, is not wanted, or its base is not here.
+        Raises `WeightUpdateError` when it does not lead to what its sender says."""
         number = chunk.number
         if not 0 <= number < len(self.grid):
             raise WeightUpdateError(f"chunk {number} of {len(self.grid)}")
@@ -84,7 +84,7 @@ class Mirror:
         return True
 
     def confirm(self, complete: Complete) -> None:
-        """A sender has published a version in these chunks."""
+        """Note that a sender has published a version in these chunks."""
         span = slice(complete.start, complete.stop)
         self._confirmed[span] = np.maximum(self._confirmed[span], complete.version)
         if complete.checksum is not None:
@@ -95,7 +95,7 @@ class Mirror:
         return bool(self._confirmed[chunk.number] >= chunk.version)
 
     def settle(self) -> bool:
-        """Whether another version is there whole, and published: the halves change places then."""
+        """Swap the halves if another version is there whole, and published; returns whether."""
         staged = self._staged[self.wanted]
         version = int(staged[0])
         if version <= self.held or np.any(staged != version) or np.any(self._confirmed[self.wanted] < version):

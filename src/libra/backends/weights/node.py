@@ -3,8 +3,8 @@
 Invariant: what comes is passed on chunk by chunk before this node has used it, and once to each reader, so a link to a
 cluster is crossed once if one of its nodes follows what is beyond and the others follow that node. A version reaches
 `load` only from a mirror that has checked it, and the half where it lies is not written to before `load` has returned;
-newer chunks go to the other half meanwhile, and nobody waits for this node's engines.
-What is damaged, missing or of another base is asked for again, and not for ever: `UpstreamLostError`.
+newer chunks go to the other half meanwhile, and no reader waits for this node's engines. What is damaged, missing or of
+another base is asked for again, and not for ever: `UpstreamLostError`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class LinkPatience:
-    """How long one end waits for the other."""
+    """Limits of the time that one end waits for the other."""
 
-    beat: float = 2.0  # seconds of nothing new after which that is said
+    beat: float = 2.0  # seconds without news after which a `Beat` is sent
     silence: float = 10.0  # seconds without a byte after which the other end is taken for gone
     attempts: int = 8  # in a row that bring nothing
     pause: float = 0.1  # seconds after the first of them, twice as many after each one more
@@ -66,10 +66,10 @@ _FAILURES = 8  # of chunks that arrived as they were sent and do not lead where 
 
 
 class UpstreamLostError(ConnectionError):
-    """Nothing more can be had from any of the places where a node asks for weights."""
+    """None of the places where a node asks for weights gives any more."""
 
 
-# --- who gives -------------------------------------------------------------------------------------------------------
+# --- the sender ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -81,8 +81,8 @@ async def served(
     port: int = 0,
     limits: WeightsLimits = WEIGHTS,
 ) -> AsyncIterator[Address]:
-    """Gives what a feed has to all who show the token; yields where. Port 0: any. A connection that has not shown it
-    gives way to a later one where there are too many."""
+    """Serve a feed to all readers that show the token; yields the address. Port 0: any. Where too many connections have
+    not shown it, the longest waiting one gives way."""
     patience = patience or LinkPatience()
     readers: set[asyncio.Task[None]] = set()
     strangers: dict[asyncio.Task[None], None] = {}  # of these, the longest waiting first
@@ -102,12 +102,12 @@ async def served(
                 strangers.pop(task, None)
                 await _serve(feed, hello, patience, writer)
         except (OSError, asyncio.CancelledError):
-            pass  # it comes again, if it is there; asyncio would log that a handler of its was cancelled
+            pass  # the reader comes again, if it is there; asyncio would log the cancelled handler
         finally:
             readers.discard(task)
             strangers.pop(task, None)
 
-    # As few together as leave each one time to be read before it can be the longest waiting of all.
+    # Few enough at a time that each is read before it can be the longest waiting of all.
     server = await asyncio.start_server(begin, host, port, backlog=max(1, limits.strangers // _TURNS))
     for each in server.sockets:
         with each.dup() as same:
@@ -166,7 +166,7 @@ async def _serve(feed: Feed, hello: Hello, patience: LinkPatience, writer: async
 
 
 async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter, version: int) -> None:
-    """Wait for a change; where there is none the reader is to know that the sender is there, and what it was sent."""
+    """Wait for a change; where there is none, tell the reader that the sender is there, and what was sent."""
     try:
         async with asyncio.timeout(patience.beat):
             await feed.changed()
@@ -175,7 +175,7 @@ async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter
         await writer.drain()
 
 
-# --- who takes -------------------------------------------------------------------------------------------------------
+# --- the receiver ----------------------------------------------------------------------------------------------------
 
 
 class WeightsNode:
@@ -205,9 +205,8 @@ class WeightsNode:
     async def follow(
         self, sources: Sequence[Sequence[Address]], token: str, patience: LinkPatience | None = None
     ) -> None:
-        """Keep up with what is published. For each source of a part of the weights, one mostly, the places where it can
-        be had are tried in turn: a relay first, then what it follows. Raises `UpstreamLostError`, and what `load`
-        raises."""
+        """Keep up with what is published. Each source has a part of the weights; mostly there is one. Its places are
+        tried in turn: a relay first, then what it follows. Raises `UpstreamLostError`, and what `load` raises."""
         patience = patience or LinkPatience()
         tasks = [asyncio.create_task(self._follow(tuple(ways), token, patience)) for ways in sources]
         tasks.append(asyncio.create_task(self._use()))
@@ -220,7 +219,7 @@ class WeightsNode:
 
     async def _follow(self, ways: tuple[Address, ...], token: str, patience: LinkPatience) -> None:
         self._fruitless[ways] = 0
-        why = "nobody was asked"
+        why = "no place"
         turn = 0
         while self._fruitless[ways] < patience.attempts:
             if fruitless := self._fruitless[ways]:
@@ -305,7 +304,7 @@ class WeightsNode:
             writer.close()
 
     def _begin(self, lineage: str) -> None:
-        """Nothing of what there was goes on."""
+        """Forget all earlier weights, and begin with this lineage."""
         self.mirror.forget()
         self.feed.first = FeedReader(self.mirror.have, self.mirror.wanted)
         self.feed.begin(lineage, self.mirror.have)
@@ -353,14 +352,14 @@ class WeightsNode:
             self._ripe = self._ripe or mirror.is_late(item)
 
     async def _settled(self) -> LoadWeights | None:
-        """What engines are to load now."""
+        """The order for what engines are to load now; None: nothing."""
         mirror, self._ripe = self.mirror, False
         if not mirror.settle():
             return None
         self._failures = 0
         self.feed.stock(mirror)
         if self.feed.completed[mirror.wanted].min() > mirror.held:
-            return None  # a newer one is as good as here
+            return None  # a newer version is about to be whole
         checksum = mirror.checksum if mirror.wanted.all() else None
         if checksum is None:
             checksum = await asyncio.to_thread(zlib.crc32, mirror.content().data)

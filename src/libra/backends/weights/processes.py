@@ -1,4 +1,4 @@
-"""The publisher and the follower as the processes that own them see them.
+"""Handles on the publisher and the follower, for the processes that own them.
 
 Invariant: each ends with its owner, and when its owner closes it. What ended it is the last line of its log.
 """
@@ -27,7 +27,7 @@ class WeightsProcessError(RuntimeError):
 
 
 class _Owned:
-    """A child process that is told a JSON line at a time, and answers likewise."""
+    """A child process that exchanges JSON lines with its owner."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process, self._log = process, log
@@ -61,24 +61,24 @@ class _Owned:
         raise WeightsProcessError(said[-1] if said else f"{self._log.stem} ended")
 
     async def ended(self) -> None:
-        """Returns when it has ended."""
+        """Wait until it has ended."""
         await self._process.wait()
 
     async def close(self) -> None:
-        """A second time does nothing."""
+        """End the process. A second call does nothing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
 
 
 class WeightsPublisher(_Owned):
-    """Beside a trainer. `place` is where it can be followed."""
+    """The publisher of a trainer's node. `place` is where it can be followed."""
 
     place: WeightsPlace
 
     @classmethod
     async def open(cls, grid: Grid, descriptor: int, host: str, port: int, log: Path) -> WeightsPublisher:
-        """Publishes what is `tell`ed to lie in the memory of this descriptor. Port 0: any. Raises
+        """Start a publisher of the versions in the memory of this descriptor that `tell` reports. Port 0: any. Raises
         `WeightsProcessError`."""
         token = secrets.token_hex(16)
         publisher = await cls._start("publisher", PublishWeights(grid, descriptor, host, token, port=port), log)
@@ -91,12 +91,12 @@ class WeightsPublisher(_Owned):
         return publisher
 
     def tell(self, order: LoadWeights) -> None:
-        """A version is published. One that is gone by the time that it is read is left out."""
+        """Report a published version. One that is gone by the time that it is read is left out."""
         self._say(msgspec.json.encode(order))
 
 
 class WeightsFollower(_Owned):
-    """Beside engines, whose memory has this descriptor."""
+    """The follower of an engines' node, whose memory has the given descriptor."""
 
     @classmethod
     async def open(cls, grid: Grid, descriptor: int, place: WeightsPlace, log: Path) -> WeightsFollower:
@@ -112,5 +112,5 @@ class WeightsFollower(_Owned):
                 return word
 
     def loaded(self) -> None:
-        """Engines hold the version that `next` returned, or there are none."""
+        """Report that engines hold the version that `next` returned, or that there are no engines."""
         self._say(b"loaded")

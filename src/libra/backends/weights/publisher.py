@@ -1,9 +1,10 @@
 """A process that gives a node's published weights to others: `python -m libra.backends.weights.publisher`.
 
 Invariant: its owner never waits for it, and it ends with its owner. The owner writes one JSON line, the order, to its
-standard input, reads from its standard output where others may follow, and then tells each version as it is published:
-where it lies in the memory that the process inherited, as engines are told. One that is overtaken before it was begun
-is left out; one that is overwritten before it was read ends what could be followed so far, and the next begins anew.
+standard input, reads from its standard output where others may follow, and then reports each version as it is
+published: where it lies in the memory that the process inherited, in the message that engines get. One that is
+overtaken before it was begun is left out; one that is overwritten before it was read ends what could be followed so
+far, and the next begins anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from libra.backends.weights.source import Source
 
 
 class PublishWeights(msgspec.Struct, frozen=True):
-    """What a publisher has. `descriptor` is the memory in which a trainer publishes, as `WeightBuffer` has it, and the
+    """Order to a publisher. `descriptor` is the memory in which a trainer publishes, as `WeightBuffer` has it, and the
     process inherits it."""
 
     grid: Grid
@@ -40,7 +41,7 @@ class PublishWeights(msgspec.Struct, frozen=True):
 
 
 async def publish(order: PublishWeights) -> None:
-    """Until the owner goes."""
+    """Publish until the owner goes."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
     memory = np.frombuffer(mmap.mmap(order.descriptor, BUFFERS * grid.size, access=mmap.ACCESS_READ), np.uint8)
@@ -70,7 +71,7 @@ async def _publish(feed: Feed, memory: Vector, latest: asyncio.Queue[LoadWeights
         try:
             await source.publish(weights.version, content, weights.checksum)
         except WeightUpdateError as error:
-            print(f"weights: {error}; all who follow get everything of the next", file=sys.stderr, flush=True)
+            print(f"weights: {error}; all followers get everything of the next", file=sys.stderr, flush=True)
             source = Source(feed, secrets.token_hex(8), threads=threads)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer's node gives to others: each publication as deltas from the one before.
+"""Source of weights on a trainer's node: it gives others each publication as deltas from the one before.
 
 Invariant: nothing is called complete that is not what the trainer published, to its checksum. The source has a copy of
 its own of what it last gave away, so it never reads what a trainer may be about to overwrite: it is late, or it says
@@ -23,8 +23,8 @@ from libra.backends.weights.wire import NOTHING, Chunk, Complete, pack
 
 
 class Source:
-    """Fills a feed with the chunks from `start` on, before `stop`: of a trainer that has all weights, or one of several
-    that each have a shard, by so many threads. It is also the feed's store."""
+    """Fills a feed with the chunks from `start` on, before `stop`, with `threads` threads: for a trainer that has all
+    weights, or one of several that each have a shard. It is also the feed's store."""
 
     def __init__(self, feed: Feed, lineage: str, start: int = 0, stop: int | None = None, threads: int = 1) -> None:
         grid = feed.grid
@@ -46,8 +46,8 @@ class Source:
 
     async def publish(self, version: int, content: Vector, checksum: int | None = None) -> None:
         """Give away what lies in the memory of all weights. `checksum` is the CRC-32 of all of them, for a source that
-        has all. Raises `WeightUpdateError` when something else lies there, or there came to lie: what was given is of
-        no use then, and another source of another lineage has to begin."""
+        has all. Raises `WeightUpdateError` when the memory held something else, or was overwritten: what was given is
+        of no use then, and another source of another lineage has to begin."""
         loop, first, running = asyncio.get_running_loop(), self.versions[self._start] == NOTHING, 0
         ahead: deque[asyncio.Future[Chunk]] = deque()
         for number in range(self._start, self._stop + self._ahead):
@@ -68,7 +68,7 @@ class Source:
         self._feed.add(complete, pack(complete))
 
     def _take(self, version: int, number: int, content: Vector) -> Chunk:
-        """Copy a chunk that may change any moment, and say how it differs from what was there."""
+        """Copy a chunk that may change any moment; returns how it differs from what was there."""
         held, new = self._held(number), self._feed.grid.numbers(content, number).copy()
         data = new.view(np.uint8).data
         before, base = int(self._sums[number]), int(self.versions[number])

@@ -1,7 +1,7 @@
-"""What weights travel as: messages in frames of length and checksum.
+"""Wire format of weights: messages in frames of length and checksum.
 
 Invariant: a frame is taken whole and undamaged, or its connection is of no more use; nothing is unpickled. The sender
-says of each chunk what it was made from and what it leads to, so the receiver need not trust the way.
+says of each chunk what it was made from and what it leads to, so the receiver need not trust the path.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a node asks for: `wanted` chunks, later than the versions that it has, both as (value, how many chunks)."""
+    """A node's request: `wanted` chunks, later than the versions that it has, both as (value, number of chunks)."""
 
     token: str
     grid: Grid
@@ -65,8 +65,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Of which lineage the versions are (those of another are not told apart by their numbers, and are of no use), and
-    which chunks can be had here, as (0 or 1, how many chunks)."""
+    """Lineage of the versions, and the chunks that can be had here, as (0 or 1, number of chunks). Versions of another
+    lineage are of no use, and their numbers do not tell them apart."""
 
     lineage: str
     own: _Runs
@@ -127,15 +127,15 @@ async def _read(reader: asyncio.StreamReader, count: int, silence: float) -> byt
 
 
 def runs(values: Versions | Mask) -> list[tuple[int, int]]:
-    """Equal neighbours together: (value, how many)."""
+    """Runs of equal neighbours: (value, count)."""
     starts = np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
     counts = np.diff(np.r_[starts, len(values)])
     return [(int(value), int(count)) for value, count in zip(values[starts], counts, strict=True)]
 
 
 def unrolled(counted: list[tuple[int, int]], length: int) -> Versions:
-    """The other way round. Raises `DamagedError` when they are not of this length."""
+    """The inverse of `runs`. Raises `DamagedError` when they are not of this length."""
     if any(count <= 0 for _, count in counted) or sum(count for _, count in counted) != length:
-        raise DamagedError(f"{sum(count for _, count in counted)} chunks are told of, there are {length}")
+        raise DamagedError(f"{sum(count for _, count in counted)} chunks are listed, there are {length}")
     values = np.array([value for value, _ in counted], np.int64)
     return np.repeat(values, [count for _, count in counted])

@@ -55,7 +55,7 @@ class LiveEngine:
         self._engine = SimEngine(spec.config, spec.cost)
         self._numbers = count()
         self._ends: dict[Request, asyncio.Future[None]] = {}
-        self._firsts: dict[Request, asyncio.Future[None]] = {}  # of those whose first token somebody waits for
+        self._firsts: dict[Request, asyncio.Future[None]] = {}  # of requests whose first token is waited for
         self._undecided: int | None = None  # tick at which something is to be planned
         self._timer: asyncio.Handle | None = None
 
@@ -116,7 +116,7 @@ class LiveEngine:
         return self._clock.seconds(request.finish - request.arrival)
 
     def cancel(self, request: Request) -> None:
-        """No effect on a request that has ended."""
+        """Cancel a request; no effect on one that has ended."""
         now = self._catch_up()
         end = self._ends.pop(request, None)
         if end is None:
@@ -153,7 +153,7 @@ class LiveEngine:
                 self._firsts.pop(request).set_result(None)
 
     def _reschedule(self, now: int) -> None:
-        """A request arrived or left at this tick: schedule after all others of the same tick."""
+        """Schedule for a request that arrived or left at this tick, after all others of the same tick."""
         if not self._engine.busy or self._engine.open:
             self._undecided = now
         self._wake_by(self._clock.soon(self._wake))

@@ -139,7 +139,7 @@ class Emulator:
 
 
 def _families(engines: Mapping[str, LiveEngine]) -> Iterator[Metric]:
-    """By vLLM's metric names."""
+    """The engines' metrics, by vLLM's names."""
     for kind, name, help, attribute in _METRICS:
         family = kind(f"vllm:{name}", help, labels=["engine"])
         for engine, live in engines.items():

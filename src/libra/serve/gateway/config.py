@@ -91,7 +91,7 @@ class UpstreamSection(Section):
 
     @property
     def health(self) -> str:
-        """vLLM's health endpoint is beside /v1."""
+        """vLLM's health endpoint, which is next to /v1."""
         return self.url.removesuffix("/v1") + "/health"
 
     def authorization(self) -> str | None:
@@ -147,7 +147,7 @@ def load_gateway(path: Path | str) -> GatewayConfig:
 
 
 def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSection:
-    """With the token from its environment variable or file."""
+    """The engine with the token from its environment variable or file."""
     if engine.api_key_env is not None:
         key, secret = "api_key_env", os.environ.get(engine.api_key_env)
     elif engine.api_key_file is not None:

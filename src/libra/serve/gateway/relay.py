@@ -132,7 +132,7 @@ async def _stream(
 
 
 async def _write(response: web.StreamResponse, request: web.Request, data: bytes) -> bool:
-    """False: the client has gone."""
+    """Write to the client. False: it has gone."""
     try:
         if not response.prepared:
             await response.prepare(request)

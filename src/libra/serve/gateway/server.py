@@ -37,7 +37,7 @@ from libra.trajectory import Trajectory
 
 _FORGET_SECONDS = 60.0  # between two searches for idle trajectories, at most
 _MODELS_TIMEOUT = 2.0  # seconds
-# Seconds of an idle connection: vLLM closes it after 5, and whose request meets that has lost an engine.
+# Seconds of an idle connection: vLLM closes it after 5, and a request at that moment would lose its engine.
 _KEEPALIVE = 4.0
 _CONNECT_TIMEOUT = 5.0  # seconds until an engine accepts a connection
 _UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
@@ -64,7 +64,7 @@ def _counter(help: str) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start."""
+    """Counts since the start."""
 
     placements: int = _counter("Turns sent to an engine.")
     migrations: int = _counter("Turns sent to another engine than the turn before.")

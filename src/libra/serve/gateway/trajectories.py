@@ -61,7 +61,7 @@ class TurnBody(msgspec.Struct):
 
     @property
     def wants_usage(self) -> bool:
-        """Raises ValueError where stream_options are none."""
+        """Whether the client wants a usage event. Raises ValueError where stream_options are malformed."""
         if len(memoryview(self.stream_options)) > FIELD_BYTES:
             raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
         if bytes(self.stream_options) in _ABSENT:
@@ -105,7 +105,7 @@ class TurnBody(msgspec.Struct):
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """How a trajectory ended."""
+    """Outcome of a trajectory, as its client reports it."""
 
     reward: float | None = None
     policy_version: Tokens = 0
@@ -130,7 +130,7 @@ def read_finish(body: bytes) -> Finish:
 
 
 def _count(value: msgspec.Raw) -> int | None:
-    """A whole number above 0. None: the field is none, which the engine refuses."""
+    """A whole number above 0. None: the field is absent, or is not one, which the engine refuses."""
     digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
     return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
 
@@ -167,14 +167,14 @@ class Trajectories:
         return len(self._live)
 
     def has_room(self, id: str) -> bool:
-        """Whether a turn of this trajectory makes no more than the most that are kept."""
+        """Whether a turn of this trajectory keeps within the limit of trajectories."""
         return len(self._live) < self._most or id in self._live
 
     def begin(
         self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
     ) -> tuple[TurnRequest, ToolReturn | None]:
-        """The turn and the tool return before it, as the policy is to be asked. Raises ValueError while another turn
-        of the trajectory is in flight."""
+        """The turn and the tool return before it, for the policy. Raises ValueError while another turn of the
+        trajectory is in flight."""
         live = self._live.pop(id, None)
         if live is None:
             live = _Live(prompt_id, task, context, now, now)
@@ -195,7 +195,7 @@ class Trajectories:
         return turn, ToolReturn(last.tool, last.status, last.returned_tokens)
 
     def placed(self, turn: TurnRequest) -> None:
-        """The policy has been asked."""
+        """Note that the policy has been asked."""
         if (live := self._of(turn)) is not None:
             live.placed = True
 
@@ -209,12 +209,12 @@ class Trajectories:
         live.context, live.generated, live.in_flight, live.touched = context + generated, generated, None, now
 
     def failed(self, turn: TurnRequest) -> None:
-        """It was not answered: the next turn is this one, asked again."""
+        """Note that the turn was not answered: the next turn is this one again."""
         if (live := self._of(turn)) is not None:
             live.in_flight = None
 
     def _of(self, turn: TurnRequest) -> _Live | None:
-        """None: its trajectory has been forgotten, even if another one of the same name has begun."""
+        """The turn's trajectory; None: it has been forgotten, even if another one of the same name has begun."""
         live = self._live.get(turn.trajectory_id)
         return live if live is not None and live.in_flight is turn else None
 
@@ -237,7 +237,7 @@ class Trajectories:
         )
 
     def forget(self, id: str) -> bool:
-        """False: it is unknown."""
+        """Forget a trajectory. False: it is unknown."""
         return self._live.pop(id, None) is not None
 
     def idle_since(self, moment: float) -> Iterator[str]:

@@ -27,8 +27,8 @@ _ABORT_SECONDS = 1.0  # between two searches for turns past their timeout, at mo
 
 @dataclass(frozen=True, slots=True)
 class TurnFailure:
-    """Why a turn got no answer from an engine. A value, as an exception that is kept refers to the frames that it
-    passed through, and they to it."""
+    """Reason why a turn got no answer from an engine. It is a value, since an exception that is kept refers to the
+    frames that it passed through, and they to it."""
 
     message: str
     of_engine: bool = True  # False: the engine is healthy, but silent about this turn
@@ -98,7 +98,7 @@ class Attempt:
         await self._scope.__aexit__(kind, error, trace)
 
     def touch(self) -> None:
-        """The engine has just sent something of the turn."""
+        """Note that the engine has just sent something of the turn."""
         self.last_byte = self.engine.last_byte = asyncio.get_running_loop().time()
 
     def abort(self, failure: TurnFailure) -> None:
@@ -131,7 +131,7 @@ class Upstreams:
         return TurnFleet(self.instances, self.limits, turn_tokens)
 
     def mark(self, engine: Upstream, healthy: bool) -> bool:
-        """Put it in service, or take it out. False: it already was."""
+        """Put an engine in service, or take it out. False: it already was."""
         if engine.healthy == healthy:
             return False
         engine.healthy = healthy
