@@ -1,4 +1,4 @@
-"""`libra lend`. What a deployment that serves can spare for rollouts."""
+"""`libra lend`: lend idle time of serving deployments to rollouts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from libra.lend.gate import Slo
     from libra.sim.certify import LendingCase, LoadTrial
 
-app = typer.Typer(no_args_is_help=True, help="What a deployment that serves can spare for rollouts.")
+app = typer.Typer(no_args_is_help=True, help="Lend idle time of serving deployments to rollouts.")
 
 _EACH = "{use}"  # in the name of a file
-_LOADS = tuple(step / 10 for step in range(1, 21))  # times the rate of the traffic
+_LOADS = tuple(step / 10 for step in range(1, 21))  # multiples of the rate of the traffic
 
 
 @app.callback()
 def lend() -> None:
-    """What a deployment that serves can spare for rollouts."""
+    """Lend idle time of serving deployments to rollouts."""
 
 
 @app.command()
@@ -60,7 +60,7 @@ def check(
     The traffic is replayed at 0.1, 0.2, ... 2 times its rate, alone and with a borrower that spends every grant to its
     end. A certificate holds up to the largest of these rates at which no request misses the SLO that meets it alone.
 
-    Exit status: 0 done, 2 bad input (an SLO that serving alone misses among it), 3 nothing can be lent.
+    Exit status: 0 done, 2 bad input (also an SLO that serving alone misses), 3 nothing can be lent.
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.config.units import PLAUSIBLE, duration
@@ -238,7 +238,7 @@ def _case(engine: Path, traffic: Path, slo: Slo, longest_grant: float) -> Lendin
 
 
 def _file(output: Path, use: float) -> Path:
-    """Where the certificate of this `use` goes, such as chat_use_60.json for chat_use_{use}.json."""
+    """The file for the certificate of this `use`, such as chat_use_60.json for chat_use_{use}.json."""
     return output.with_name(output.name.replace(_EACH, f"{100 * use:g}"))
 
 
@@ -254,7 +254,7 @@ def _uses(text: str) -> list[float]:
 
 
 class _Told:
-    """A line for each replay, as it ends."""
+    """Prints a line for each replay, as it ends."""
 
     def __init__(self, to_stderr: bool) -> None:
         self._stderr = to_stderr or not sys.stdout.isatty()

@@ -1,7 +1,7 @@
 """`libra rehearse`: a whole run of a plan in simulation, and how its steps compare with the planned one.
 
-What is compared is the same thing twice: seconds from one published version of the weights to the next, with the plan's
-own batch, samples per prompt and staleness.
+Both steps are seconds from one published version of the weights to the next, with the plan's own batch, samples per
+prompt and staleness.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
 
 
 def _router(rehearsed: _Rehearsed, router: str | None) -> str:
-    """The policy that routes. Code that only the plan names is not run."""
+    """The name of the policy that routes. Raises ValueError where only the plan names a file of code to run."""
     from libra.route.catalogue import is_path
 
     planned = rehearsed.plan.of_cluster.recipe.router

@@ -1,4 +1,4 @@
-"""`libra simulate`. What cannot be simulated is refused before anything is."""
+"""`libra simulate`. Bad input is refused before the simulation begins."""
 
 from __future__ import annotations
 
