@@ -92,11 +92,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """What the other solver found for the same problem."""
+    """The result of the other solver for the same problem."""
 
     solver: Solver
     step: float  # seconds, of its own best plan
-    bound: float  # seconds; it has proven that no step is shorter
+    bound: float  # seconds; proven lower bound on any step
 
 
 def make_plan(
@@ -112,9 +112,9 @@ def make_plan(
 
 
 def confirm(plan: Plan, solver: Solver) -> Confirmation:
-    """Solve the plan's request again with another solver than it was made with.
+    """Solve the plan's request again with `solver`, the one that did not make it.
 
-    Raises `DisagreementError` where one of the two plans has a shorter step than the other solver says is possible, and
+    Raises `DisagreementError` if one of the two plans has a shorter step than the bound of the other solver, and
     ModuleNotFoundError without the extra `ilp`.
     """
     first: Solver = "ilp" if solver == "cp-sat" else "cp-sat"
@@ -126,7 +126,8 @@ def confirm(plan: Plan, solver: Solver) -> Confirmation:
 
 
 def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Confirmation:
-    """Whether two solvers' answers can both be right; each is an allocation with its exact price."""
+    """Compare two solvers' answers, each an allocation with its exact price. Raises `DisagreementError` if they cannot
+    both be right."""
     for wrong, proven, right, found in ((first, one, solver, other), (solver, other, first, one)):
         if found.predicted.step < proven.proof.bound * (1 - _ROUNDING):
             raise DisagreementError(

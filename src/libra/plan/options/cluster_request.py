@@ -231,8 +231,8 @@ class ClusterRequest:
 
     @property
     def switch_seconds(self) -> float:
-        """For colocated devices to change sides, once: training state, spread over all devices, goes to the host, and
-        an engine's weights come from it."""
+        """Seconds of one change of colocated devices between training and generation: training state, spread over all
+        devices, goes to the host, and an engine's weights come from it."""
         state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
@@ -240,11 +240,11 @@ class ClusterRequest:
 
 
 def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
-    """The requests, each of which holds the layouts on all of their menus and what any of them holds already, so that
-    what runs has a price beside what would be new: a menu by itself lists, for each number of devices, the layout that
-    is fastest for its own trajectories.
+    """The requests with the same held layouts: those on any of their menus or held by any of them.
 
-    They may differ in classes and in what runs; raises ValueError where they differ in cluster, model or recipe.
+    So a running layout has a price on every menu; a menu by itself lists, for each number of devices, only the layout
+    that is fastest for its own trajectories. Requests may differ in classes and in the running allocation; raises
+    ValueError where they differ in cluster, model or recipe.
     """
     for field in ("cluster", "model", "recipe"):
         if any(getattr(request, field) != getattr(requests[0], field) for request in requests):
@@ -258,7 +258,8 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
 
 
 def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str:
-    """Of each class of nodes its largest engine, which comes nearest, and the smallest change with which one fits."""
+    """The error text: the largest engine of each class of nodes, which is the nearest to fitting, and the smallest
+    change with which one fits."""
     model = request.model
     largest = {each.name.rpartition("/")[0]: each for each in rejected}
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
@@ -268,7 +269,7 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
+    """Yield changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
     if recipe.gpu_memory_utilization < _USUAL_UTILIZATION:
         more = recipe.model_copy(update={"gpu_memory_utilization": _USUAL_UTILIZATION})

@@ -130,7 +130,7 @@ def shape_options(
 
 @dataclass(frozen=True, slots=True)
 class PricedEngine:
-    """What an engine takes, as the planner looks at it."""
+    """Times of an engine, as the planner prices it."""
 
     timing: EngineTiming
     grid: EngineGrid  # of whole iterations
@@ -145,7 +145,7 @@ def priced_engine(
     holds: int,
     running: RunningBatch = EVEN,
 ) -> PricedEngine:
-    """Of an engine with `kv` tokens of memory that holds contexts of up to `holds`; `running` is what decodes on it."""
+    """Price an engine with `kv` tokens of KV memory and contexts of up to `holds`; `running` is its decode batch."""
     contexts = [c.context_sum / c.generated for c in classes if c.peak_context <= holds and c.generated] or [1.0]
     max_num_seqs = min(int(kv / max(1.0, min(contexts))), grid.batches[-1])
     host = grid.host
@@ -173,20 +173,20 @@ def _batch_prices(
     factors: BatchFactors,
     recalls: float,
 ) -> dict[str, Any]:
-    """The prices of an option by one timing: what work, caches and the longest trajectory take."""
-    batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
+    """The prices of an option by one timing: work, caches and the longest trajectory."""
+    batches = 1 + recipe.staleness  # in flight; a step can wait for the longest trajectory of each
     expected = [recipe.batch * cls.share for cls in classes]
     members = MemberSeconds.of(timing, classes).corrected(factors)
     stays = members.means(len(classes))
-    # By Little's law, count * stay / step trajectories of a class are under way.
+    # By Little's law, count * stay / step trajectories of a class are in flight.
     refresh, again = [0.0] * len(classes), [0.0] * len(classes)
     if recipe.kv_on_update == "refresh" and recipe.staleness:
         for j, (count, cls, stay) in enumerate(zip(expected, classes, stays, strict=True)):
             refill = refill_seconds(timing, cls)
-            # Of the contexts that are alive at an update, those in their last turn are spared.
+            # Of the live contexts at an update, those in their last turn are not prefilled again.
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again[j] = min(max(0.0, cls.turns - 1), float(batches)) * refill
-    # A recall loses the contexts of the trajectories under way, of which a step has count * stay / step.
+    # A recall loses the contexts of the trajectories in flight, of which a step has count * stay / step.
     lost = [
         recalls * count * stay * refill_seconds(timing, cls) if recalls else 0.0
         for count, cls, stay in zip(expected, classes, stays, strict=True)
@@ -203,7 +203,7 @@ def _batch_prices(
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
         return prices
-    # Whatever the staleness: of batches that overlap most trajectories are finished while the longest go on.
+    # One batch for any staleness: of overlapping batches most trajectories are finished while the longest continue.
     caches = [
         count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
         for count, cls in zip(expected, classes, strict=True)
@@ -212,7 +212,7 @@ def _batch_prices(
 
 
 def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
-    """Seconds of an option's longest of `draws` trajectories, by themselves and beside others."""
+    """Seconds of an option's longest of `draws` trajectories, by themselves and together with others."""
     upto = [members.longest(draws, slowed) for slowed in _SLOWED]
     lines = _chords(upto)
     return {

@@ -179,9 +179,9 @@ def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[
 def _tail_seconds(
     work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layouts: Sequence[ParallelLayout]
 ) -> list[float | None]:
-    """Where training begins early, what each layout takes once the last trajectory is there: for its group, which has
-    the longest trajectory and others as long as they usually are, and the update. Priced together: one by one they
-    would take most of the time of a menu."""
+    """With early gradients, the seconds of each layout after the last trajectory: for its group, which has the longest
+    trajectory and others of usual length, and the update. None for each layout without. Layouts are priced together:
+    one by one they would take most of the time of a menu."""
     if not recipe.early_gradients or not layouts:
         return [None] * len(layouts)
     usual = batch_of(classes, recipe.samples_per_prompt)
@@ -228,11 +228,11 @@ def _too_large(
     nodes: NodeClass,
     batch: int,
 ) -> dict[int, str]:
-    """Families that do not fit at every dp: at which one they begin to, and what is in the way before."""
+    """Reasons for families that do not fit at every dp: the dp from which they fit, and the obstacle below it."""
     unit, gpu = families.dp, nodes.gpu
     one, endless = (_total(memory(families.with_dp(np.full(len(families), dp)))) for dp in (1.0, _ENDLESS))
     room = gpu.memory - endless
-    # What data-parallel ranks divide falls as 1 / dp; the rest stays.
+    # Memory that data-parallel ranks divide falls as 1 / dp; the rest stays.
     with np.errstate(divide="ignore", invalid="ignore"):
         least = np.where(room > 0, np.ceil(np.maximum(0.0, one - endless) / room - 1e-9), np.inf)
     least = np.maximum(1.0, np.ceil(least / unit)) * unit
@@ -268,7 +268,7 @@ def _remedy(least: float, limit: float, replica: float, devices: int, batch: int
 
 
 def _slower(space: _LayoutSpace) -> dict[int, str]:
-    """Families that fit and that no option is of: by how much the best of another family is faster."""
+    """Reasons for families that fit but have no option: by how much the best of another family is faster."""
     best, used, owner = space.best, space.used, space.owner
     if not best:
         return {}
