@@ -85,7 +85,7 @@ def question_of(
     host: str = "default",
     note: Callable[[str], None] = lambda _: None,
 ) -> SizingQuestion:
-    """What `search` asks, read from files where they are given; of the cluster, the classes that the menu names."""
+    """The question of `search`, read from files where paths are given, with the menu's classes of the cluster."""
     there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
     shape = model if isinstance(model, ModelSpec) else load_model(model)
     recorded = read_requests(requests) if isinstance(requests, Path | str) else tuple(requests)
@@ -112,8 +112,8 @@ def question_of(
 def answer(
     question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
 ) -> SizingAnswer:
-    """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do: of these
-    `InfeasiblePlanError` where more GPUs or money would give it something."""
+    """Answer the question. Raises ValueError if the menu is empty for it, or if no candidate can meet an objective:
+    `InfeasiblePlanError` if the menu is empty only for lack of GPUs or money."""
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; give the number of processes, 1 or more")
     candidates = list(menu.candidates(question))
