@@ -70,12 +70,12 @@ class Pair:
 
 
 def group_size(rows: int, limit: int) -> int:
-    """How many consecutive rows `thin` makes into one."""
+    """Number of consecutive rows that `thin` merges into one."""
     return max(1, math.ceil(rows / limit))
 
 
 def thin(rows: Sequence[tuple[float, ...]], limit: int) -> list[tuple[float, ...]]:
-    """At most `limit` rows, each the column-wise mean of equally many consecutive ones (the last: of those left).
+    """At most `limit` rows, each the column-wise mean of `group_size` consecutive ones (the last: of the rest).
 
     >>> thin([(0.0, 1.0), (1.0, 3.0), (2.0, 9.0)], 2)
     [(0.5, 2.0), (2.0, 9.0)]

@@ -54,8 +54,8 @@ def lane_figure(
     markers: Sequence[Marker] = (),
     density: Sequence[Density] = (),
 ) -> Figure:
-    """Who did what over time, or what serves which lengths: where nothing was recorded, a lane stays empty. Lanes
-    without names write the labels of their spans beside them where there is no room inside. A density is drawn above.
+    """Lanes of spans over time, or over lengths; a lane without records is empty. If lanes have no names, labels that
+    do not fit into their spans are written next to them. A density is drawn above.
     """
     assert x.ends is not None
     named = any(lane.name for lane in lanes)

@@ -44,7 +44,7 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What a person watching a run wants to know, at one moment. None: not known yet."""
+    """The state of a run at one moment, as shown to a person. None: not known yet."""
 
     name: str
     step: int
@@ -58,18 +58,18 @@ class RunView:
     last_decision: str = ""  # empty: none yet
     phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
-    left: float | None = None  # seconds that the other steps need
-    lending: str = ""  # what a step had of the lent devices; empty: there are none
+    left: float | None = None  # seconds that the remaining steps need
+    lending: str = ""  # a step's use of the lent devices; empty: there are none
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """A display of a run."""
 
     def show(self, view: RunView) -> None:
-        """The run is now like this."""
+        """Show the present state of the run."""
 
     def line(self, text: str) -> None:
-        """Something to be read once, and to stay."""
+        """Show a line that stays."""
 
     def close(self) -> None:
         """Show the last view and leave the terminal as it was; nothing is shown afterwards."""
@@ -147,13 +147,13 @@ class RichDisplay:
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write a line at once. When nobody reads any more, as `| head` does, what follows is discarded: it is no reason to
-    end a run."""
+    """Write a line at once. If the reader has closed the stream, as `| head` does, later lines are discarded: that is
+    no reason to end a run."""
     try:
         stream.write(f"{text}\n")
         stream.flush()
     except BrokenPipeError:
-        # Python flushes what is left at exit, and would fail then.
+        # Python flushes the rest at exit, which would fail.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

@@ -266,7 +266,7 @@ def _loss(event: EventRecord) -> str:
 
 
 def _thinned(log: RunLog, limit: int, mark: str = "mark") -> str:
-    """What a reader must be told of a chart that has no room for every step."""
+    """The note for a chart that has no room for every step; empty if it has."""
     together = group_size(len(log.steps), limit)
     return "" if together == 1 else f" Each {mark} is the mean of {together} steps."
 
@@ -279,7 +279,7 @@ def _time_axis(log: RunLog) -> tuple[float, Axis]:
 
 
 def _step_axis(log: RunLog) -> Axis:
-    """Of columns."""
+    """The axis of figures with one column per step."""
     return Axis("optimiser step", (log.steps[0].step - 0.5, log.steps[-1].step + 0.5))
 
 
