@@ -1,8 +1,8 @@
-"""Every way to generate on one class of nodes, priced for one request.
+"""Priced engine options on one class of nodes for one request.
 
-Invariant: an option is listed only if an engine of it can serve some class, and before `BatchFactors` correct it its
-price is never below what the profile says for the classes it serves, to the tolerance that
-`libra.cost.lines.iteration_lines` states.
+Invariant: an option is listed only if an engine of it can serve some class. Before `BatchFactors` correct it, its price
+is never below the profile's times for the classes it serves, within the tolerance of
+`libra.cost.lines.iteration_lines`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
-# Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
-# the one before: tools hardly count there.
+# Slowdowns between which the seconds of the longest trajectory are interpolated. The last gives the slope beyond the
+# one before, where tools hardly count.
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
 def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, taken: float = 0.0) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 when the weights leave no room. `taken` bytes of each
-    GPU are another engine's."""
+    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 if the weights leave no room. `taken` bytes of each
+    GPU belong to another engine."""
     return kv_tokens(
         model,
         nodes.gpu.memory,
@@ -60,8 +60,9 @@ def engine_options(
 ) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
-    All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
-    as many as memory lasts for. Options of a degree differ in the numbers of sequences near which they are priced.
+    All trajectories of a step start when weights are published, so a lower `max_num_seqs` would only make them wait:
+    engines have the largest that memory allows. Options of a degree differ in the number of sequences near which they
+    are priced.
     """
     options: list[EngineOption] = []
     rejected: list[Rejected] = []
@@ -102,8 +103,8 @@ def shape_options(
     slowed: float = 1.0,
     recalls: float = 0.0,
 ) -> list[EngineOption]:
-    """Options of engines with `kv` tokens of memory, none of which `holds` a longer context. All that they do takes
-    `slowed` times as long, and `recalls` a second put out whatever they have under way."""
+    """Options of engines with `kv` tokens of KV memory and contexts of up to `holds` tokens. All their times are
+    multiplied by `slowed`, and `recalls` per second lose the contexts of all trajectories in flight."""
     served = [cls for cls in classes if cls.peak_context <= holds]
     running = running_batch(served, overlapping=recipe.staleness > 0)
     engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds, running)

@@ -1,16 +1,16 @@
-"""Prefill/decode pairs, priced: prompts are computed on some engines, and tokens generated on others.
+"""Priced options of prefill/decode pairs: some engines compute prompts, others generate tokens.
 
-Invariant: a pair has no price below those of its halves for the same trajectories. Its engines stand in a fixed ratio,
-so that to the solvers it is one more engine, on two pools; prompts, KV on the links and decoding are rows of its work,
-of which the largest counts.
+Invariant: a pair has no price below those of its halves for the same trajectories. Its engines are in a fixed ratio, so
+for the solvers it is one more engine, on two pools. Prompts, KV on the links and decoding are rows of its work, of
+which the largest counts.
 
-Where two shapes of engines do both, neither half of a pair can gain unless the prefill half is better at prompts,
-beside what decoding takes it, than the decode half is (comparative advantage, Ricardo 1817). On engines of one shape a
-pair never gains: what two halves take together is no less than what as many engines take that do both, and the busier
-half has the larger share of it. So those are all that is listed.
+A pair of two shapes can gain over colocated engines only if the prefill half is better at prompts, relative to its time
+for decoding, than the decode half is (comparative advantage, Ricardo 1817). A pair of one shape never gains: its two
+halves together take no less time than as many colocated engines, and the busier half has more than its share of it. So
+only pairs with this advantage are listed.
 
-What a pair takes beyond its halves: a context is in the caches of both, so each fills sooner; the tokens that were
-generated elsewhere are computed again with the next turn's prompt; and what is new of a prompt goes over the network.
+The overheads of a pair: a context is in the caches of both halves, so each fills sooner; tokens that the decode half
+generated are computed again with the next turn's prompt; and the new part of a prompt is sent over the network.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from libra.plan.options.engines import PricedEngine, engine_kv_tokens, priced_en
 from libra.plan.options.menu import PairHalf, PrefillDecodePair, Rejected
 from libra.plan.problem import EngineOption
 
-# (prefill, decode) engines of a pair: a grid that is the same for all lengths, so that what runs stays on the menu.
+# (prefill, decode) engines of a pair: the same grid for all lengths, so that running pairs stay on the menu.
 _RATIOS = ((8, 1), (6, 1), (4, 1), (3, 1), (2, 1), (3, 2), (1, 1), (2, 3), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8))
-_UNEVEN = 2.0  # times as busy with a whole step as the other half, at most
-_GAIN = 1e-9  # relative: more than rounding
+_UNEVEN = 2.0  # most times as busy with a whole step as the other half
+_GAIN = 1e-9  # relative gain that exceeds rounding errors
 
 
 def kv_rate(nodes: NodeClass) -> float:
-    """Bytes/s of the network for each GPU, in each direction: between the halves of a pair, wherever they are."""
+    """Bytes/s of the network for each GPU, in each direction, between the halves of a pair on any nodes."""
     return fabric(nodes).network / nodes.gpus
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """One engine of a shape, of which it is known what it takes for a step's trajectories in either role."""
+    """One engine of a shape, with its times for a step's trajectories in either role."""
 
     nodes: NodeClass
     tp: int
@@ -72,8 +72,8 @@ def pair_options(
     factors: BatchFactors = BATCH,
     running: Collection[str] = (),
 ) -> tuple[tuple[EngineOption, ...], tuple[PrefillDecodePair, ...], tuple[Rejected, ...]]:
-    """Options of all pairs that may gain, what they are of, and the pairs that cannot; those of `running` shapes are
-    listed whatever they gain."""
+    """Options of all pairs that may gain, these pairs, and the rejected ones; pairs of `running` shapes are listed even
+    without gain."""
     engines = [
         engine
         for its, profile in zip(nodes, profiles, strict=True)
