@@ -93,10 +93,10 @@ def plan_mix(
     note: Callable[[str], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ServingMix:
-    """The cheapest mix that serves the question's rate; `tell` is told now and then how far it is.
+    """The cheapest mix that serves the question's rate; `tell` gets progress messages.
 
     Raises `InfeasiblePlanError` where there are too few GPUs, `NoMixError` where plans keep missing an objective, and
-    ValueError where the question names no rate.
+    ValueError where the question gives no rate.
     """
     rate = question.rate
     if rate is None:

@@ -1,7 +1,7 @@
-"""Which deployments serve requests within objectives: what a bound leaves is simulated, best bound first.
+"""Search for deployments that serve requests within objectives: candidates that a bound does not exclude are simulated.
 
-Invariant: the answer depends on the question and the menu alone, not on how many processes find it; and the Pareto set
-is the one that simulating everything would give, under the assumptions of `pools` and `idle`.
+Invariant: the answer depends only on the question and the menu, not on the number of processes. The Pareto set is the
+one that simulating all candidates would give, under the assumptions of `pools` and `idle`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def search(
 
     Cluster, model, requests and menu are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other
     arguments are those of `SizingQuestion` and `engine_profiles`; `jobs` is the number of processes. Raises ValueError
-    where the question has no answer to look for.
+    where the question cannot have an answer.
     """
     file = menu if isinstance(menu, MenuFile) else load_menu(Path(menu))
     return answer(

@@ -138,7 +138,7 @@ class _Watched:
         self._workload, self._lenient = workload, lenient
         several = sum(it.output_tokens > 1 for it in records)
         counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
-        # What is left: requests that may miss it, or of a mean the seconds that all may have together.
+        # The rest of the allowance: requests that may still miss it, or for a mean the seconds left for all together.
         self._left = {it: it.allowed(count) for it, count in counts.items()}
         self._seconds = {it: it.limit * count for it, count in counts.items()}
 
