@@ -37,14 +37,14 @@ def check(
         Path, typer.Argument(metavar="ENGINE", help="YAML file with the serving engine, as for `libra simulate`.")
     ],
     traffic: Annotated[
-        Path, typer.Option("--traffic", help="What it serves: requests as .jsonl, or .csv as Azure's traces.")
+        Path, typer.Option("--traffic", help="Its requests: .jsonl, or .csv in the format of Azure's traces.")
     ],
     ttft: Annotated[str, typer.Option(help="SLO: time to the first token, such as 1s; a bare number is seconds.")],
     tpot: Annotated[str, typer.Option(help="SLO: time of a token after the first, such as 50ms.")],
     use: Annotated[
         str, typer.Option(help="Shares of tpot that serving may be slowed down to, each tried.")
     ] = "0.6,0.8,0.95",
-    longest_grant: Annotated[float, typer.Option(help="Seconds that a rollout step has the device, at most.")] = 0.03,
+    longest_grant: Annotated[float, typer.Option(help="Most seconds that a rollout step has the device.")] = 0.03,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -93,19 +93,19 @@ def check(
 @app.command()
 def serve(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the loan, as examples/loan.yaml.")],
-    period: Annotated[float, typer.Option(help="Seconds between two lines of what came of the loan.")] = 10.0,
+    period: Annotated[float, typer.Option(help="Seconds between two lines on the progress of the loan.")] = 10.0,
     logs: Annotated[
         Path | None, typer.Option("--logs", help="Directory for the logs of its processes; else a temporary one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a period.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per period.")] = False,
 ) -> None:
     """Lend the device of a vLLM server that runs here, with LendingScheduler, to a rollout engine.
 
-    Starts the engine beside the server and gives the lender's word for it, a few seconds at a time: the loan rests
-    while load is outside the certificate's envelope or the server is away, and ends with this process. A controller
-    reaches the engine at a Unix socket; while there is none, nothing is computed and nothing of the device taken.
+    Starts the engine next to the server and renews the lender's word for it every few seconds. The loan pauses while
+    load is outside the certificate's envelope or the server is away, and ends with this process. A controller reaches
+    the engine at a Unix socket; without a controller the engine computes nothing and uses none of the device.
 
-    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot go on, 2 bad input.
+    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot continue, 2 bad input.
     """
     import asyncio
     import shutil
@@ -145,14 +145,14 @@ def serve(
 @app.command()
 def report(
     record: Annotated[
-        Path, typer.Argument(metavar="RECORD", help="What a borrower wrote: `record` of a file of a loan.")
+        Path, typer.Argument(metavar="RECORD", help="Record of a borrower: the file that `record` of a loan names.")
     ],
     html: Annotated[Path | None, typer.Option("--html", help="Write it as an HTML page to this file.")] = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
     ] = None,
 ) -> None:
-    """Show what became of a loan: grants, recalls, load, and how early the tokens of users came.
+    """Show the history of a loan: grants, recalls, load, and how early the tokens of users came.
 
     Exit status: 0 done, 2 bad input.
     """
