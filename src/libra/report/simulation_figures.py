@@ -1,6 +1,6 @@
-"""The charts of a simulation: how latencies distribute, and how full the engines were over time.
+"""The charts of a simulation: distributions of latencies, and the load of engines over time.
 
-What does not fit on a chart is said in its note.
+Notes mention values that do not fit on a chart.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
-    """Requests from their arrival to their first iteration (or to their end without one), [engine, bin]: means. Those
+    """[engine, bin] mean requests between their arrival and their first iteration (or their end without one). Requests
     that are handed over wait where their prompts are computed, and then for their pull."""
     requests, result, transfers = view.result.requests, view.result, view.result.transfers
     ended = np.where(requests.finish < 0, result.end, requests.finish)

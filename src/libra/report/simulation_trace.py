@@ -1,4 +1,4 @@
-"""A simulation as a trace: what each request did on its engine, and how full the engine was.
+"""A simulation as a trace: the phases of each request on its engine, and the load of the engine.
 
 A group for each engine: its counters (its network's, too, where KV is transferred), a row of pauses for new weights,
 and rows of requests (queued, prefill, decode; with roles also KV kept, waiting to pull, and KV transfer). Slices of a
@@ -46,8 +46,8 @@ _COLOURS = {
 
 
 def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
-    """Write the trace, its events in no particular order of time: the viewers sort them. Counters and pauses are there
-    if somebody watched."""
+    """Write the trace, with events in no particular order of time: the viewers sort them. Counters and pauses are drawn
+    if the result has series."""
     with closing(TraceFile(path, max_events)) as trace:
         for group, engine in enumerate(result.engines, start=1):
             trace.name_group(group, engine.name, group)
