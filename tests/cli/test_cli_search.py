@@ -266,7 +266,7 @@ def test_a_plan_without_the_money_for_one_engine_is_refused_before_any_is_asked(
     assert result.exit_code == 3
     assert "the menu has nothing so small: 1 x l40s tp1 " in result.stderr
     assert "costs 1 an hour, of 0.9; raise gpus or budget" in result.stderr
-    assert "single engines asked" not in result.stderr
+    assert "single engines simulated" not in result.stderr
 
 
 def test_a_menu_with_more_shapes_than_can_be_looked_at_is_refused_at_once(tmp_path: Path) -> None:

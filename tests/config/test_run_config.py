@@ -144,7 +144,7 @@ BAD = [
         change("lending", AGENTS),
         "start.buckets has 0 engines of shape lent, and 2 servers and",
     ),
-    ("nobody lends", change("lending", {"engine": SIZE}), "lending: nobody lends: name agents, or give servers 1 or"),
+    ("no lenders", change("lending", {"engine": SIZE}), "lending: no device is lent: name agents, or set servers to"),
     (
         "servers of nothing",
         change("lending", {**AGENTS, "servers": 1}),

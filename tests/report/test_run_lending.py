@@ -43,7 +43,7 @@ def test_the_page_says_what_lending_gave_and_cost(source: str) -> None:
         "Device Granted and used Overstayed Refused: a token is due Refused: recalled",
         "lent-0 2 1 1 1",
         "2 requests of 5 missed their SLO; 1 not by lending: nothing was lent from when serving was last idle; 1"
-        " perhaps by lending: nobody served the same traffic alone.",
+        " perhaps by lending: the same traffic was not served alone.",
         "1.90 s lent-0 1: 20 + 11 tokens 600 ms (missed) 10 ms not known",
         "5.00 s lent-0 2: 20 + 11 tokens 700 ms (missed) 10 ms no",
         "6.00 s lent-1 2.50 s 4 requests/s, lent up to 2",

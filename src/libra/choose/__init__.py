@@ -1,1 +1,1 @@
-"""Plans that were simulated before they are promised: the planner proposes, whole runs in simulation decide."""
+"""Choice of plans by simulation: the planner proposes plans, and simulations of whole runs decide."""

@@ -1,6 +1,6 @@
-"""The best plan of each kind: plans that a price may rank wrongly, and that a simulation compares.
+"""The best plan of each kind: candidates that prices may rank wrongly, and that simulations compare.
 
-Invariant: every candidate is the optimum of the problem with one thing decided, so it is on the menu and fits.
+Invariant: every candidate is the optimum of the problem with one decision fixed, so it is on the menu and fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from libra.plan.solution import Solution
 
 ONE_SIZE = "one engine size"
 MOST = 6  # candidates
-# Assumed: times the best predicted step, beyond which only the best plan with one engine size is simulated.
+# Assumed multiple of the best predicted step beyond which only the best plan with one engine size is simulated.
 _HOPELESS = 1.25
 
 Solve = Callable[[Problem], Solution]
@@ -32,7 +32,7 @@ class Proposed:
 
     @property
     def simplicity(self) -> tuple[int, int]:
-        """Buckets, then prefill/decode pairs: the fewer the simpler."""
+        """Numbers of buckets and of prefill/decode pairs; lower is simpler."""
         buckets = self.solution.allocation.buckets
         return len(buckets), sum(">" in bucket.shape for bucket in buckets)
 
@@ -67,7 +67,7 @@ def _kinds(menu: Menu, best: Solution, solved: Solve) -> Iterator[tuple[str, All
     if single is not None:
         yield ONE_SIZE, single
     yield "shortest predicted step", best.allocation
-    # A router that errs may still do better than its price says, so ranges are proposed as for one that does not.
+    # An imperfect router may still do better than its price, so ranges are proposed as for a perfect one.
     perfect = (max(problem.recall_possible),)
     unerring = replace(problem, recall_known=perfect, recall_possible=perfect, current=None)
     for most in range(2, 1 + (problem.most_buckets or len(problem.peaks))):
@@ -94,7 +94,7 @@ def _named(kind: str, allocation: Allocation | None) -> Iterator[tuple[str, Allo
 
 
 def _splits(problem: Problem, base: Allocation) -> Iterator[tuple[str, tuple[TrainingOption, ...]]]:
-    """Training options of fewer devices than those of `base`, and of more."""
+    """Yield the training options with fewer devices than that of `base`, and those with more."""
     own = own_training(problem, base).devices
     for words, options in (
         ("fewer devices train", tuple(it for it in problem.training if it.devices < own)),

@@ -1,7 +1,7 @@
-"""A plan that was simulated before it is promised: the solver proposes, whole runs in simulation decide.
+"""Chooses a plan by simulation: the solver proposes candidates, and simulations of whole runs decide.
 
-Invariant: what is promised was seen in simulation, under the router that will route, with the same draws as all that it
-was compared with. The same arguments give the same plan where the race is given the time to end.
+Invariant: the promised step was simulated under the router that will route, on the same draws as all other candidates.
+The same arguments give the same plan if the race has enough time to end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from libra.route.policy import Policy
 from libra.sim.of_plan import teach
 from libra.trajectory import Trajectory
 
-_PROMISED = (2, 4)  # samples of the chosen plan that its promise is made of: in any case, and if there is time
-_RACE = 0.7  # share of the time that is for the race; the rest is for the promise
+_PROMISED = (2, 4)  # samples of the chosen plan behind its promised step: at least, and if there is time
+_RACE = 0.7  # share of the time for the race; the rest is for more samples of the chosen plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def choose_plan(
 ) -> Plan:
     """The plan with the shortest simulated step among the best of each kind (`candidates`), with its finalists.
 
-    `log` are trajectories as the request's statistics were made of; groups are drawn from the finished ones. `router`
-    is a policy that has learned nothing yet, by default the one that the recipe names; it learns from the log first.
-    `placed` groups stay where they can. Raises `InfeasiblePlanError` when no plan exists, and ValueError where nothing
-    in the log is finished or a trajectory fits no engine.
+    `log` are the trajectories behind the request's statistics; groups are drawn from the finished ones. `router` is a
+    policy that has learned nothing yet, by default the recipe's; it learns from the log first. `placed` groups stay
+    where they can. Raises `InfeasiblePlanError` when no plan exists, and ValueError if no trajectory of the log is
+    finished or one fits no engine.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(request.recipe.router, seed=effort.seed) if router is None else router
@@ -95,8 +95,8 @@ def choose_plan(
 
 
 def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
-    """The simplest of the fastest and its equals, and of equally simple ones the fastest: a plan with several engine
-    sizes has to earn the router that it needs."""
+    """The simplest of the fastest plan and its equals, of equally simple ones the fastest: a plan with several engine
+    sizes must be clearly faster, as it depends on its router."""
     order = standings.finalists
     return min(standings.equals, key=lambda it: (kinds[it].simplicity, order.index(it)))
 
@@ -104,7 +104,7 @@ def _simplest(standings: Standings, kinds: Sequence[Proposed]) -> int:
 def _finalists(
     standings: Standings, kinds: Sequence[Proposed], chosen: int, router: str, steps: int, seed: int
 ) -> tuple[Finalist, ...]:
-    """The chosen one, then the others by simulated step; those that were not simulated by predicted step."""
+    """The chosen plan, then the others by simulated step, or by predicted step if they were not simulated."""
 
     def finalist(index: int) -> Finalist:
         its, samples = kinds[index], standings.samples[index]
@@ -122,7 +122,7 @@ def _finalists(
 
 
 class _Told:
-    """A sampler that tells how far its rounds are."""
+    """A sampler that reports the progress of its rounds."""
 
     def __init__(self, sampler: Rehearsals, tell: Callable[[ChoiceProgress], None], contenders: int) -> None:
         self._sampler, self._tell, self._contenders = sampler, tell, contenders

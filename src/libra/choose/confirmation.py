@@ -1,6 +1,6 @@
-"""A change of plans, tried in simulation before it is made.
+"""Simulates a change of plans before it is made.
 
-Invariant: both plans run on the same draws, and each begins with a router that has learned the same.
+Invariant: both plans run on the same draws, and their routers begin with the same learned state.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ def simulated_gain(
     router: Policy | None = None,
     effort: Effort | None = None,
 ) -> SimulatedGain:
-    """Seconds of a step that `proposed` saves over `current` by their prices and by whole runs of both, on groups drawn
+    """Seconds of a step that `proposed` saves over `current`, by prices and by simulated whole runs on groups drawn
     from `log`: the difference by which `choose_plan` ranks plans (`race.Standings.gap`).
 
-    Pairs of samples are made until the gain is separated from 0 or surely nothing, as long as the effort lasts.
-    `router` is a policy that has learned nothing yet, by default the one that the recipe names. Raises ValueError as
-    `libra.sim.of_plan.run_of`.
+    Pairs of samples are made until the gain is separated from 0 or surely negligible, within the effort. `router` is a
+    policy that has learned nothing yet, by default the recipe's. Raises ValueError as `libra.sim.of_plan.run_of`.
     """
     effort = Effort() if effort is None else effort
     policy = policy_named(proposed.of_cluster.recipe.router, seed=effort.seed) if router is None else router
@@ -55,8 +54,8 @@ def simulated_gain(
 
 
 def _for_the_same(current: Plan, proposed: Plan) -> Solution:
-    """The current plan, priced for the work of the proposed one: its own prediction may be of other lengths. That
-    counts only where it has no price there."""
+    """The current plan, priced for the work of the proposed one, since its own prediction may be for other lengths. If
+    it does not fit that work, its own prediction is used."""
     problem = proposed.of_cluster.menu().problem
     if infeasibility(problem, current.allocation) is not None:
         return current.solution

@@ -13,7 +13,7 @@ class Effort:
     """Limits, processes and seed of a comparison by simulation. With `seconds` inf the same arguments give the same
     result on any machine."""
 
-    seconds: float = inf  # of the race, on the clock; inf: until it is decided
+    seconds: float = inf  # wall time of the race; inf: until it is decided
     jobs: int = 1  # processes
     seed: int = 0  # of the draws, and of policies that draw
     samples: int = MOST_SAMPLES  # of a plan in the race, at most

@@ -1,13 +1,13 @@
-"""Which of several contenders is fastest, found in as few samples as may be.
+"""Finds the fastest of several contenders with few samples.
 
-Invariant: contenders are compared on the samples that they have in common, in order: sample k of each was made under
-the same circumstances (common random numbers), so differences are paired.
+Invariant: contenders are compared on their common samples, in order: sample k of each was made under the same
+conditions (common random numbers), so differences are paired.
 
 Sequential halving (Karnin, Koren and Somekh, ICML 2013, "Almost optimal exploration in multi-armed bandits"): rounds of
-equal cost, after each of which the slower half drops out. Contender 0 is the control and stays to the end. Once it is
-alone with the fastest other one, both are sampled until they are separated. Ranks go by what is known of differences
-(`Gap`): a few noisy samples do not outweigh what was expected before them (Chick and Inoue, Operations Research 2001,
-"New two-stage and sequential procedures for selecting the best simulated system").
+equal cost, after each of which the slower half drops out. Contender 0 is the control and stays to the end. Once only it
+and the fastest other one are left, both are sampled until they are separated. Ranks use posterior differences (`Gap`):
+a few noisy samples do not outweigh the expectation (Chick and Inoue, Operations Research 2001, "New two-stage and
+sequential procedures for selecting the best simulated system").
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Protocol
 from libra.choose.intervals import mean_and_error, student
 
 MOST_SAMPLES = 12  # of a contender
-_ALIKE = 0.01  # of the control's seconds: contenders that differ by less are equals
-# Assumed before there are samples: standard deviation of a paired difference over the control's seconds, which counts
-# as much as one of `_NOISE_FREEDOM` degrees. By chance the first few differences are often nearly equal (Smyth 2004,
-# "Linear models and empirical Bayes methods": variances that are moderated).
+_ALIKE = 0.01  # share of the control's seconds: contenders that differ by less are equals
+# Assumed standard deviation of a paired difference over the control's seconds, with the weight of an estimate of
+# `_NOISE_FREEDOM` degrees of freedom. The first few differences are often nearly equal by chance (Smyth 2004, "Linear
+# models and empirical Bayes methods": moderated variances).
 _NOISE, _NOISE_FREEDOM = 0.06, 2
 
 
 class Sampler(Protocol):
-    """Makes samples: seconds, in their order."""
+    """Makes samples, in seconds, in a fixed order."""
 
     def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
-        """The first `wanted` samples of each contender, as soon as they are there."""
+        """Yield (contender, its first `wanted` samples) as soon as a contender has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds that a contender is expected to take, and their standard error relative to the control's seconds: above 0
-    for all but the control. Errors of different contenders are independent."""
+    """Expected seconds of a contender, and their standard error relative to the control's seconds: above 0 for all but
+    the control. Errors of different contenders are independent."""
 
     seconds: float
     error: float
@@ -47,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Seconds that one contender is slower than another by all that is known, and half of the 95 % interval."""
+    """Seconds by which one contender is slower than another, by expectation and samples, and half the 95 % interval."""
 
     seconds: float
     error: float
@@ -59,19 +59,18 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """The samples of each contender; none of those that there was no time for."""
+    """The samples of each contender; a contender may have none for lack of time."""
 
     expected: tuple[Expected, ...]
     samples: tuple[tuple[float, ...], ...]
-    finalists: tuple[int, ...]  # those that are left, the fastest first
+    finalists: tuple[int, ...]  # remaining contenders, the fastest first
 
     def slower(self, contender: int, than: int) -> tuple[float, float | None]:
         """Mean difference over common samples, and half of its 95 % interval (None: a single sample)."""
         return mean_and_error(self._differences(contender, than))
 
     def gap(self, contender: int, than: int) -> Gap:
-        """The difference by samples and by what was expected, each weighed by its precision: two normal
-        distributions."""
+        """The difference by samples and by expectation, two normal distributions weighed by their precisions."""
         if contender == than:
             return Gap(0.0, 0.0)
         prior = self.expected[contender].seconds - self.expected[than].seconds
@@ -89,18 +88,18 @@ class Standings:
         return Gap(mean, student(freedom) / math.sqrt(precision))
 
     def with_samples(self, more: Mapping[int, tuple[float, ...]]) -> Standings:
-        """The same with other samples of some contenders."""
+        """These standings with other samples of some contenders."""
         return replace(self, samples=tuple(more.get(k, its) for k, its in enumerate(self.samples)))
 
     @property
     def equals(self) -> tuple[int, ...]:
-        """The fastest of those that are left, and the others that are slower by less than a hundredth."""
+        """The fastest finalist, and those slower by less than a hundredth of the control's expected seconds."""
         fastest, *others = self.finalists
         return (fastest, *(it for it in others if self.gap(it, fastest).seconds < self._enough))
 
     @property
     def decided(self) -> bool:
-        """Whether each of those that are left is separated from the fastest, or surely its equal."""
+        """Whether each finalist is separated from the fastest, or surely its equal."""
         fastest, *others = self.finalists
         gaps = [self.gap(it, fastest) for it in others]
         return all(it.separates or abs(it.seconds) + it.error < self._enough for it in gaps)
@@ -121,8 +120,8 @@ def race(
     most: int = MOST_SAMPLES,
     time_left: Callable[[], bool] = lambda: True,
 ) -> Standings:
-    """Race contenders 0, 1, ... The first round takes `first` samples of each, and none gets more than `most`.
-    `time_left` says after each answer whether there is any; the first two contenders are sampled in any case."""
+    """Race contenders 0, 1, ... The first round takes `first` samples of each, and no contender gets more than `most`.
+    `time_left` is called after each answer; the first two contenders are sampled in any case."""
     samples: list[tuple[float, ...]] = [()] * len(expected)
     alive = list(range(len(expected)))
     wanted, more = 0, first
@@ -154,7 +153,7 @@ def _faster_half(ranked: Sequence[int]) -> Sequence[int]:
 def _sampled(
     sampler: Sampler, alive: list[int], wanted: int, samples: list[tuple[float, ...]], time_left: Callable[[], bool]
 ) -> bool:
-    """Take the samples of a round; False where time was up before its end."""
+    """Take the samples of a round; False if time ran out before its end."""
     left = set(alive)
     with closing(sampler.upto(dict.fromkeys(alive, wanted))) as answers:
         for contender, found in answers:

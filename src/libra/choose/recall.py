@@ -1,6 +1,6 @@
-"""Recall of a router: the share of each class's work that it brings out of buckets that are too short.
+"""Recall of a router: the share of each class's work that it routes out of buckets that are too short.
 
-Invariant: the policy has learned from none of the prompts on which it is measured.
+Invariant: the policy has learned from none of the prompts on which it is measured, unless the log has only one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.result import SimulationResult
 from libra.trajectory import Trajectory
 
-# Trajectories of a class that count as much as the class with the worst recall: a small log is no proof of a good one.
+# Weight of the worst class's recall in that of each class, in trajectories: a small log is no proof of a good recall.
 _DOUBT = 8.0
 
 
 def halves(log: Iterable[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The trajectories of every other prompt, and those of the others; of a single prompt every other trajectory."""
+    """The trajectories of every other prompt, and those of the rest; of a single prompt every other trajectory."""
     prompts: dict[str, list[Trajectory]] = {}
     for trajectory in log:
         prompts.setdefault(trajectory.prompt_id, []).append(trajectory)
@@ -46,10 +46,10 @@ def measured_recall(
     plan: Plan, classes: Sequence[TrajectoryClass], log: Sequence[Trajectory], policy: Policy, seed: int = 0
 ) -> tuple[float, ...]:
     """[class] share of the tokens generated after the first tool return that were generated in the class's own bucket,
-    or in a longer one: a router may send a trajectory there when its own is busier.
+    or in a longer one, to which a router may send a trajectory when its own bucket is busier.
 
     `policy`, which has learned nothing yet, learns from one half of the log and routes a step of the plan drawn from
-    the other. Classes with few trajectories are shrunk towards the worst class. Empty where the log has no second half.
+    the other. Classes with few trajectories are shrunk towards the worst class. Empty if the log has no second half.
     """
     known, unknown = halves(it for it in log if it.finished)
     if not known or not unknown:
@@ -68,10 +68,10 @@ def with_recall(
     solved: Callable[[Problem], Solution] = solve,
     measuring: Callable[[], None] = lambda: None,
 ) -> tuple[ClusterRequest, Menu, Solution]:
-    """The request with the recall of its router, its menu and the optimum of that.
+    """The request with the recall of its router, its menu, and the menu's optimum.
 
-    The recall is measured on the optimum of a router that misses nothing, where that has several buckets; a recall that
-    the recipe gives stays. `measuring` is called before. Raises `InfeasiblePlanError`.
+    The recall is measured on the optimum for a perfect router, if that has several buckets; a recall that the recipe
+    gives stays. `measuring` is called before the measurement. Raises `InfeasiblePlanError`.
     """
     menu = request.menu()
     best = solve_loans(menu, solved)
@@ -88,7 +88,7 @@ def with_recall(
 def _by_class(
     result: SimulationResult, classes: Sequence[TrajectoryClass], limits: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """[class] tokens generated after the first return in no shorter bucket than the own; all; and trajectories."""
+    """[class] tokens generated after the first return in the own bucket or a longer one; in all; and trajectories."""
     columns = result.requests
     final = np.zeros(len(columns.trajectories), dtype=np.int64)
     np.maximum.at(final, columns.trajectory, columns.prompt + columns.generated)
@@ -111,7 +111,7 @@ def shrunk(
     hits: NDArray[np.float64], tokens: NDArray[np.float64], trajectories: NDArray[np.float64]
 ) -> tuple[float, ...]:
     """[class] recall, as if each class had `_DOUBT` more trajectories with the recall of the worst class; classes that
-    generated nothing after a return have that one. 1 for all where none did."""
+    generated nothing after a return have the worst class's recall. 1 for all classes if none generated anything."""
     seen = tokens > 0
     if not seen.any():
         return (1.0,) * len(tokens)

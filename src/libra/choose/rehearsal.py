@@ -1,7 +1,7 @@
-"""Whole runs of several plans in simulation, side by side.
+"""Simulations of whole runs of several plans.
 
 Invariant: all runs draw the same groups of trajectories in the same order, and each begins with its own copy of one
-policy. A run goes on from where it was, so more of its steps never cost those before them again.
+policy. A run continues from its last step, so earlier steps are never simulated again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from libra.sim.of_plan import run_of
 from libra.sim.training_run.loop import PosttrainingRun
 from libra.trajectory import Trajectory
 
-_LEAST_STEPS = 2  # of a run that says anything, without those that are left out
+_LEAST_STEPS = 2  # of a first round, without those that are left out
 _LONGEST = 100_000  # steps of a run, more than any rehearsal makes
 
 
 class Rehearsals:
     """Runs of `plans` on groups drawn from a log with `seed`: a `race.Sampler` whose samples are seconds of a step.
 
-    A sample covers as many steps as batches are under way, since steps of batches that overlap alternate; as many steps
-    at the beginning of a run are left out. With `jobs` > 1 each run is a process of its own (forked), and as many are
-    simulated at a time. A context manager: processes end with it. Raises ValueError as `run_of`.
+    A sample covers 1 + staleness steps, one for each batch in flight, since steps of overlapping batches alternate. If
+    staleness is above 0, the first 1 + staleness steps of a run are left out. With `jobs` > 1 each run is a forked
+    process, and `jobs` runs are simulated at a time. A context manager: processes end with it. Raises ValueError as
+    `run_of`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Rehearsals:
             worker.end()
 
     def upto(self, wanted: Mapping[int, int]) -> Generator[tuple[int, tuple[float, ...]], None, None]:
-        """See `race.Sampler`; in the order in which runs get there."""
+        """See `race.Sampler`; in the order in which runs have their samples."""
         versions = {run: self.left_out + samples * self.steps_a_sample for run, samples in wanted.items()}
         published = self._in_processes(versions) if self._workers else self._here(versions)
         for run, times in published:
@@ -99,7 +100,7 @@ class _Worker:
         its.close()
 
     def answer(self, version: int) -> tuple[float, ...]:
-        """Seconds of the versions up to this one. Answers that a race had no time to wait for are passed over."""
+        """Times of the versions up to `version`, in seconds. Skips answers for which a race had no time to wait."""
         times: tuple[float, ...] = ()
         while len(times) != version:
             try:

@@ -1,7 +1,7 @@
-"""The `libra` command: its verbs, and what it does without one.
+"""The `libra` command and its verbs.
 
-Modules of this folder parse, call and print; what they print was decided elsewhere. Exit status: 0 done, 1 the run
-failed, 2 bad input, 3 no plan exists, 130 interrupted.
+Modules of this folder parse, call and print; they decide nothing. Exit status: 0 done, 1 the run failed, 2 bad input, 3
+no plan exists, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`libra calibrate`: what this device can do."""
+"""`libra calibrate`: measures this device."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _simulated(
 
 
 def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recipe, Policy]:
-    """The recipe with the router that was asked for, and its policy. One that ignores buckets gets one engine size."""
+    """The recipe with `router`, if given, and its policy. A policy that ignores buckets gets one engine size."""
     if router is not None:
         recipe = recipe.model_copy(update={"router": router})
     policy = load_policy(recipe.router)

@@ -1,4 +1,4 @@
-"""`libra emulate`. What cannot be emulated is refused before a port is taken."""
+"""`libra emulate`. Engines that cannot be emulated are refused before a port is taken."""
 
 from __future__ import annotations
 

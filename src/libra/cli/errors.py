@@ -1,6 +1,6 @@
-"""How commands end when they cannot do what they were asked.
+"""Errors that end a command.
 
-Invariant: one line on standard error, and an exit status that says whose turn it is: 2 the input's, 3 nobody's.
+Invariant: one line on standard error, and an exit status: 2 for bad input, 3 where no answer exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bad_input(error: Exception) -> NoReturn:
 
 
 def of_option(error: Exception, options: Iterable[str]) -> Exception:
-    """The error, naming the option where it names the parameter that the option stands for."""
+    """The error, with the name of the parameter at its start replaced by that of its option."""
     for option in options:
         parameter = "start_seconds" if option == "--start" else option.removeprefix("--").replace("-", "_")
         if str(error).startswith(f"{parameter} is "):
@@ -37,6 +37,6 @@ def infeasible(error: Exception, what: str = "no plan exists") -> NoReturn:
 
 
 def require(extra: str) -> None:
-    """End the command, before it has done any work, where a library of this extra is not installed."""
+    """End the command if a library of this extra is not installed; called before any work is done."""
     if (library := missing_library(extra)) is not None:
         bad_input(ValueError(f"{library} is not installed: {install_command(extra)}"))

@@ -1,4 +1,4 @@
-"""`libra explain`: why a plan is what it is."""
+"""`libra explain`: explains a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
 ) -> None:
-    """Why this plan: what bounds it and by how much, the next best plans, what binds, what one more node would buy.
+    """Explain a plan: its bottleneck, the next best plans, binding constraints, and the gain of one more node.
 
     Everything is solved again from the request that the plan embeds; nothing else is read.
 

@@ -1,4 +1,4 @@
-"""`libra lend`. What a deployment that serves can spare for rollouts."""
+"""`libra lend`: lend idle time of serving deployments to rollouts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from libra.lend.gate import Slo
     from libra.sim.certify import LendingCase, LoadTrial
 
-app = typer.Typer(no_args_is_help=True, help="What a deployment that serves can spare for rollouts.")
+app = typer.Typer(no_args_is_help=True, help="Lend idle time of serving deployments to rollouts.")
 
 _EACH = "{use}"  # in the name of a file
-_LOADS = tuple(step / 10 for step in range(1, 21))  # times the rate of the traffic
+_LOADS = tuple(step / 10 for step in range(1, 21))  # multiples of the rate of the traffic
 
 
 @app.callback()
 def lend() -> None:
-    """What a deployment that serves can spare for rollouts."""
+    """Lend idle time of serving deployments to rollouts."""
 
 
 @app.command()
@@ -37,14 +37,14 @@ def check(
         Path, typer.Argument(metavar="ENGINE", help="YAML file with the serving engine, as for `libra simulate`.")
     ],
     traffic: Annotated[
-        Path, typer.Option("--traffic", help="What it serves: requests as .jsonl, or .csv as Azure's traces.")
+        Path, typer.Option("--traffic", help="Its requests: .jsonl, or .csv in the format of Azure's traces.")
     ],
     ttft: Annotated[str, typer.Option(help="SLO: time to the first token, such as 1s; a bare number is seconds.")],
     tpot: Annotated[str, typer.Option(help="SLO: time of a token after the first, such as 50ms.")],
     use: Annotated[
         str, typer.Option(help="Shares of tpot that serving may be slowed down to, each tried.")
     ] = "0.6,0.8,0.95",
-    longest_grant: Annotated[float, typer.Option(help="Seconds that a rollout step has the device, at most.")] = 0.03,
+    longest_grant: Annotated[float, typer.Option(help="Most seconds that a rollout step has the device.")] = 0.03,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -60,7 +60,7 @@ def check(
     The traffic is replayed at 0.1, 0.2, ... 2 times its rate, alone and with a borrower that spends every grant to its
     end. A certificate holds up to the largest of these rates at which no request misses the SLO that meets it alone.
 
-    Exit status: 0 done, 2 bad input (an SLO that serving alone misses among it), 3 nothing can be lent.
+    Exit status: 0 done, 2 bad input (also an SLO that serving alone misses), 3 nothing can be lent.
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.config.units import PLAUSIBLE, duration
@@ -93,19 +93,19 @@ def check(
 @app.command()
 def serve(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the loan, as examples/loan.yaml.")],
-    period: Annotated[float, typer.Option(help="Seconds between two lines of what came of the loan.")] = 10.0,
+    period: Annotated[float, typer.Option(help="Seconds between two lines on the progress of the loan.")] = 10.0,
     logs: Annotated[
         Path | None, typer.Option("--logs", help="Directory for the logs of its processes; else a temporary one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a period.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per period.")] = False,
 ) -> None:
     """Lend the device of a vLLM server that runs here, with LendingScheduler, to a rollout engine.
 
-    Starts the engine beside the server and gives the lender's word for it, a few seconds at a time: the loan rests
-    while load is outside the certificate's envelope or the server is away, and ends with this process. A controller
-    reaches the engine at a Unix socket; while there is none, nothing is computed and nothing of the device taken.
+    Starts the engine next to the server and renews the lender's word for it every few seconds. The loan pauses while
+    load is outside the certificate's envelope or the server is away, and ends with this process. A controller reaches
+    the engine at a Unix socket; without a controller the engine computes nothing and uses none of the device.
 
-    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot go on, 2 bad input.
+    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 1 the loan cannot continue, 2 bad input.
     """
     import asyncio
     import shutil
@@ -145,14 +145,14 @@ def serve(
 @app.command()
 def report(
     record: Annotated[
-        Path, typer.Argument(metavar="RECORD", help="What a borrower wrote: `record` of a file of a loan.")
+        Path, typer.Argument(metavar="RECORD", help="Record of a borrower: the file that `record` of a loan names.")
     ],
     html: Annotated[Path | None, typer.Option("--html", help="Write it as an HTML page to this file.")] = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
     ] = None,
 ) -> None:
-    """Show what became of a loan: grants, recalls, load, and how early the tokens of users came.
+    """Show the history of a loan: grants, recalls, load, and how early the tokens of users came.
 
     Exit status: 0 done, 2 bad input.
     """
@@ -238,7 +238,7 @@ def _case(engine: Path, traffic: Path, slo: Slo, longest_grant: float) -> Lendin
 
 
 def _file(output: Path, use: float) -> Path:
-    """Where the certificate of this `use` goes, such as chat_use_60.json for chat_use_{use}.json."""
+    """The file for the certificate of this `use`, such as chat_use_60.json for chat_use_{use}.json."""
     return output.with_name(output.name.replace(_EACH, f"{100 * use:g}"))
 
 
@@ -254,7 +254,7 @@ def _uses(text: str) -> list[float]:
 
 
 class _Told:
-    """A line for each replay, as it ends."""
+    """Prints a line for each replay, as it ends."""
 
     def __init__(self, to_stderr: bool) -> None:
         self._stderr = to_stderr or not sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""What commands are told of engines that lend: by a cluster file, with the files that it names, and by options."""
+"""Engines that lend, read from a cluster file, from the files that it names, and from options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_lenders(path: Path, cluster: Cluster) -> tuple[Lender, ...]:
 
 
 def read_traffic(path: Path) -> tuple[RecordedRequest, ...]:
-    """What `--traffic` names. Raises ValueError."""
+    """Read the requests that `--traffic` names. Raises ValueError."""
     try:
         return read_requests(path)
     except ValueError as error:

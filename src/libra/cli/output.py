@@ -1,7 +1,7 @@
-"""What a command writes: the files that it is asked for, and notes beside its answer.
+"""Output of commands: the files that options name, and notes.
 
-Invariant: what cannot be written, or would overwrite what the command reads or writes besides, is refused before the
-work is done where that can be known, and in one line that names the file.
+Invariant: an output that cannot be written, or would overwrite an input or another output, is refused in one line that
+names the file, before the work is done where that can be known.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
-    """Raises ValueError where an output cannot be written or made, or is the same file as one of `reads` or as another
-    output. `-`, standard output, is for those to accept who can write to it."""
+    """Raise ValueError where an output cannot be written or made, or is the same file as one of `reads` or as another
+    output, or is `-` (standard output): commands that can write to it handle it themselves."""
     taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
     for path in outputs:
         if path is None:
@@ -45,7 +45,7 @@ def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> 
 
 
 def _try(path: Path) -> None:
-    """Raises ValueError where it cannot be written. Leaves things as they were."""
+    """Raise ValueError where `path` cannot be written. Leaves the file as it is."""
     with writing(path):
         if os.path.lexists(path):
             if not os.access(path, os.W_OK) and path.exists():
@@ -56,7 +56,7 @@ def _try(path: Path) -> None:
 
 
 def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:
-    """The items as they come; standard error is told now and then how many there were."""
+    """Yield the items; every `_SIGN_OF_LIFE` items, print on standard error how many were read."""
     for number, item in enumerate(items, start=1):
         yield item
         if number % _SIGN_OF_LIFE == 0:
@@ -64,20 +64,20 @@ def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:
 
 
 def tell_notes(notes: Iterable[str], *, err: bool) -> None:
-    """A line each. `err`: on standard error, as where standard output is the answer and nothing else."""
+    """Print a line for each note. `err`: on standard error, where standard output holds only the answer."""
     for note in notes:
         typer.echo(f"note: {printable(note)}", err=err)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Raises ValueError where it cannot be written."""
+    """Write a file as UTF-8. Raises ValueError where it cannot be written."""
     with writing(path):
         path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns OSError into ValueError that names the file, which the error of a full disk does not."""
+    """Turn OSError into ValueError that names the file, since the error of a full disk does not."""
     try:
         yield
     except OSError as error:

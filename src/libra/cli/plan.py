@@ -45,7 +45,7 @@ def plan(
         str | None,
         typer.Option(
             "--host",
-            help="What comes to engine times of kernels: default (of vLLM, by layers), none, or a file of a fit.",
+            help="Host overhead added to kernel times: default (vLLM's, by layers), none, or a file of a fit.",
         ),
     ] = None,
     truncate_context: Annotated[
@@ -101,7 +101,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
 ) -> None:
-    """Plan offline: who trains, who generates, in which parallelism and buckets, on which GPUs.
+    """Plan offline: training replicas and engines, their parallelism and buckets, and their GPUs.
 
     With --model the plan is for a cluster of GPUs: the solver proposes the best plan of each kind, whole runs in
     simulation under your router decide, and the plan carries both figures. The solver's proof (status, bound, gap) is

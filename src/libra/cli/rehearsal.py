@@ -1,7 +1,7 @@
 """`libra rehearse`: a whole run of a plan in simulation, and how its steps compare with the planned one.
 
-What is compared is the same thing twice: seconds from one published version of the weights to the next, with the plan's
-own batch, samples per prompt and staleness.
+Both steps are seconds from one published version of the weights to the next, with the plan's own batch, samples per
+prompt and staleness.
 """
 
 from __future__ import annotations
@@ -42,19 +42,17 @@ def rehearse(
     cold: Annotated[bool, typer.Option("--cold", help="The policy has learned nothing when the run begins.")] = False,
     lender: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--lender", help="What serves on the devices that the plan borrows, as for `libra lend check`; repeatable."
-        ),
+        typer.Option("--lender", help="Engine that serves on borrowed devices, as for `libra lend check`; repeatable."),
     ] = None,
     traffic: Annotated[
         list[Path] | None,
-        typer.Option("--traffic", help="What each of those engines serves, a file for each --lender, in their order."),
+        typer.Option("--traffic", help="Requests of these serving engines: a file for each --lender, in their order."),
     ] = None,
     kv_quota: Annotated[
         bool,
         typer.Option(
             "--kv-quota",
-            help="KV memory of those devices changes hands as their users need it, instead of what is certified.",
+            help="Move KV memory of these devices between serving and rollout on demand, not as certified.",
         ),
     ] = False,
     truncate_context: Annotated[
@@ -76,11 +74,11 @@ def rehearse(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
-    """Simulate a whole run of a plan: rollout, training, publication, and what waits for what.
+    """Simulate a whole run of a plan: rollout, training, publication, and their waits for each other.
 
-    Groups are drawn from the log prompt by prompt, engines follow vLLM's scheduler, and turns are routed by the policy.
-    The step that is compared with the plan's leaves out the first steps, which begin with idle engines. With the plan's
-    own log, router and seed the run is one of those that `libra plan` has seen. The same inputs give the same bytes.
+    Groups are drawn from the log prompt by prompt, engines follow vLLM's scheduler, and the policy routes turns. The
+    step that is compared with the plan's leaves out the first steps, which begin with idle engines. With the plan's own
+    log, router and seed the run is one of those that `libra plan` simulated. The same inputs give the same bytes.
 
     Exit status: 0 done, 2 bad input, 130 interrupted.
     """
@@ -142,7 +140,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
 
 
 def _router(rehearsed: _Rehearsed, router: str | None) -> str:
-    """The policy that routes. Code that only the plan names is not run."""
+    """The name of the policy that routes. Raises ValueError where only the plan names a file of code to run."""
     from libra.route.catalogue import is_path
 
     planned = rehearsed.plan.of_cluster.recipe.router

@@ -46,7 +46,7 @@ def document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
 
 
 def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
-    """Requests are told by their numbers, times are seconds."""
+    """Outcome of one lender for JSON; requests are given by number, times in seconds."""
     return {
         "name": it.name,
         "lent": it.lent / seconds,
@@ -100,7 +100,7 @@ def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
 
 
 def _lenders_table(outcome: SimulatedRun) -> Table:
-    """A row a device that serves."""
+    """A table with one row for each serving device."""
     table = Table()
     table.add_column("device", no_wrap=True)
     for name in (

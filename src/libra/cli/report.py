@@ -19,7 +19,7 @@ def report(
         Path | None, typer.Option("--output", "-o", help="Write the page to this file (default: RUN/report.html).")
     ] = None,
 ) -> None:
-    """Make the page of a run from what it recorded: also of a run that was killed, or that still goes on.
+    """Make the page of a run from its records, also of a run that was killed or is still running.
 
     Exit status: 0 done, 2 bad input.
     """

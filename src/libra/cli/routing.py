@@ -1,4 +1,4 @@
-"""`libra route`. What cannot be routed is refused before a port is taken."""
+"""`libra route`. Bad input is refused before a port is taken."""
 
 from __future__ import annotations
 

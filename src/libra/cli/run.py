@@ -35,8 +35,8 @@ def run(
     lending: Annotated[
         LendingRule | None,
         typer.Option(
-            help="Who has a lent device next. gate: rollout, as far as the bound lets it. off: never rollout. The"
-            " others are baselines."
+            help="Rule for lent devices. gate: rollout has them as far as the bound allows. off: rollout never has"
+            " them. The others are baselines."
         ),
     ] = None,
     launcher: Annotated[
@@ -55,12 +55,12 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
 ) -> None:
-    """Post-train an agent: vLLM engines generate, tools are called, trainers learn, workers change sides.
+    """Post-train an agent: vLLM engines generate, tools are called, trainers learn, workers change roles.
 
     Writes report.html, timeline.json (open it in ui.perfetto.dev), metrics.jsonl, decisions.jsonl, trajectories.jsonl
     and the trained model to <directory>/<name>.
 
-    Exit status: 0 done, 1 failed, 2 bad input, 3 no allocation can go on, 130 interrupted.
+    Exit status: 0 done, 1 failed, 2 bad input, 3 no allocation can continue, 130 interrupted.
     """
     overrides = {
         "name": name,

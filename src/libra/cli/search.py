@@ -25,7 +25,7 @@ def search(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="YAML file of a cluster: GPUs, counts, links.")],
     model: Annotated[str, typer.Option("--model", help="config.json, its directory, or a known name.")],
     requests: Annotated[
-        Path, typer.Option("--requests", help="What users ask: .jsonl, or .csv in the format of Azure's traces.")
+        Path, typer.Option("--requests", help="Requests of users: .jsonl, or .csv in the format of Azure's traces.")
     ],
     slo: Annotated[
         str,
@@ -46,7 +46,7 @@ def search(
         float | None, typer.Option("--budget", help="Most that a deployment costs an hour, at the menu's prices.")
     ] = None,
     menu: Annotated[
-        Path | None, typer.Option("--menu", help="YAML file of what may be chosen, and of prices (see docs/search.md).")
+        Path | None, typer.Option("--menu", help="YAML file of allowed settings, and of prices (see docs/search.md).")
     ] = None,
     profile: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""`libra simulate`. What cannot be simulated is refused before anything is."""
+"""`libra simulate`. Bad input is refused before the simulation begins."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def simulate(
 ) -> None:
     """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
 
-    Of a plan it is one step's rollout; `libra rehearse` simulates whole runs, in which engines and trainers wait.
+    For a plan it simulates the rollout of one step; `libra rehearse` simulates whole runs with training.
 
-    Simulated time is exact and follows vLLM's scheduler; times of iterations are those that the planner reads. The
+    Simulated time is exact and follows vLLM's scheduler; times of iterations are those that the planner uses. The
     same inputs give the same bytes.
 
     Exit status: 0 done, 2 bad input, 130 interrupted.

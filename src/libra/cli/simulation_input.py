@@ -1,6 +1,6 @@
-"""What `libra simulate` is asked, from files and options.
+"""The input of `libra simulate`, from files and options.
 
-Invariant: an option that means nothing for what is simulated is refused; none is dropped.
+Invariant: an option that does not apply to the deployment and its workload is refused; none is dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Options = Mapping[str, Any]  # those that were given, by their names
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is to be simulated, and what a reader must know of it."""
+    """A deployment and its workload, with notes for the user."""
 
     deployment: Deployment
     workload: Workload
@@ -46,7 +46,7 @@ class Asked:
 
 
 def asked(what: Path, trajectories: Path | None, requests: Path | None, given: Options, seed: int) -> Asked:
-    """A plan or engines, and their work, read from files. Raises ValueError in words for whoever called the command,
+    """A plan or engines, and their work, read from files. Raises ValueError with a message for the user of the command,
     and OSError where a file cannot be read."""
     if what.suffix == ".json":
         if requests is not None or trajectories is None:
@@ -129,7 +129,7 @@ def _trajectories(what: Path, trajectories: Path, given: Options) -> Asked:
 
 
 def _only(given: Options, *known: str) -> None:
-    """Raise ValueError naming an option that was given and means nothing here."""
+    """Raise ValueError naming an option that was given and is not one of `known`."""
     for name in given:
         if name not in known:
             raise ValueError(f"{name} is for {_MEANT_FOR[name]}; leave it out")

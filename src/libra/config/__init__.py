@@ -1,1 +1,1 @@
-"""What YAML files may say."""
+"""Schemas and readers of configuration files."""

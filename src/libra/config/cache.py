@@ -1,6 +1,6 @@
-"""Where what was measured or read once is kept between runs.
+"""The directory that keeps measurements and parsed inputs between runs.
 
-Invariant: everything there can be made again; deleting it costs time and nothing else.
+Invariant: everything in it can be made again; deleting it only costs time.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ def cache_directory() -> Path:
 
 
 def cache_key(parts: Mapping[str, Any] | Sequence[Any]) -> str:
-    """A name for what depends on these parts, which JSON can hold, and on nothing else."""
+    """A name for data that depends only on `parts`, which must be serialisable as JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

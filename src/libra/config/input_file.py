@@ -1,6 +1,6 @@
-"""Files that are read as input.
+"""Reading of input files.
 
-Invariant: only a regular file is opened. Reading a FIFO could wait for ever, and a device need not end.
+Invariant: only a regular file is opened. Reading a FIFO could block for ever, and a device need not end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST = 2**53  # largest whole number in a file: floats hold all up to it exactly
 
 
 def beyond_floats(found: object) -> bool:
-    """Whether lists and mappings hold a larger whole number: what is computed of it could overflow."""
+    """Whether a value, or one nested in it, is a whole number above `MOST`: computing with it could overflow."""
     if isinstance(found, int):
         return abs(found) > MOST
     if isinstance(found, list | tuple):
@@ -24,7 +24,7 @@ def beyond_floats(found: object) -> bool:
 
 
 def open_input(path: Path | str) -> IO[bytes]:
-    """Open a regular file for reading. Raises `OSError`, also for anything else."""
+    """Open a regular file for reading. Raises `OSError`, also when `path` is no regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):

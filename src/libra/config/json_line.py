@@ -1,4 +1,4 @@
-"""A line of JSON that is refused, in words."""
+"""Messages for lines of JSON that are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def line_problem(problem: ErrorDetails) -> str:
-    """What pydantic found: the field, where one is to blame, and what is wrong with it.
+    """Describe an error of pydantic's: the field, where one is to blame, and what is wrong with it.
 
     Pydantic counts lines within the text that it is given, so its own count, always 1 or 2, is left out.
     """

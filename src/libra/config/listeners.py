@@ -1,7 +1,7 @@
 """Limits of every port on which Libra listens.
 
-Invariant: a listener takes its limits from here and nowhere else. Up to them it answers; beyond them it refuses with an
-answer that names the limit, or closes a connection that has asked for nothing.
+Invariant: a listener takes its limits from this module only. Within them it answers; beyond them it refuses with a
+response that names the limit, or closes a connection that has sent no request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 MEBIBYTE = 2**20
-FIELD_BYTES = 4096  # of a field of a body that is neither its prompt nor its messages, where it is looked into
+FIELD_BYTES = 4096  # of a field of a body, other than prompt and messages, that the listener reads
 ID_LENGTH = 512  # characters of a name that a client gives and the listener keeps
 TRAJECTORIES = 100_000  # in progress at a gateway
 
@@ -20,7 +20,7 @@ class HttpLimits:
     """Limits of one HTTP listener. Its JSON nests 1,000 levels at most, which is msgspec's limit."""
 
     connections: int  # open at a time; fewer where the limit of open files is lower
-    descriptors: int = 1  # of each connection, with those that are opened to answer it
+    descriptors: int = 1  # of each connection, including those opened to answer it
     idle_seconds: float = 75.0  # without a complete request
     stalled_seconds: float = 60.0  # in which the client reads nothing of its response
     body_seconds: float = 60.0  # for a request body to arrive
@@ -28,7 +28,7 @@ class HttpLimits:
     body_base: int = MEBIBYTE  # of one body, and `body_per_token` for each token of the longest context
     body_per_token: int = 64
     bodies_bytes: int = 1024 * MEBIBYTE  # of all bodies in flight; `free_bytes` of each are not counted
-    free_bytes: int = 2**16  # of a body that is always taken
+    free_bytes: int = 2**16  # of a body that is always accepted
 
     def body_most(self, longest: int) -> int:
         """Bytes of one body where the longest context has `longest` tokens: a longer one holds no prompt that fits."""
@@ -37,10 +37,10 @@ class HttpLimits:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLimits:
-    """Limits of a port that sends weights, for connections that have not shown the token yet."""
+    """Limits of a port that sends weights, for connections that have not sent the token yet."""
 
-    strangers: int = 64  # connections; the longest waiting is closed for another one
-    hello_seconds: float = 10.0  # until the whole first frame is there
+    strangers: int = 64  # connections; beyond it the one that has waited longest is closed
+    hello_seconds: float = 10.0  # until the whole first frame has arrived
     hello_bytes: int = 4096  # of the first frame, and `hello_chunk_bytes` for each chunk of the weights
     hello_chunk_bytes: int = 28  # two entries of a run-length list, at their longest
     frame_bytes: int = 64 * MEBIBYTE  # of each frame after that

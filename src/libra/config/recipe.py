@@ -1,7 +1,7 @@
-"""What is trained and how: the part of a planning request that is neither hardware, nor model, nor trajectories.
+"""The training recipe: the part of a planning request that is neither hardware, nor model, nor trajectories.
 
-Invariant: a recipe in memory is consistent, whoever made it; a file that is not is refused in one line that names the
-key and what would be right. Lengths are tokens, times are seconds.
+Invariant: a recipe in memory is consistent, whether read or constructed. An inconsistent file is refused in one line
+that names the key and what would be right. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from libra.config.yaml_file import Section, read_section
 Mode = Literal["async", "sync", "colocated"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
-# Whose kernels train: fused ones, as of Megatron and LLM Foundry, or PyTorch's, one for each operation of the modules.
+# Training kernels: fused, as in Megatron and LLM Foundry, or PyTorch's, one for each operation of the modules.
 Execution = Literal["fused", "eager"]
 # Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
 KVOnUpdate = Literal["keep", "refresh"]
-# As vLLM calls them; what they take is `libra.cost.quantization`.
+# vLLM's names; `libra.cost.quantization` has their bytes and speeds.
 WeightQuantization = Literal["fp8", "awq", "gptq", "modelopt_fp4", "mxfp4"]
 RolloutDtype = Literal["bf16", WeightQuantization]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"]
@@ -38,13 +38,13 @@ class TrainingBytes:
     """Bytes that training keeps for one parameter; each kind is sharded, or not, by itself."""
 
     weights: int  # in the compute type
-    gradients: int  # likewise
+    gradients: int  # in the compute type
     states: int  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
-    compute: int | None = None  # of matrix products, under autocast; None: those of the weights
+    compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
 
     @property
     def product(self) -> int:
-        """Bytes of a number that a matrix product makes."""
+        """Bytes of one number in the output of a matrix product."""
         return self.weights if self.compute is None else self.compute
 
     @property
@@ -53,7 +53,7 @@ class TrainingBytes:
 
 
 class Recipe(Section):
-    """How one optimiser step is made. Only `batch`, `samples_per_prompt` and `max_length` have no default."""
+    """Settings of one optimiser step. Only `batch`, `samples_per_prompt` and `max_length` have no default."""
 
     batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
     samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
@@ -74,7 +74,7 @@ class Recipe(Section):
     kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
     optimiser: Optimiser = "adamw"
     execution: Execution = "fused"
-    horizon: _Count = 100  # steps that a plan is expected to hold: what changing to it is paid back over
+    horizon: _Count = 100  # steps that a plan is expected to hold, over which the cost of changing to it is paid back
     # Share of a GPU's memory that an engine takes, and tokens of one iteration: defaults of vLLM's server (on H100).
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
     max_batched_tokens: _Count = 8192
@@ -82,7 +82,7 @@ class Recipe(Section):
     tool_seconds_if_unknown: Annotated[float, Field(strict=True, ge=0)] = 1.0
     # Whether a bucket may be a prefill/decode pair: prompts are computed on some engines, tokens generated on others.
     prefill_decode: bool = Field(default=False, strict=True)
-    max_buckets: _Count = 4  # ranges of final context that are told apart: a router has to tell them apart, too
+    max_buckets: _Count = 4  # ranges of final context with engines of their own; the router has to tell them apart
     # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class.
     router: Annotated[str, Field(strict=True, min_length=1)] = "cmlfq"
     # Share of a trajectory's work, after its first tool return, that reaches its own bucket; null: as measured.
@@ -118,7 +118,7 @@ class Recipe(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what came later a recipe is written as it was before."""
+        """Leave out fields added later while they have their default, so that older recipes are written unchanged."""
         written: dict[str, Any] = fields(self)
         if not self.prefill_decode:
             written.pop("prefill_decode", None)
@@ -142,5 +142,5 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path | str, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read a request file such as `examples/request.yaml`; `overrides` replace what it says. Raises `ConfigError`."""
+    """Read a request file such as `examples/request.yaml`; `overrides` replace its values. Raises `ConfigError`."""
     return read_section(path, Recipe, "examples/request.yaml", overrides)

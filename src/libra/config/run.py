@@ -1,4 +1,4 @@
-"""What a run's YAML file may say.
+"""The configuration of a run, read from YAML.
 
 Invariant: a configuration in memory is complete and consistent; a file that is not is refused in one line that names
 the key and what would be right. Lengths are tokens, times are seconds, sizes are bytes.
@@ -59,7 +59,7 @@ class ClusterConfig(Section):
     rollout: int = Field(default=2, ge=0)  # always generate
     share: PositiveFloat = 0.45  # of one core, per slot
     port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
-    losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node; with that many it is not used any more
+    losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node, at which it is retired
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -99,22 +99,22 @@ class ServerConfig(Section):
     max_num_batched_tokens: PositiveInt = 64
     kv_tokens: PositiveInt = 8192
     traffic: Path  # requests as `libra simulate --requests` reads them, beside the configuration
-    speed: PositiveFloat = 1.0  # times as fast as they were recorded
-    shorter: PositiveFloat = 1.0  # prompts and outputs are divided by it
+    speed: PositiveFloat = 1.0  # requests arrive this many times as fast as recorded
+    shorter: PositiveFloat = 1.0  # divisor of the lengths of prompts and outputs
 
 
 class PublicationConfig(Section):
-    """Where agents follow the weights of a run."""
+    """The address at which agents follow the weights of a run."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)  # 0: any free port
 
 
 class LendingConfig(Section):
-    """Devices of servers that a run borrows for rollouts: those of agents (`libra lend serve`), and of servers of its
-    own, one device each, to which all from `server` to `quiet` applies. Times are seconds."""
+    """Devices that a run borrows for rollouts from servers: from agents (`libra lend serve`), and from servers that
+    the run starts, with one device each. The keys from `server` to `quiet` apply to the latter. Times are seconds."""
 
-    agents: tuple[Path, ...] = ()  # their sockets, beside the configuration
+    agents: tuple[Path, ...] = ()  # their sockets, relative to the configuration
     weights: PublicationConfig = PublicationConfig()
     servers: int = Field(default=0, ge=0)
     server: ServerConfig | None = None
@@ -123,11 +123,11 @@ class LendingConfig(Section):
     use: float = Field(default=0.8, gt=0, le=1)  # share of `tpot` that may be spent
     longest_grant: PositiveFloat = 0.05
     shortest_grant: PositiveFloat = 0.004
-    requests_per_second: PositiveFloat = 100.0  # beyond which, at one server, nothing is lent
-    window: PositiveFloat = 2.0  # over which those are counted
-    quiet: PositiveFloat = 1.0  # with fewer requests before lending resumes; doubled where that was too soon
+    requests_per_second: PositiveFloat = 100.0  # rate at one server above which it lends nothing
+    window: PositiveFloat = 2.0  # over which that rate is counted
+    quiet: PositiveFloat = 1.0  # below that rate before lending resumes; doubled where that was too soon
     rule: LendingRule = "gate"  # off: nothing is lent; the others are baselines
-    engine: ShapeConfig  # what runs on a lent device; an agent's may be larger
+    engine: ShapeConfig  # on a lent device; an agent's may be larger
 
     @property
     def objective(self) -> tuple[float, float]:
@@ -137,13 +137,13 @@ class LendingConfig(Section):
 
     @property
     def devices(self) -> int:
-        """That are lent, whoever serves on them."""
+        """Number of lent devices, of servers and of agents."""
         return self.servers + len(self.agents)
 
     @model_validator(mode="after")
     def _there_are_lenders(self) -> Self:
         if not self.devices:
-            raise ValueError("nobody lends: name agents, or give servers 1 or more")
+            raise ValueError("no device is lent: name agents, or set servers to 1 or more")
         missing = [key for key in ("server", "ttft", "tpot") if getattr(self, key) is None]
         if self.servers and missing:
             raise ValueError(f"servers is {self.servers}: give {' and '.join(missing)}, too")
@@ -185,10 +185,10 @@ class TrainingConfig(Section):
     denominator: Literal["tokens", "sequences", "constant"] = "constant"
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
     micro_batch_tokens: PositiveInt = 1024
-    # Of engines, and of forward and backward; parameters and optimiser are float32. auto: what the devices do fast.
+    # Arithmetic of engines, forward and backward; parameters and optimiser are float32. auto: what the devices do fast.
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
-    sharding: Literal["none", "fsdp2"] = "none"  # what each of them holds: the whole model, or a shard of it
+    sharding: Literal["none", "fsdp2"] = "none"  # each process holds the whole model, or a shard of it
     temperature: PositiveFloat = 1.0
     kv_on_update: KVOnUpdate = "keep"
 
@@ -207,22 +207,22 @@ class TrainingConfig(Section):
 
 
 class RoutingConfig(Section):
-    policy: str = "cmlfq"  # which engine makes a turn; a name that `libra.route.catalogue` knows
+    policy: str = "cmlfq"  # chooses the engine of each turn; a name in `libra.route.catalogue`
 
 
 class PlannerConfig(Section):
     period: PositiveInt = 10  # steps between two decisions
-    horizon: PositiveInt = 100  # steps for which a plan is expected to hold, at most those that remain
+    horizon: PositiveInt = 100  # steps that a plan is expected to hold, at most those that remain
     half_life: PositiveFloat = 512.0  # trajectories after which evidence counts half
     calibration: Path | None = None  # a measured profile to use instead of measuring
 
 
 class MetricsConfig(Section):
-    """Where Prometheus may ask a run for its numbers."""
+    """The address at which Prometheus scrapes the metrics of a run."""
 
-    port: int | None = Field(default=None, ge=1, le=65535)  # None: nowhere
+    port: int | None = Field(default=None, ge=1, le=65535)  # None: no metrics are served
     host: str = "127.0.0.1"
-    token_file: Path | None = None  # bearer token that is asked for; required where other machines reach `host`
+    token_file: Path | None = None  # bearer token that clients must send; required where other machines reach `host`
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
@@ -295,12 +295,12 @@ class RunConfig(Section):
 
     @property
     def lent_devices(self) -> int:
-        """Devices of servers that have a rollout engine, too."""
+        """Devices of servers that also have a rollout engine."""
         return 0 if self.lending is None or self.lending.rule == "off" else self.lending.devices
 
     @property
     def all_engines(self) -> dict[str, ShapeConfig]:
-        """Every engine that a slot, or a lent device, can have."""
+        """The engine shapes of slots and of lent devices, by name."""
         return dict(self.engines) if self.lending is None else {**self.engines, LENT: self.lending.engine}
 
     @property
@@ -308,12 +308,12 @@ class RunConfig(Section):
         return self.directory / self.name
 
     def computing_in(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
-        """This run, in one arithmetic from now on."""
+        """A copy of this configuration with the given `precision`."""
         return self.model_copy(update={"training": self.training.model_copy(update={"precision": precision})})
 
 
 def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
-    """Read a YAML file; `overrides` are dotted keys that replace what it says. Raises `ConfigError`."""
+    """Read a YAML file; `overrides`, by dotted key, replace its values. Raises `ConfigError`."""
     config = read_section(path, RunConfig, "examples/calculator.yaml", overrides)
     if config.lending is None:
         return config

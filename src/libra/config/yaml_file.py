@@ -1,7 +1,7 @@
-"""A YAML file of known keys, read or refused.
+"""Reading YAML files of known keys.
 
 Invariant: whatever a file holds, reading it gives a checked value or a `ConfigError` of one line that names the file,
-the key and what would be right. Nothing in a file is evaluated, and no key is dropped: not an unknown one, not one
+the key and what would be right. Nothing in a file is evaluated. No key is dropped, neither an unknown one nor one
 given twice.
 """
 
@@ -54,7 +54,7 @@ def _flag_for_number(given: object, made: object) -> bool:
 
 S = TypeVar("S", bound=BaseModel)
 
-# What PyYAML lets out, besides its own errors, for texts such as `!!bool maybe`, `2024-13-01` or a thousand brackets.
+# PyYAML raises these for texts such as `!!bool maybe`, `2024-13-01` or a thousand brackets.
 _UNREADABLE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
 _short = reprlib.Repr()
@@ -83,9 +83,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_section(path: Path | str, schema: type[S], example: str, overrides: dict[str, Any] | None = None) -> S:
-    """The file at `path` as a `schema`; `overrides` are dotted keys that replace what it says. Raises `ConfigError`.
+    """Read the file at `path` as a `schema`; `overrides`, by dotted key, replace its values. Raises `ConfigError`.
 
-    `example` is a file of this kind, for the message that has nothing better to offer. No message shows values of a
+    `example` is a file of this kind, which the message names when the file is no mapping. No message shows values of a
     schema with pydantic's `hide_input_in_errors`.
     """
     path = Path(path)
@@ -136,7 +136,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Says that `name` is no known `what`, and what it may have been."""
+    """A message that `name` is no known `what`, with the nearest known name or all of them."""
     known = list(known)
     close = nearest(name, known)
     hint = f"did you mean {close}?" if close else f"known are {', '.join(sorted(known))}"
@@ -144,7 +144,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def _read_mapping(path: Path, example: str, quoted: bool) -> dict[str, Any]:
-    """`quoted`: messages may show what the file says."""
+    """`quoted`: whether messages may quote the file."""
     try:
         text = read_input(path).decode()
     except OSError as error:
@@ -161,7 +161,7 @@ def _read_mapping(path: Path, example: str, quoted: bool) -> dict[str, Any]:
 
 
 def _place(error: Exception) -> str:
-    """Where it is, without the text that is there."""
+    """The position of an error in the file, without the text there."""
     mark = getattr(error, "problem_mark", None)
     return "it cannot be parsed" if mark is None else f"see line {mark.line + 1}, column {mark.column + 1}"
 
@@ -203,7 +203,7 @@ def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:
 
 
 def _without_null(section: Any) -> Any:
-    """What a type is besides null and what is said of it."""
+    """The type without `None` and without annotations."""
     while get_origin(section) in (Annotated, Union, UnionType):
         section = get_args(section)[0]
     return section

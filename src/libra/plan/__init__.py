@@ -1,1 +1,1 @@
-"""What to do with the devices: the options with their prices, the exact model, and why its answer is what it is."""
+"""Planning: options with their prices, the exact optimisation model, and explanations of its answers."""

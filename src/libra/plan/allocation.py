@@ -1,4 +1,4 @@
-"""Who does what: training replicas, and the engines of each range of context lengths."""
+"""Allocations: training replicas, and the engines of each range of context lengths."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Allocation:
             reached = bucket.up_to
 
     def describe(self) -> str:
-        """For people: `train 2 | short 1 <= 40 | long 1 <= 160`."""
+        """Text for people: `train 2 | short 1 <= 40 | long 1 <= 160`."""
         engines = (f"{bucket.shape} {bucket.engines} <= {bucket.up_to}" for bucket in self.buckets)
         return " | ".join([f"train {self.replicas}", *engines])
 
     def without(self, shapes: Collection[str]) -> Allocation:
-        """What is left while all engines of the shapes are away: the next longer bucket serves their ranges. Those of
-        the longest contexts leave nobody behind."""
+        """The allocation without the engines of `shapes`: the next longer bucket serves their ranges. If they include
+        the last bucket, nothing serves the longest contexts."""
         left: list[Bucket] = []
         for bucket in self.buckets:
             if bucket.shape not in shapes:
@@ -62,7 +62,7 @@ class Allocation:
 
     @property
     def engines_by_shape(self) -> Counter[str]:
-        """In the order of the buckets."""
+        """Number of engines of each shape, in the order of the buckets."""
         engines: Counter[str] = Counter()
         for bucket in self.buckets:
             engines[bucket.shape] += bucket.engines
@@ -70,5 +70,5 @@ class Allocation:
 
     @property
     def ranges(self) -> tuple[tuple[str, int], ...]:
-        """What the router needs to know: which shape serves contexts up to which length."""
+        """Shape and longest context of each bucket: all that the router needs."""
         return tuple((bucket.shape, bucket.up_to) for bucket in self.buckets)

@@ -1,9 +1,9 @@
-"""Whether a transition is worth what it costs.
+"""Decides whether a transition is worth its cost.
 
-Invariant: both allocations are priced for the same work, the problem's, and corrected by what the run has learned of
-prices. A change must earn back its cost within the horizon, and its gain must exceed what the tracked statistics and
-the corrected prices may be wrong by; no other threshold delays it. The decision carries every number that it was made
-of, and the moves that were priced.
+Invariant: both allocations are priced for the same work, the problem's, and corrected by the price bias that the run
+has learned. A change must earn back its cost within the horizon, and its gain must exceed the errors of the tracked
+statistics and of the corrected prices; no other threshold delays it. The decision carries every number that it is based
+on, and the moves that were priced.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ROLE_CHANGE = 4.52
 
 
 def switch_cost(request: ClusterRequest) -> SwitchCost:
-    """Role changes of the request's model on its cluster, as long as none has been measured.
+    """Assumed seconds of role changes of the request's model on its cluster, for use until some have been measured.
 
     A replica that starts also waits for its weights and optimiser state: they may all have to cross the network of one
-    node, the slowest that the cluster has.
+    node, the slowest of the cluster.
     """
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
@@ -52,8 +52,8 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
 
 
 def live_refill(request: ClusterRequest) -> float:
-    """Device seconds in which all live contexts could be prefilled again: those of `1 + staleness` batches, as many as
-    may be under way, each at a random token of its generation, on the engines to which that comes dearest."""
+    """Device seconds to prefill all live contexts again, on the engines for which that takes longest. `1 + staleness`
+    batches are live, as many as may be in flight, and each context is at a random token of its generation."""
     recipe = request.recipe
     alive = (1 + recipe.staleness) * recipe.batch
     dearest = 0.0
@@ -68,7 +68,7 @@ def live_refill(request: ClusterRequest) -> float:
 
 
 def machine_seconds(transition: Transition, switch: SwitchCost) -> float:
-    """Seconds that the moves of one machine's devices take. Stopping an engine is part of what follows it."""
+    """Seconds that the moves of one machine's devices take. Stopping an engine is part of the start that follows."""
     return sum(
         switch.trainer_join if move.after.role is Role.TRAIN else switch.engine_start for move in transition.moves
     )
@@ -82,14 +82,14 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
     starting = [
         switch.trainer_join
         if move.after.role is Role.TRAIN
-        else min(ROLE_CHANGE, switch.engine_start)  # it was there, and has another role now
+        else min(ROLE_CHANGE, switch.engine_start)  # the engine runs already, and only its role changes
         if (move.worker, engine_shape(move.after)) in engines
         else switch.engine_start
         for move in transition.moves
         if move.after != IDLE
     ]
     devices = {option.shape: sum(option.uses.values()) for option in problem.engines}
-    # A shape that is no longer on the menu has stopped for other reasons, and its contexts with it.
+    # A shape that is no longer on the menu has stopped for other reasons, and its contexts are lost already.
     stopped = sum(
         devices.get(engine_shape(move.before) or "", 0) for move in transition.moves if move.before.role is Role.ROLLOUT
     )
@@ -101,36 +101,36 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Change to the proposed allocation, or stay, and why."""
+    """The choice between the current and the proposed allocation, with the reason."""
 
     current: Prediction | None  # corrected; None: nothing runs, or what runs cannot serve the problem
     proposed: Prediction  # corrected
     transition: Transition  # from the current allocation to the proposed one, also when it is not taken
     gain_per_step: float | None  # seconds; None: the current allocation has no price
     horizon_steps: float  # steps for which the proposed plan is expected to hold
-    cost: float  # seconds of stepping that the change loses
-    uncertainty: float  # relative error that the tracked work may have
-    price_error: float  # seconds: standard error of the gain by what prices may be wrong by
+    cost: float  # seconds of training time that the change loses
+    uncertainty: float  # relative error of the tracked work
+    price_error: float  # seconds: standard error of the gain due to errors of prices
     taken: bool
     reason: str
 
     @property
     def doubt(self) -> float:
-        """Seconds of a step that the gain has to exceed; 0 where the current allocation has no price. The two errors
-        are independent of each other."""
+        """Seconds of a step that the gain has to exceed: both errors, which are independent; 0 where the current
+        allocation has no price."""
         return 0.0 if self.current is None else math.hypot(self.uncertainty * self.current.step, self.price_error)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way in which the work may turn out."""
+    """One possible outcome for the work to come."""
 
     problem: Problem
     weight: float  # probability
-    recalled: frozenset[str] = frozenset()  # shapes that are lent, and whose engines are all away
+    recalled: frozenset[str] = frozenset()  # lent shapes whose engines are all away
 
     def left(self, allocation: Allocation) -> Allocation:
-        """What generates in this case."""
+        """The part of the allocation that generates in this case."""
         return allocation.without(self.recalled) if self.recalled else allocation
 
     def infeasibility(self, allocation: Allocation) -> str | None:
@@ -147,16 +147,17 @@ def decide(
     cost: float,
     bias: PriceBias,
 ) -> Decision:
-    """Compare the two allocations of a transition over all that the work may be: the change is taken where
+    """Compare the two allocations of a transition over all cases: the change is taken where
 
         (current step - proposed step) * horizon_steps  >  cost
         (current step - proposed step)**2               >  (uncertainty * current step)**2 + price_error**2
 
     with both steps priced for the same cases and corrected by the `bias`, in expected seconds. `cost` are the seconds
-    of the transition, and `price_error` the standard error of the difference of the two corrected steps: where one
-    bottleneck bounds both, what its factor may be wrong by is wrong by the same share of both, and only that of the
-    difference counts; where two do, neither makes up for the other but by what they have in common. What does not fit
-    one of the cases is left at any cost. Raises ValueError when an argument is negative, or the proposal does not fit.
+    of the transition. `price_error` is the standard error of the difference of the two corrected steps. If the same
+    bottleneck bounds both, its correction factor errs by the same share of both, so only the error of the difference
+    counts. If the bottlenecks differ, their errors cancel only as far as they are correlated. A current allocation that
+    does not fit one of the cases is changed at any cost. Raises ValueError when an argument is negative, or the
+    proposal does not fit.
     """
     for name, value in (("horizon_steps", horizon_steps), ("uncertainty", uncertainty), ("cost", cost)):
         if not value >= 0:
@@ -193,7 +194,7 @@ def expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias = EX
 @dataclass(frozen=True, slots=True)
 class _Expected:
     step: Prediction
-    bounds: dict[Bottleneck, float]  # seconds of the step, by what bounds it; the cases differ in that
+    bounds: dict[Bottleneck, float]  # seconds of the step by bottleneck, which differs between the cases
 
 
 def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) -> _Expected:
@@ -217,8 +218,8 @@ def _expected(cases: Sequence[Case], allocation: Allocation, bias: PriceBias) ->
 def _weigh(
     step: float, gain: float, horizon_steps: float, cost: float, unsure: float, price_error: float
 ) -> tuple[bool, str]:
-    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and why (not). The tracked work
-    is `unsure` seconds of a step, and the prices of both sides are wrong by `price_error`."""
+    """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and the reason. The error of the
+    tracked work is `unsure` seconds of a step, that of the prices of both sides `price_error`."""
     if gain <= 0:
         return (
             False,

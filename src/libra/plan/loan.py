@@ -1,7 +1,7 @@
-"""Engines that a plan borrows: they generate on devices that serve users meanwhile.
+"""Engines that a plan borrows: they generate on devices that serve users at the same time.
 
-Invariant: a plan counts on a lent engine only as far as its certificate goes, and its step is weighed over all that
-traffic may take away.
+Invariant: a plan counts on a lent engine only within its certificate, and its step is averaged over all recalls that
+traffic may cause.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from libra.plan.options.price import solution
 from libra.plan.problem import Problem
 from libra.plan.solution import Solution
 
-# Of a step. Prices are not told apart by less (docs/fidelity.md has them off by a few percent), and devices of others
-# are not free: weights have to go there, and whatever runs there may be recalled.
+# Share of a step. Prices are not more exact (docs/fidelity.md has them off by a few percent), and lent devices are not
+# free: they need weights, and their turns may be recalled.
 LEAST_GAIN = 0.01
 
 
@@ -29,12 +29,12 @@ class Loan:
     shape: str
     use: float  # share of the SLO's tpot that serving is slowed down to
     engines: int  # of rollout, each beside one that serves
-    share: float  # of the devices' time that is counted on, while anything is lent
+    share: float  # of the devices' time that the plan counts on, while anything is lent
     away: float  # probability that nothing is lent in the coming period
 
 
 def loans_of(lent: Sequence[LentEngine], allocation: Allocation) -> tuple[Loan, ...]:
-    """What an allocation borrows."""
+    """The loans of an allocation."""
     engines = allocation.engines_by_shape
     return tuple(
         Loan(it.lender.pool, it.shape, it.certificate.use, engines[it.shape], it.share, it.away)
@@ -44,20 +44,23 @@ def loans_of(lent: Sequence[LentEngine], allocation: Allocation) -> tuple[Loan, 
 
 
 def loan_cases(menu: Menu, weight: float = 1.0) -> tuple[Case, ...]:
-    """The menu's problem for all that may be recalled, the likeliest case first. `weight` is shared by them."""
+    """One case of the menu's problem for each possible set of recalls, the likeliest first. They divide `weight` by
+    their probabilities."""
     return tuple(Case(menu.problem, weight * it.probability, it.away) for it in menu.availability)
 
 
 def without(problem: Problem, shapes: Collection[str]) -> Problem:
-    """The problem in which nobody lends engines of the shapes."""
+    """The problem without engines of `shapes`."""
     return replace(problem, engines=tuple(option for option in problem.engines if option.shape not in shapes))
 
 
 def solve_loans(menu: Menu, solved: Callable[[Problem], Solution]) -> Solution:
-    """Split and loan together: of the best allocations with all lenders, without those that may be recalled together,
-    and with none, the one with the shortest step on average over all that may be recalled; with none unless that is
-    shorter by `LEAST_GAIN`. It is priced as if nothing were recalled; bound and status are those of `solved` for the
-    menu's problem."""
+    """Choose split and loan together, by the mean step over all possible recalls.
+
+    Compares the best allocations with all lenders, without each set that may be recalled together, and with none. Takes
+    the one without loans unless another is shorter by `LEAST_GAIN`. Its price is that without recalls; bound and status
+    are those of `solved` for the menu's problem.
+    """
     problem = menu.problem
     best = solved(problem)
     if problem.lent.isdisjoint(best.allocation.engines_by_shape):

@@ -1,6 +1,6 @@
 """Memory that a plan's devices use, as the planner counts it.
 
-Invariant: what is counted here is what decided that engines and layouts fit. Bytes of one device.
+Invariant: the planner decided by the same numbers that engines and layouts fit. Bytes of one device.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from libra.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One device of those that do the same."""
+    """Memory of one of the devices that share a duty."""
 
     duty: str  # "training", or the shape of the engine
     used: float
-    there: float
+    there: float  # of the GPU
     parts: tuple[tuple[str, float], ...]  # of `used`, the largest first
 
 
 def device_memory(plan: Plan) -> tuple[DeviceMemory, ...]:
-    """Trainers first, then the engines of each shape; lent engines, whose memory is their owner's, are left out, and so
-    are devices of one machine. An engine uses all that it may: what is left is KV cache."""
+    """Memory by duty: trainers first, then the engines of each shape. Lent engines, whose memory is their owner's, are
+    left out; a plan for one machine has none. An engine uses all that it may: the rest is KV cache."""
     if plan.layout is None:
         return ()
     request = plan.of_cluster

@@ -1,8 +1,8 @@
-"""What the planner is asked when there is a log of trajectories and no run.
+"""Planning requests from a log of trajectories, without a run.
 
-Invariant: the log is read once and in order, and what it cannot say is assumed in the open. For a run on one machine
-unfinished trajectories are left out, every group trains, the router never misses, and a tool call of unknown duration
-takes no time; for a cluster unfinished ones count as lower bounds, and the recipe says the rest.
+Invariant: the log is read once and in order, and all assumptions about what it lacks are stated. For a run on one
+machine unfinished trajectories are left out, every group trains, the router never misses, and a tool call of unknown
+duration takes no time. For a cluster unfinished trajectories count as lower bounds, and the recipe says the rest.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class LogEvidence:
-    """What a log says about the work of one step."""
+    """Evidence of a log on the work of one step."""
 
     tracker: LengthTracker
-    finished: int
-    unfinished: int  # how long they would have become is unknown
-    longest_turn: int  # tokens; no turn of the log is longer
-    longest_tool_call: float  # seconds, as counted
-    cut_tool_calls: int  # that took longer than they count
+    finished: int  # trajectories
+    unfinished: int  # trajectories, whose final lengths are unknown
+    longest_turn: int  # generated tokens of the longest turn
+    longest_tool_call: float  # seconds, after cutting
+    cut_tool_calls: int  # tool calls whose durations were cut
     recent: tuple[Trajectory, ...] = ()  # finished ones, to draw from in simulation; see `gather_workload`
 
 
 class _ToolCalls:
-    """Tool calls of the trajectories that pass through; those longer than `longest` seconds are cut."""
+    """Cuts tool calls of trajectories to `longest` seconds, and keeps the longest duration and the number of cuts."""
 
     def __init__(self, longest: float | None) -> None:
         self._limit = longest
@@ -58,8 +58,7 @@ class _ToolCalls:
 def gather(
     config: RunConfig, trajectories: Iterable[Trajectory], longest_tool_call: float | None = None
 ) -> LogEvidence:
-    """Read a log once, oldest first, in memory that does not grow with it. Tool calls of more than `longest_tool_call`
-    seconds count as so long.
+    """Read a log once, oldest first, in constant memory. Tool calls are cut to `longest_tool_call` seconds.
 
     Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
     """
@@ -68,7 +67,7 @@ def gather(
     finished = unfinished = too_long = longest = longest_turn = 0
     tool_calls = _ToolCalls(longest_tool_call)
     for trajectory in map(tool_calls, trajectories):
-        # An unfinished trajectory is at least this long: one that no engine holds already tells.
+        # An unfinished trajectory will be at least this long, so it counts as too long, too.
         longest = max(longest, trajectory.peak_context)
         if trajectory.peak_context > holds:
             too_long += 1
@@ -96,12 +95,11 @@ def gather(
 def gather_workload(
     recipe: Recipe, trajectories: Iterable[Trajectory], longest_tool_call: float | None = None
 ) -> LogEvidence:
-    """Read a log once, for a cluster. Older trajectories weigh less, by half every
-    `PLANNER_HALF_LIFE_STEPS` steps' worth.
+    """Read a log once, for a cluster. Weights of trajectories halve every `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
-    Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says,
-    one of more than `longest_tool_call` seconds counts as so long. The latest finished ones are kept: as many as have,
-    unweighted, the mean age of all of them as the tracker weighs them.
+    Unfinished trajectories count as lower bounds of their length. A tool return of unknown duration takes the recipe's
+    seconds; longer ones are cut to `longest_tool_call` seconds. The latest finished trajectories are kept: as many that
+    their unweighted mean age is that of all trajectories as the tracker weighs them.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     recent: deque[Trajectory] = deque(maxlen=math.ceil(2 * tracker.half_life / math.log(2)))
@@ -122,7 +120,7 @@ def gather_workload(
 
 
 def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfile) -> SlotRequest:
-    """The planning question for what `gather` found."""
+    """The planning request for the evidence of `gather`."""
     cluster = config.cluster
     return make_request(
         config.training,

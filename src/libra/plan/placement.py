@@ -1,8 +1,8 @@
-"""Which GPUs of which nodes do what.
+"""Placement of training replicas and engines on GPUs of nodes.
 
 Invariant: a group inside a node takes an aligned block of its GPUs, a larger one takes whole nodes, and no GPU has two
-roles at once. Where sizes within a pool divide each other (one, two, four, ... a node, whole nodes), whatever fits by
-count also fits in place. What is placed already stays where it is unless a larger group needs its block.
+roles at once. If sizes within a pool divide each other (one, two, four, ... a node, whole nodes), groups that fit by
+count also fit in place. A placed group stays where it is unless a larger group needs its block.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def place(
     current: Sequence[DeviceGroup] = (),
     pairs: Sequence[PrefillDecodePair] = (),
 ) -> tuple[DeviceGroup, ...]:
-    """Replicas first, then the engines of each bucket; of shapes that are `pairs`, those of both halves. Groups of
-    `current` are kept where they can be.
+    """Place replicas first, then the engines of each bucket; for shapes that are `pairs`, the engines of both halves.
+    Groups of `current` stay where they can.
 
     In colocated training, replicas and engines are placed apart, each on the whole pool. Raises ValueError when a
     group's size neither divides its node nor is a number of whole nodes.
@@ -102,8 +102,8 @@ def _of_kind(it: DeviceGroup | _Wanted) -> tuple[object, ...]:
 
 
 class _Floor:
-    """One pool while groups are placed on it, largest first: blocks of one size never overlap, and what a group
-    displaces is smaller."""
+    """One pool while groups are placed on it, largest first: blocks of one size never overlap, and displaced groups are
+    smaller."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -121,7 +121,7 @@ class _Floor:
         return list({id(owner): owner for owners in self._owner for owner in owners if owner is not None}.values())
 
     def _keep(self, wanted: Sequence[_Wanted], current: Iterable[DeviceGroup]) -> list[_Wanted]:
-        """Keep present groups of the kinds that are wanted, those of the same role first; what else is wanted waits."""
+        """Keep present groups of wanted kinds, those of the same role first; return the groups still to place."""
         left = list(current)
         waiting = list(wanted)
         for of in (_alike, _of_kind):
@@ -142,7 +142,7 @@ class _Floor:
         return waiting
 
     def _can_stay(self, group: DeviceGroup) -> bool:
-        """Whether the pool, which may have had another form, could have placed the group where it is, and still can."""
+        """Whether the pool, which may have changed, allows the group in its place, and its GPUs are free."""
         per_node = self._pool.devices_per_node
         if max(group.nodes) >= self._pool.nodes or max(group.gpus) >= per_node:
             return False
@@ -150,7 +150,7 @@ class _Floor:
         return in_place and all(self._owner[node][gpu] is None for node in group.nodes for gpu in group.gpus)
 
     def _settle(self, item: _Wanted, blocks: deque[tuple[int, int]]) -> list[_Wanted]:
-        """Give the item one of the free blocks, or GPUs that displace fewest; what it displaces waits again."""
+        """Give the item one of the free blocks, or the GPUs that displace fewest; return the displaced groups."""
         per_node = self._pool.devices_per_node
         nodes: tuple[int, ...]
         if item.devices <= per_node and per_node % item.devices == 0:
@@ -180,7 +180,7 @@ class _Floor:
         return deque((node, start) for _, node, start in sorted(found))
 
     def _cheapest_block(self, size: int) -> tuple[int, int]:
-        """The aligned block with the fewest taken GPUs, none of them by a group as large."""
+        """The aligned block with the fewest taken GPUs, all taken by smaller groups."""
         blocks = [
             (size - owners[start : start + size].count(None), node, start)
             for node, owners in enumerate(self._owner)

@@ -1,7 +1,7 @@
 """The answer to a planning request, and its JSON.
 
 Invariant: a `Plan` embeds the request that it answers and nothing of the machine that computed it (no wall time, host
-name or date), so the same request gives the same bytes. What is written reads back equal; a text that is not exactly a
+name or date), so the same request gives the same bytes. A written plan reads back equal. A text that is not exactly a
 plan of this format version is refused with the place and the reason, never repaired.
 """
 
@@ -36,7 +36,7 @@ FORMAT = 5
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest
 
-_ROUNDING = 1e-9  # relative: between a bound and a price
+_ROUNDING = 1e-9  # relative rounding error between a bound and a price
 
 
 class DocumentError(ValueError):
@@ -44,7 +44,7 @@ class DocumentError(ValueError):
 
 
 class DisagreementError(RuntimeError):
-    """A plan of one solver refutes what the other has proven. The message says which is wrong."""
+    """A plan of one solver refutes the bound that the other has proven. The message says which is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Plan:
     max_num_seqs: tuple[int, ...]  # of each bucket's engines: sequences that decode together
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
-    loans: tuple[Loan, ...]  # lent engines that are counted on
+    loans: tuple[Loan, ...]  # lent engines that the plan uses
     simulated: RehearsedStep | None  # None: the step is only predicted
     finalists: tuple[Finalist, ...]  # plans that were compared by simulation, this one first
     request: Annotated[PlanRequest, Field(discriminator="kind")]
@@ -92,11 +92,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """What the other solver found for the same problem."""
+    """The result of the other solver for the same problem."""
 
     solver: Solver
     step: float  # seconds, of its own best plan
-    bound: float  # seconds; it has proven that no step is shorter
+    bound: float  # seconds; proven lower bound on any step
 
 
 def make_plan(
@@ -112,9 +112,9 @@ def make_plan(
 
 
 def confirm(plan: Plan, solver: Solver) -> Confirmation:
-    """Solve the plan's request again with another solver than it was made with.
+    """Solve the plan's request again with `solver`, the one that did not make it.
 
-    Raises `DisagreementError` where one of the two plans has a shorter step than the other solver says is possible, and
+    Raises `DisagreementError` if one of the two plans has a shorter step than the bound of the other solver, and
     ModuleNotFoundError without the extra `ilp`.
     """
     first: Solver = "ilp" if solver == "cp-sat" else "cp-sat"
@@ -126,7 +126,8 @@ def confirm(plan: Plan, solver: Solver) -> Confirmation:
 
 
 def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Confirmation:
-    """Whether two solvers' answers can both be right; each is an allocation with its exact price."""
+    """Compare two solvers' answers, each an allocation with its exact price. Raises `DisagreementError` if they cannot
+    both be right."""
     for wrong, proven, right, found in ((first, one, solver, other), (solver, other, first, one)):
         if found.predicted.step < proven.proof.bound * (1 - _ROUNDING):
             raise DisagreementError(
@@ -152,7 +153,7 @@ def solver_named(solver: Solver, seed: int = 0) -> Callable[[Problem], Solution]
 
 
 def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequence[DeviceGroup] = ()) -> Plan:
-    """The plan that a solution of the request's menu stands for; groups that are `placed` stay where they can."""
+    """The plan of a solution of the request's menu; groups that are `placed` stay where they can."""
     problem, allocation = menu.problem, solution.allocation
     max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, allocation))
     layout = menu.layouts.get((allocation.layout, allocation.replicas))
@@ -164,8 +165,8 @@ def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequenc
 
 
 def require_answer(plan: Plan, problem: Problem) -> None:
-    """Raise ValueError unless the plan's allocation, prediction and bound are those of its request: it may have been
-    edited since."""
+    """Raise ValueError unless the plan's allocation, prediction and bound are those of its request; the plan may have
+    been edited."""
     reason = infeasibility(problem, plan.allocation)
     if reason is None:
         priced = price(problem, plan.allocation)
@@ -178,7 +179,7 @@ def require_answer(plan: Plan, problem: Problem) -> None:
 
 
 def dump_plan(plan: Plan) -> str:
-    """A plan and, last, the request that it answers; the keys stand in the order of the fields."""
+    """The JSON of a plan with, last, the request that it answers; keys are in the order of the fields."""
     fields = _plans().dump_python(plan, mode="json")
     del fields["format"]
     return _written({"format": plan.format, **fields}, "") + "\n"
@@ -195,7 +196,7 @@ def _plans() -> TypeAdapter[Plan]:
 
 
 def _written(value: Any, indent: str) -> str:
-    """JSON with one entry a line, save that a list of numbers or names is one line: it diffs well and stays short."""
+    """JSON with one entry per line, but with lists of numbers or names in one line: short, with readable diffs."""
     if isinstance(value, dict) and value:
         inner = ",\n".join(f"{indent}  {json.dumps(k)}: {_written(v, indent + '  ')}" for k, v in value.items())
         return f"{{\n{inner}\n{indent}}}"
@@ -223,7 +224,7 @@ def _document(text: str | bytes, where: str) -> dict[str, Any]:
 
 def _validated(value: object, where: str) -> Plan:
     try:
-        # As JSON, because strict Python input would have to be tuples where JSON has only arrays.
+        # As JSON, because strict validation of Python values would need tuples where JSON has only arrays.
         return _plans().validate_json(json.dumps(value))
     except ValidationError as error:
         problems = "; ".join(

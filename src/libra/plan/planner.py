@@ -1,4 +1,4 @@
-"""Plans for one cluster, model and recipe: what a training loop calls.
+"""Plans for one cluster, model and recipe: the interface for training loops.
 
 Invariant: a planner is a value. It keeps nothing between calls, so threads may share it, and equal arguments give equal
 plans.
@@ -22,17 +22,17 @@ from libra.plan.options.cluster_request import ClusterRequest, Held
 from libra.plan.plan import Plan, Solver, make_plan
 from libra.plan.problem import Problem
 
-CLASSES = 24  # classes of trajectories that a plan tells apart
-PLANNER_HALF_LIFE_STEPS = 4.0  # optimiser steps, of a tracker to plan from, unless the caller knows better
+CLASSES = 24  # classes of trajectories that a plan distinguishes
+PLANNER_HALF_LIFE_STEPS = 4.0  # default half-life of a tracker to plan from, in optimiser steps
 
 Statistics = LengthTracker | Sequence[TrajectoryClass]
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """`Planner(cluster, model, recipe).plan(tracker)` is the best division of the cluster for what was tracked.
+    """`Planner(cluster, model, recipe).plan(tracker)` is the best division of the cluster for the tracked lengths.
 
-    `profiles`, one for each class of nodes, say how fast engines are; without them the roofline of each GPU does
+    `profiles`, one for each class of nodes, say how fast engines are; the default is the roofline of each GPU
     (`libra.cost.sources.profiles.engine_profiles` finds better ones).
     """
 
@@ -44,11 +44,11 @@ class Planner:
     lent_profiles: tuple[EngineProfile, ...] | None = None  # one for each lender; None: rooflines
 
     def tracker(self, half_life_steps: float = PLANNER_HALF_LIFE_STEPS) -> LengthTracker:
-        """An empty tracker that counts as the recipe says; observe finished trajectories with it."""
+        """An empty tracker with the recipe's settings, to observe finished trajectories."""
         return recipe_tracker(self.recipe, half_life_steps)
 
     def plan(self, statistics: Statistics, current: Plan | None = None, solver: Solver = "cp-sat") -> Plan:
-        """The plan with the shortest optimiser step, and among equals the one nearest to `current`.
+        """The plan with the shortest optimiser step; of equal ones the nearest to `current`.
 
         Raises `InfeasiblePlanError` when no plan exists, ValueError when the statistics are empty or do not fit the
         recipe.
@@ -57,11 +57,11 @@ class Planner:
         return make_plan(request, placed=() if current is None else current.placement, solver=solver)
 
     def problem(self, statistics: Statistics, current: Allocation | None = None) -> Problem:
-        """What `plan` chooses from, priced."""
+        """The priced problem that `plan` solves."""
         return self.request(statistics, current).menu().problem
 
     def request(self, statistics: Statistics, current: Allocation | None = None, held: Held = ()) -> ClusterRequest:
-        """The planning question itself; it is what a plan embeds. `held` layouts are on the menu whatever is faster."""
+        """The planning request, which a plan embeds. `held` layouts are on the menu even if others are faster."""
         classes = statistics.classes(CLASSES) if isinstance(statistics, LengthTracker) else tuple(statistics)
         profiles = self.profiles if self.profiles is not None else rooflines(self.cluster, self.model, self.recipe)
         lent = self.lent_profiles
@@ -74,7 +74,7 @@ class Planner:
 
 
 def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
-    """What runs, and the layout that it trains in, if any."""
+    """The allocation of a plan, and the pool and layout in which it trains, if any."""
     if plan is None:
         return None, ()
     pools = [group.pool for group in plan.placement if group.role == "train"]
@@ -82,8 +82,8 @@ def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
 
 
 def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:
-    """An empty tracker that halves a trajectory's weight every so many optimiser steps, knows a GPU engine's KV blocks,
-    and takes tool returns of unknown duration to last as long as the recipe says."""
+    """An empty tracker for the recipe. A trajectory's weight halves every `half_life_steps` optimiser steps, KV has a
+    GPU engine's block size, and tool returns of unknown duration last as long as the recipe says."""
     return LengthTracker(
         half_life_steps * recipe.batch,
         block_tokens=BLOCK,

@@ -1,13 +1,13 @@
 """The error of step prices, learned from measured steps: one factor for each bottleneck, with its standard error.
 
-Invariant: a bias is a value made of the settled periods of one run, nothing else. Without any it corrects nothing, and
-its error is what prices of a fresh run may be wrong by.
+Invariant: a bias depends only on the settled periods of one run. Without any it corrects nothing, and its error is the
+assumed error of prices of a fresh run.
 
 A measured step is its price times a factor. The logarithms of the factors of the three bottlenecks are jointly normal:
-what a machine adds to every step makes all of them alike, and each has an error of its own. A settled period measures
-the factor of the bottleneck that it was priced with, and by the correlation tells something of the others (a Kalman
-filter, West & Harrison, Bayesian Forecasting and Dynamic Models, 1997, ch. 4). How far periods surprise scales all
-errors: a run whose prices prove right may act on smaller gains, one whose prices jump needs larger ones (ibid., 4.5).
+they share a part due to the machine, and each has an error of its own. A settled period measures the factor of the
+bottleneck with which it was priced and, by the correlation, updates the others (a Kalman filter, West & Harrison,
+Bayesian Forecasting and Dynamic Models, 1997, ch. 4). The size of surprises scales all errors: a run whose prices prove
+right may act on smaller gains, one whose prices jump needs larger ones (ibid., 4.5).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SHARED = 0.15  # of the part that all prices of a run have in common
 _OWN = 0.15  # of the part of each bottleneck
 _KEPT = 0.97  # correlation of a factor's logarithm from one period to the next: it forgets towards a fresh run
 _UNTRIED = 0.05  # of an allocation that did not run before, beyond that of its bottleneck
-_FIRST_PERIODS, _MOST_PERIODS = 4.0, 20.0  # that the assumed size of surprises counts for, and that are remembered
-_STEP_SPREAD = 0.25  # relative deviation of the seconds of steps, where few were measured
-_SPREAD_STEPS = 4  # measured steps that this assumption counts for
+_FIRST_PERIODS, _MOST_PERIODS = 4.0, 20.0  # weight of the assumed size of surprises, and most weight, in periods
+_STEP_SPREAD = 0.25  # assumed relative deviation of the seconds of steps
+_SPREAD_STEPS = 4  # weight of this assumption, in measured steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class PeriodSeconds:
 
 
 def measured(steps: Sequence[float]) -> PeriodSeconds:
-    """The mean of the seconds of a period's steps. Few steps say little of how much they vary, so their variance is
-    pooled with an assumed one. Raises ValueError without a step, or where one has no positive seconds."""
+    """The mean of the seconds of a period's steps. The variance of few steps is not reliable, so it is pooled with an
+    assumed one. Raises ValueError without a step, or where the mean is not positive."""
     if not steps:
         raise ValueError("no step was measured; give the seconds of one at least")
     mean = fmean(steps)
@@ -58,7 +58,7 @@ def measured(steps: Sequence[float]) -> PeriodSeconds:
 
 
 def measured_mean(seconds: float, steps: float) -> PeriodSeconds:
-    """The mean seconds of `steps` steps of which the single ones are not known."""
+    """The mean seconds of `steps` steps whose individual seconds are not known."""
     return PeriodSeconds(seconds, _STEP_SPREAD * seconds / math.sqrt(steps))
 
 
@@ -69,13 +69,13 @@ class PriceBias:
 
     means: tuple[float, ...]
     covariance: Covariance
-    untried: float  # further standard deviation, of an allocation that did not run before
-    prior: Covariance  # covariance where nothing was measured
-    surprise: float = 1.0  # mean square of surprises, each over its variance by the covariance: scales that
-    periods: float = _FIRST_PERIODS  # that this mean is of
+    untried: float  # further standard deviation for an allocation that did not run before
+    prior: Covariance  # covariance before any measurement
+    surprise: float = 1.0  # mean square of surprises, each over its variance by the covariance, which it scales
+    periods: float = _FIRST_PERIODS  # number of periods in this mean
 
     def factor(self, bottleneck: Bottleneck) -> float:
-        """Seconds to expect of a step over its price."""
+        """Ratio of the expected seconds of a step to its price."""
         return math.exp(self.means[BOTTLENECKS.index(bottleneck)])
 
     def error(self, bottleneck: Bottleneck) -> float:
@@ -96,10 +96,10 @@ class PriceBias:
         return Prediction(step, seconds["rollout"], seconds["training"], seconds["latency"], bottleneck, span)
 
     def learned(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> PriceBias:
-        """The bias for the next period, after a settled one that was priced before it began and took the `found`
-        seconds a step. `untried`: its allocation is another one than that of the settled period before."""
+        """The bias for the next period, after a settled one with the price `priced` and the measured seconds `found`.
+        `untried`: its allocation differs from that of the last settled period."""
         if priced.step <= 0:
-            return self  # no factor makes it what was measured
+            return self  # no factor makes this price equal the measurement
         bottleneck = self.corrected(priced).bottleneck
         index = BOTTLENECKS.index(bottleneck)
         more = self.untried**2 if untried else 0.0
@@ -121,8 +121,8 @@ class PriceBias:
         )
 
     def error_between(self, current: Mapping[Bottleneck, float], other: Mapping[Bottleneck, float]) -> float:
-        """Standard error of the difference of two corrected steps, whose seconds are given by what bounds them; the
-        `other` one is of an allocation that did not run before. What is wrong in both alike cancels."""
+        """Standard error of the difference of two corrected steps, whose seconds are given by bottleneck; `other` is
+        that of an allocation that did not run before. Errors that both share cancel."""
         apart = [current.get(name, 0.0) - other.get(name, 0.0) for name in BOTTLENECKS]
         pairs = itertools.product(range(len(apart)), repeat=2)
         variance = math.fsum(apart[a] * apart[b] * self.covariance[a][b] for a, b in pairs)
@@ -141,5 +141,5 @@ def _parts(prediction: Prediction) -> dict[Bottleneck, float]:
 _NONE = (0.0,) * len(BOTTLENECKS)
 _EXACT: Covariance = (_NONE,) * len(BOTTLENECKS)
 _FRESH: Covariance = tuple(tuple(_SHARED**2 + _OWN**2 * (a == b) for a in BOTTLENECKS) for b in BOTTLENECKS)
-EXACT = PriceBias(_NONE, _EXACT, 0.0, _EXACT)  # prices are never wrong
-FRESH = PriceBias(_NONE, _FRESH, _UNTRIED, _FRESH)  # of a run that has measured no period yet
+EXACT = PriceBias(_NONE, _EXACT, 0.0, _EXACT)  # for prices without error
+FRESH = PriceBias(_NONE, _FRESH, _UNTRIED, _FRESH)  # for a run that has measured no period yet

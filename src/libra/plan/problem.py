@@ -122,7 +122,7 @@ class Pool:
     name: str
     nodes: int
     devices_per_node: int
-    serves: bool = False  # users, meanwhile: engines there are lent, and nothing trains
+    serves: bool = False  # whether it serves users: engines there are lent, and nothing trains
 
     def __post_init__(self) -> None:
         require_at_least(0, nodes=self.nodes)
@@ -140,7 +140,7 @@ class EngineOption:
     All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
     """
 
-    shape: str  # what is started
+    shape: str  # of the engine to start
     pool: str
     devices: int  # of one engine, all on one node (or on whole nodes)
     max_num_seqs: int  # sequences that decode together, at most
@@ -149,9 +149,9 @@ class EngineOption:
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
     residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, at least, tools included
-    # Where batches start together, the longest trajectory of all classes up to each one. Slowed by s while it generates
-    # it takes as long as the line says that is longest then: waits + s * generates.
-    generates: Lines = ()  # [line][class] seconds; of all options the same line is for the same slowing
+    # Where batches start together, the longest trajectory of all classes up to each one. Slowed by a factor s while it
+    # generates, it takes the maximum of all lines, waits + s * generates.
+    generates: Lines = ()  # [line][class] seconds; the same line of all options is for the same slowing
     waits: Lines = ()  # [line][class] seconds
     # Where caches cannot hold all contexts:
     refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
@@ -196,7 +196,7 @@ class EngineOption:
 
     @property
     def footprint(self) -> tuple[str, int, int]:
-        """What all options of the shape have in common: pool, devices, and the longest context."""
+        """Pool, devices, and longest context, which all options of the shape share."""
         return self.pool, self.devices, self.holds
 
 
@@ -229,7 +229,7 @@ class TrainingOption:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything that can be chosen, priced."""
+    """The priced options of a planning problem, and its constraints."""
 
     pools: tuple[Pool, ...]
     engines: tuple[EngineOption, ...]
@@ -237,17 +237,17 @@ class Problem:
     peaks: tuple[int, ...]  # [class] tokens: the longest context of the class; shortest class first
     expected: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
     longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
-    # How much of a class's work reaches its own bucket; the rest stays in the first one, where all trajectories start.
+    # Share of a class's work that reaches its own bucket; the rest stays in the first, where all trajectories start.
     # Each row is a router; a plan must have time for all of them. Ranges that run already are known better.
     recall_known: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
     recall_possible: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
-    switch: float = 0.0  # seconds to change sides, twice a step, when colocated
-    use_all_devices: bool = False  # a run's devices are there anyway: what is not needed generates, too
-    one_bucket_per_shape: bool = False  # where an engine's shape alone says which bucket it serves
-    most_buckets: int | None = None  # None: as many as there are classes
-    current: Allocation | None = None  # what runs now: a hint, and the tie-break
+    switch: float = 0.0  # seconds to change between generation and training, twice a step, when colocated
+    use_all_devices: bool = False  # no device may idle: those that are not needed generate, too
+    one_bucket_per_shape: bool = False  # set where an engine's shape alone determines its bucket
+    most_buckets: int | None = None  # None: the number of classes
+    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
 
     def __post_init__(self) -> None:
         require_at_least(0, staleness=self.staleness)
@@ -312,7 +312,7 @@ class Problem:
 
     @property
     def synchronous(self) -> bool:
-        """Whether nothing overlaps: a step is the sum of generation and of what follows it."""
+        """Whether nothing overlaps: a step is the sum of generation and of all that follows it."""
         return self.staleness == 0
 
     @property
@@ -339,12 +339,12 @@ class Problem:
         return [option for option in self.engines if option.shape == shape]
 
     def begins(self, shape: str) -> Stays:
-        """The stays on the option of a shape that trajectories are taken to begin on."""
+        """Stays on the option of a shape on which trajectories are assumed to begin."""
         return min(self.options(shape), key=lambda option: option.residence[-1]).stays
 
     @property
     def elsewhere(self) -> Stays:
-        """Stays that are no longer than any after the first bucket, whatever is on the engines there."""
+        """Lower bound on stays after the first bucket, for any engines and any load there."""
         stays = [option.stays for option in self.engines]
         alone = tuple(min(max(it.residence[j], it.alone(j)) for it in stays) for j in range(len(self.peaks)))
         lines = max(len(it.generates) for it in stays)

@@ -1,8 +1,8 @@
-"""Keeps a training loop, simulated or real, on a plan that fits what its trajectories have become.
+"""Keeps a training loop, simulated or real, on a plan that fits its present trajectories.
 
-Invariant: every decision was made of this run's own trajectories: of what has finished, and of what is running as far
-as it has come; and of prices corrected by this run's own steps. A replanner starts nothing and waits for nothing but
-its solver; carrying out the moves is the loop's business.
+Invariant: every decision is based on this run's own trajectories, finished ones and the known part of running ones, and
+on prices corrected by this run's own steps. A replanner starts nothing and waits only for its solver; the loop carries
+out the moves.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from libra.plan.site import ClusterSite, Scenario, Site
 from libra.plan.solution import Prediction
 from libra.trajectory import Trajectory
 
-# Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the
-# tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
+# Half-life of the trajectories' weight: with a shorter one, near-equal plans alternate because of noise. After a change
+# that it detects, the tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
 REPLANNER_HALF_LIFE_STEPS = 12.0
-# Assumed: by how much lengths may change within a period without a trend that shows it yet, as a relative error. A plan
-# that just keeps its step may need several times as long when its longest trajectories are a tenth longer.
+# Assumed relative change of lengths within a period that no trend shows yet. A plan that just keeps its step may need
+# several times as long when its longest trajectories are a tenth longer.
 _UNSEEN = 0.1
 _CONFIDENCE = 2.0  # standard errors of the tracked work that a gain has to exceed: 95 % of errors are smaller
-# A forecast is off by an error that is normal in the logarithm. The mean of a price over it is taken at three points
-# (Gauss-Hermite quadrature): so many standard errors from the forecast, each with its weight.
+# The error of a forecast is normal in the logarithm. The mean of a price over it is taken at three points
+# (Gauss-Hermite quadrature): pairs of a distance from the forecast, in standard errors, and a weight.
 _NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
-_REHEARSED = 4  # batches, the latest, whose trajectories a change is tried with in simulation
+_REHEARSED = 4  # latest batches whose trajectories are used to simulate a change
 
 # (current plan, proposed plan, finished trajectories) -> gain, such as `libra.choose.confirmation.simulated_gain`.
 Rehearse = Callable[[Plan, Plan, Sequence[Trajectory]], SimulatedGain]
@@ -46,13 +46,13 @@ Rehearse = Callable[[Plan, Plan, Sequence[Trajectory]], SimulatedGain]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A solved plan and what is to be done with it. The plan's prediction is for the lengths as they are forecast."""
+    """A solved plan and the decision on it. The plan's prediction is for the forecast lengths."""
 
     plan: Plan
     decision: Decision
 
     def rehearsed(self, gain: SimulatedGain) -> Proposal:
-        """The same, where the change is made only if it saves in simulation, too, more than it costs."""
+        """The proposal after simulation: the change is made only if it saves more than it costs there, too."""
         decision = self.decision
         found = f"{gain.seconds:.4g} +- {gain.error:.4g} s a step over {gain.steps} simulated steps"
         saved = gain.seconds * decision.horizon_steps
@@ -70,30 +70,30 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One decision, and what became of it."""
+    """One decision, and the step measured after it."""
 
     decision: Decision
-    realised: float | None = None  # seconds of a step as measured since; None: not yet
+    realised: float | None = None  # measured seconds of a step since; None: not yet
 
     @property
     def settled(self) -> bool:
-        """Whether the steps since then measure what was priced: no role changes among them."""
+        """Whether the steps since the decision can be compared with prices, as no roles changed."""
         return not self.decision.taken
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a decision is made of: a site, the work that may come to it, and how long a plan is expected to hold."""
+    """The basis of a decision: a site, the work that may come to it, and the expected lifetime of a plan."""
 
     site: Site
-    scenarios: tuple[Scenario, ...]  # as forecast, then off by as much as the forecast may be
+    scenarios: tuple[Scenario, ...]  # the forecast, then the forecast with its possible errors
     horizon_steps: float
     uncertainty: float  # relative error of the tracked work that a gain has to exceed
     bias: PriceBias  # of prices, as learned so far
 
     def propose(self, seed: int = 0) -> Proposal:
-        """Solve for each of the lengths, and weigh the change to the best of the plans against its cost. Takes as long
-        as the solver does, and reads nothing that may change meanwhile. Raises `InfeasiblePlanError`."""
+        """Solve for each scenario, and weigh the change to the best of the plans against its cost. Takes as long as the
+        solver, and reads only immutable values. Raises `InfeasiblePlanError`."""
         site = self.site
         questions = site.questions(self.scenarios)
         cases = [
@@ -105,7 +105,7 @@ class Outlook:
         usable = [
             each.allocation for each in solutions if all(case.infeasibility(each.allocation) is None for case in cases)
         ]
-        if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
+        if not usable:  # none of the plans serves all cases: use only the likeliest scenario
             cases, usable = list(loan_cases(questions[0].menu)), [solutions[0].allocation]
         transitions = [site.transition(questions[0], wanted) for wanted in dict.fromkeys(usable)]
         costs = [0.0 if site.current is None else site.seconds(questions[0], each) for each in transitions]
@@ -130,13 +130,13 @@ class Outlook:
 class Replanner:
     """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, says whether to change the plan.
 
-    A change has to earn its cost back within the steps for which plans have held so far, on average. Prices take a
-    router to be as good as the recipe says for any ranges.
+    A change has to earn its cost back within the mean lifetime of plans so far. Prices assume for any ranges the router
+    hit rate that the recipe gives.
 
-    Where devices come and go, and costs are measured while steps are made, the loop says what there is itself: it calls
-    `observe`, asks `outlook` about its `Site`, and tells of the proposal's decision with `decided`.
+    A loop whose devices come and go, and which measures costs as it runs, provides its own `Site`: it calls `observe`,
+    then `outlook` with the site, and reports the proposal's decision with `decided`.
 
-    It belongs to one thread, as its tracker does. What it returns are values, so that another one may do the searching:
+    It belongs to one thread, as its tracker does. It returns immutable values, so another thread may search:
     `outlook(site).propose()`.
     """
 
@@ -151,11 +151,11 @@ class Replanner:
         holds: float | None = None,
         rehearse: Rehearse | None = None,
     ) -> None:
-        """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
-        instead of the stated ones of `libra.plan.decision`. A `tracker` that has seen trajectories is gone on with;
-        there must be one where there is no planner. `holds` are the steps for which a plan is taken to hold before
-        there is one that has held longer; None: a period. With `rehearse` each change that `step` would make is tried
-        in simulation first, with the latest finished trajectories, and made only if it saves there, too.
+        """`plan` is the running plan; without one the first decision starts the best. `switch` are measured role
+        changes, instead of the assumed ones of `libra.plan.decision`. An existing `tracker` keeps its history; it is
+        required without a planner. `holds` is the initial estimate of a plan's lifetime, in steps; None: one period.
+        With `rehearse`, each change that `step` would make is simulated first, with the latest finished trajectories,
+        and made only if it saves time there, too.
         """
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
@@ -168,7 +168,7 @@ class Replanner:
             if planner is None:
                 raise ValueError("give a planner, or a tracker that counts as the loop's engines do")
             tracker = recipe_tracker(planner.recipe, REPLANNER_HALF_LIFE_STEPS)
-            tracker.observe_running(())  # from here on evidence is weighed by start version
+            tracker.observe_running(())  # makes the tracker weigh evidence by start version
         self._tracker = tracker
         self._rehearse = rehearse
         latest = 0 if rehearse is None or planner is None else _REHEARSED * planner.recipe.batch
@@ -176,7 +176,7 @@ class Replanner:
 
     @property
     def plan(self) -> Plan | None:
-        """What the last taken decision proposed; before it, what ran at the start."""
+        """The plan of the last decision that was taken; before any, the initial plan."""
         return self._plan
 
     @property
@@ -191,15 +191,15 @@ class Replanner:
 
     @property
     def tracker(self) -> LengthTracker:
-        """What was observed."""
+        """The tracker of all observed trajectories."""
         return self._tracker
 
     def step(self, finished: Iterable[Trajectory], running: Iterable[Trajectory]) -> Decision:
         """Decide on the plan of the next period.
 
         `finished` are the trajectories that have ended since the last call, `running` all that have not; their
-        `policy_version` is the one they started with. Raises ValueError while nothing has ever finished, and what
-        `Planner.plan` raises.
+        `policy_version` is the one they started with. Raises ValueError while no trajectory has ever finished, and the
+        errors of `Planner.plan`.
         """
         if self._planner is None:
             raise ValueError("there is no planner; ask outlook() about the site instead of step()")
@@ -219,13 +219,13 @@ class Replanner:
         return proposal.decision
 
     def observe(self, finished: Iterable[Trajectory]) -> None:
-        """Trajectories that have ended since the last call."""
+        """Observe trajectories that have ended since the last call."""
         for trajectory in finished:
             self._tracker.observe(trajectory)
 
     def lend(self, lenders: Sequence[Lender]) -> None:
-        """What serving pools may be asked for in the coming period, by the latest forecast of their traffic. Decisions
-        from here on count on no more than it leaves. Raises ValueError where the pools are not the planner's."""
+        """Set the lenders of the serving pools for the coming period, by the latest forecast of their traffic. Later
+        decisions count on no more than the traffic leaves. Raises ValueError where the pools are not the planner's."""
         if self._planner is None:
             raise ValueError("there is no planner; a site that is asked for outlook() has its own lenders")
         pools = [lender.pool for lender in lenders]
@@ -237,7 +237,7 @@ class Replanner:
         self._planner = replace(self._planner, lenders=tuple(lenders))
 
     def realised(self, seconds_per_step: float) -> None:
-        """The mean seconds of a step as measured since the last decision. With the next `step` prices learn from it,
+        """Report the measured mean seconds of a step since the last decision. The next `step` corrects prices by it,
         unless that decision changed the plan."""
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
@@ -246,14 +246,16 @@ class Replanner:
         self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
 
     def learn(self, priced: Prediction, found: PeriodSeconds, *, untried: bool = False) -> None:
-        """A settled period is over: no role changed in it. `priced` is its allocation for the lengths, and at the
-        speeds, that were measured in it, before the correction; a price that was made earlier would teach as an error
-        of prices what those have followed since. `untried`: its allocation is another one than that of the settled
-        period before."""
+        """Learn the price bias from a period in which no role changed.
+
+        `priced` is the uncorrected price of its allocation for the lengths and speeds measured in it. An earlier price
+        would count changes of lengths and speeds as errors of prices. `untried`: its allocation differs from that of
+        the last settled period.
+        """
         self._bias = self._bias.learned(priced, found, untried=untried)
 
     def _learn_from_last(self, site: ClusterSite) -> None:
-        """The period since the last decision, where it was settled and measured."""
+        """Learn from the period since the last decision, if it was settled and measured."""
         look = self._looks[-1] if self._looks else None
         if look is None or look.realised is None or not look.settled or site.current is None:
             return
@@ -264,11 +266,11 @@ class Replanner:
             self.learn(price(question.problem, site.current), found, untried=untried)
 
     def scenario(self, site: Site) -> Scenario:
-        """The tracked lengths, as the site tells them apart."""
+        """The tracked lengths in the site's classes."""
         return Scenario(self._tracker.classes(site.classes), 1.0)
 
     def forecast(self, site: Site) -> Scenario:
-        """The lengths as they are forecast for the middle of the coming period."""
+        """The lengths forecast for the middle of the coming period."""
         forecast = self._forecast(site)
         return Scenario(forecast.classes, forecast.scale)
 
@@ -276,7 +278,7 @@ class Replanner:
         return self._tracker.forecast(self._period / 2, site.classes, site.longest_context)
 
     def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
-        """What a decision about the site would be made of now. Raises ValueError while nothing has ever finished."""
+        """The basis of a decision about the site now. Raises ValueError while no trajectory has ever finished."""
         longest, forecast = site.longest_context, self._forecast(site)
         error = math.hypot(forecast.error, _UNSEEN)
         factors = [math.exp(deviations * error) for deviations, _ in _NODES]
@@ -292,20 +294,20 @@ class Replanner:
         )
 
     def decided(self, proposal: Proposal) -> None:
-        """The decision of a proposal stands: its plan is what runs from now on, if it is taken."""
+        """Record the decision of a proposal. If it is taken, its plan becomes the current plan."""
         decision = proposal.decision
         if decision.taken:
             self._plan = proposal.plan
         self._looks.append(Look(decision))
 
     def _horizon(self) -> float:
-        """Steps for which a plan is expected to hold: as long as plans have so far, on average."""
+        """Steps for which a plan is expected to hold: the mean lifetime of plans so far."""
         changes = sum(look.decision.taken and look.decision.current is not None for look in self._looks)
         return max(self._holds, self._period * len(self._looks)) / (1 + changes)
 
 
 def _require_sound(finished: Sequence[Trajectory], running: Sequence[Trajectory], longest: int) -> None:
-    """Refuse all of them before any is observed: what has been observed cannot be taken back."""
+    """Check all trajectories before any is observed, as an observation cannot be undone."""
     for trajectory, ended in (*((each, True) for each in finished), *((each, False) for each in running)):
         if trajectory.finished != ended:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""How many engines of which shape serve a rate of requests for the least cost: a CP-SAT model.
+"""A CP-SAT model of the cheapest engines, by shape and number, that serve a rate of requests.
 
 Sets        o in O      options: an engine of a shape, in a role (colocated, prefill, decode), on a class of nodes
             c in C      classes of nodes
-            k in K      plans that were found not to do
+            k in K      plans that were found insufficient
 Data        R           requests/s to be served
             rate[o]     requests/s that one engine serves in its role
             link[o]     requests/s whose KV its network sends (prefill) or receives (decode)
-            gpus[o], cost[o], class[o];   GPUS[c], GPUS, COST: what there is
+            gpus[o], cost[o], class[o];   limits GPUS[c], GPUS, COST
             had[k, r]   sum over o of role r of rate[o] times its engines in plan k
 Variables   n[o]        engines, a whole number
-            d           requests/s whose prompts are computed on one engine and that go on on another
+            d           requests/s that prefill on one engine and decode on another
             more[k, r]  whether role r serves more than in plan k
             spare       thousandths of R that are served beyond R, 1000 at most
 Minimise    sum of cost[o] n[o];   of plans that cost the same, the one that serves most
@@ -25,9 +25,9 @@ gpus        sum over o of gpus[o] n[o]           <=  GPUS
 cost        sum over o of cost[o] n[o]           <=  COST
 cut[k]      at least one more[k, r];   more[k, r]  =>  sum over o of r of rate[o] n[o] > had[k, r]
 
-A cut asks for more of some role: it takes it that what a plan cannot serve, no plan can whose roles all serve as much
-or less. Rates count in thousandths of a request a second, those of engines rounded down; costs in parts of the cheapest
-engine's, a thousand or more of them, rounded up.
+A cut demands more of some role: it assumes capacity is monotone in each role. Rates are integers in thousandths of a
+request a second, those of engines rounded down. Costs are integers in parts of one unit of cost, rounded up; the
+cheapest engine costs a thousand parts or more where the solver's integers allow it.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class ServingProblem:
     there_are: Mapping[str, int]  # GPUs of each class of nodes
     gpus: int | None = None
     budget: float | None = None
-    cuts: tuple[tuple[int, ...], ...] = ()  # engines of each option, of plans that do not do
+    cuts: tuple[tuple[int, ...], ...] = ()  # engines of each option, of plans that were found insufficient
 
     def without(self, counts: tuple[int, ...]) -> ServingProblem:
-        """The same after a plan was found not to do."""
+        """The problem with a cut for one more plan that was found insufficient."""
         return replace(self, cuts=(*self.cuts, counts))
 
 
@@ -85,7 +85,7 @@ class ServingProblem:
 class ServingPlan:
     counts: tuple[int, ...]  # engines of each option
     cost: float
-    bound: float  # of the cost: nothing on the menu that keeps the constraints is below it
+    bound: float  # proven lower bound on the cost
 
     @property
     def proven(self) -> bool:
@@ -149,8 +149,8 @@ def solve_serving(problem: ServingProblem) -> ServingPlan:
 
 
 def _parts_of_cost(options: Sequence[ServingOption]) -> float:
-    """Of one unit of cost: a power of ten, with which the cheapest option costs a thousand parts or more, if the
-    dearest one leaves room for that in the solver's integers."""
+    """Parts of one unit of cost: a power of ten such that the cheapest option costs a thousand parts or more, if the
+    most expensive one then still fits the solver's integers."""
     costs = [it.cost for it in options]
     finest = max(3, 3 - floor(log10(min(costs))))
     return 10.0 ** min(finest, 9 - floor(log10(max(costs))))

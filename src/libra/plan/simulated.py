@@ -1,4 +1,4 @@
-"""Steps of plans as whole runs in simulation had them, under one router.
+"""Steps of plans measured in simulations of whole runs, under one router.
 
 Invariant: finalists of one plan ran on the same draws of trajectories, so their differences are paired.
 """
@@ -26,7 +26,7 @@ class RehearsedStep:
 class Finalist:
     """A plan that was compared with others by simulation."""
 
-    kind: str  # what it is the best plan of, such as "one engine size"
+    kind: str  # of plans among which it is the best, such as "one engine size"
     allocation: Allocation
     predicted: float  # seconds of a step
     simulated: RehearsedStep | None  # None: there was no time to simulate it
@@ -36,7 +36,7 @@ class Finalist:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedGain:
-    """Seconds that a step of a proposed plan is shorter than one of the current plan, over the steps that both ran."""
+    """Seconds by which a proposed plan's step is shorter than the current plan's, over the steps that both ran."""
 
     seconds: float
     error: float  # half of the 95 % interval

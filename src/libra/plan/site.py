@@ -1,6 +1,6 @@
-"""What a replanner plans for at one moment: devices, what they do, and what everything costs there.
+"""Sites: the devices of a replanner at one moment, their duties, and the costs there.
 
-Invariant: a site is a value. Asking it changes nothing, so a thread may search while the run goes on.
+Invariant: a site is an immutable value, so a thread may search while the run continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from libra.plan.transition import Device, Role, Transition, device_transition, g
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One way in which the lengths of the coming trajectories may turn out."""
+    """One possible outcome for the lengths of coming trajectories."""
 
     classes: tuple[TrajectoryClass, ...]
     scale: float  # factor on the tracked lengths
@@ -43,7 +43,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, and everything that could be chosen, priced."""
+    """A request with its menu of priced options."""
 
     request: PlanRequest
     menu: Menu
@@ -54,8 +54,8 @@ class Question:
 
 
 class Site(Protocol):
-    """`classes` trajectories are told apart, none is longer than `longest_context`, and no plan is expected to hold for
-    more than `horizon` steps."""
+    """The devices to plan for. Trajectories are divided into `classes` classes, none is longer than `longest_context`,
+    and no plan is expected to hold for more than `horizon` steps."""
 
     @property
     def classes(self) -> int: ...
@@ -66,23 +66,23 @@ class Site(Protocol):
 
     @property
     def current(self) -> Allocation | None:
-        """What runs; None where nothing does that can go on."""
+        """The running allocation; None if nothing runs that can continue."""
         ...
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
-        """What could be chosen, in each of the scenarios. Everything on one of the menus is on all of them."""
+        """One question for each scenario. All menus have the same shapes and layouts."""
         ...
 
     def transition(self, question: Question, wanted: Allocation) -> Transition:
-        """The moves from what runs."""
+        """The moves from the running allocation to `wanted`."""
         ...
 
     def seconds(self, question: Question, transition: Transition) -> float:
-        """What the moves cost, in seconds of stepping."""
+        """Seconds of training time that the moves cost."""
         ...
 
     def plan(self, question: Question, solution: Solution) -> Plan:
-        """The plan that a solution stands for."""
+        """The plan of a solution."""
         ...
 
 
@@ -132,7 +132,7 @@ class ClusterSite:
 
 @dataclass(frozen=True, slots=True)
 class SlotSite:
-    """The healthy devices of a run on slots. What is measured is of the run so far."""
+    """The healthy devices of a run on slots. Measured values are those of the run so far."""
 
     training: TrainingConfig
     engines: Mapping[str, ShapeConfig]
@@ -141,7 +141,7 @@ class SlotSite:
     current: Allocation | None
     profile: DeviceProfile
     max_turn_tokens: int
-    train_tokens: float  # through the trainer, per trajectory
+    train_tokens: float  # per trajectory that go through the trainer
     router_hit: float
     lent_engine: ShapeConfig | None = None  # on devices that serve users; None: there are none
     lent_share: float = 1.0  # of their time
@@ -174,7 +174,7 @@ class SlotSite:
         )
 
     def _lent(self) -> LentSlots | None:
-        """Those of the devices that serve users."""
+        """The devices that serve users; None if there are none."""
         names = [device.lent for device in self.devices if device.lent is not None]
         if not names or self.lent_engine is None:
             return None

@@ -1,4 +1,4 @@
-"""The answer to a planning problem: an allocation, its price, and what is proven of it. Times are seconds."""
+"""The answer to a planning problem: an allocation, its price, and the proof of its bound. Times are seconds."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Literal
 
 from libra.plan.allocation import Allocation
 
-Bottleneck = Literal["rollout", "training", "latency"]  # which of the three a step is as long as; see `Prediction`
-StepPart = Literal["rollout", "training", "latency", "publication"]  # what the seconds of a step go to
+Bottleneck = Literal["rollout", "training", "latency"]  # the largest of the three seconds; see `Prediction`
+StepPart = Literal["rollout", "training", "latency", "publication"]  # parts that the seconds of a step divide into
 SolverStatus = Literal["optimal", "feasible"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted seconds of one optimiser step, and what bounds it."""
+    """Predicted seconds of one optimiser step, and its bottleneck."""
 
     step: float  # the largest of the three below
     # The busiest bucket's work for one step's trajectories, per engine, weight loads included; where the step is
     # synchronous, the longest trajectory of a batch, too
     rollout: float
     training: float  # forward, backward, exchange, optimiser, exposed publication
-    latency: float  # (longest residence + what follows it) / (1 + staleness); synchronous, of load where longer
-    bottleneck: Bottleneck  # the field above that the step is as long as; the first one where several are
-    # Seconds between which steps alternate, with `step` as their mean: where batches overlap and the longest trajectory
-    # is the largest part of a latency that is the bottleneck, those it holds end together, and start together from
-    # then on. Else None
+    # (longest residence + what follows it) / (1 + staleness); where synchronous, with the load instead if longer
+    latency: float
+    bottleneck: Bottleneck  # the field above that equals `step`; the first one if several do
+    # Seconds between which steps alternate, with `step` as their mean; None if they do not. They do where batches
+    # overlap, latency is the bottleneck, and the longest trajectory is its largest part: the batches that it delays end
+    # together, and start together from then on
     step_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the solver can vouch for. `bound` is a proven lower bound on the step seconds, `gap` relative to it."""
+    """The solver's proof: `bound` is a proven lower bound on the step's seconds, `gap` the step's share above it."""
 
     status: SolverStatus
     bound: float

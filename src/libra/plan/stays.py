@@ -1,7 +1,7 @@
-"""Seconds that the longest trajectories spend on engines, by themselves and beside others.
+"""Seconds that the longest trajectories spend on engines, by themselves and together with others.
 
-Invariant: every value here is linear in seconds or the largest of linear ones, so nothing that takes longer makes a
-stay shorter.
+Invariant: every value is linear in seconds or a maximum of such values, so stays never get shorter when a part takes
+longer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Stays:
         return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
 
     def begun_on(self, there: Stays, recall: Sequence[Sequence[float]]) -> Stays:
-        """The stays of trajectories that begin elsewhere and remain `there` for the work that no router of `recall`,
-        [router][class], brings here."""
+        """The longest stays of trajectories that begin `there`. Each router of `recall`, [router][class], brings that
+        share of their work here; the rest stays there."""
         routed = (_mixed(parts, self.residence, there.residence) for parts in recall)
         return Stays(
             tuple(map(max, zip(*routed, strict=True))),
@@ -45,7 +45,7 @@ class Stays:
 
 
 def least(stays: Sequence[Stays]) -> Stays:
-    """Stays that are no longer than any of these, of which there is one at least."""
+    """Lower bound on all of `stays`, which has one or more."""
 
     def rows(tables: Iterable[Lines]) -> Lines:
         nothing = (0.0,) * len(stays[0].residence)

@@ -1,7 +1,7 @@
-"""The one difference between two allocations: the moves that the plan prices and the executor carries out.
+"""The difference between two allocations, as the moves that the plan prices and the executor carries out.
 
-Invariant: on one machine every device takes at most one new duty, but for one that stands in, and after each move of
-the list the run can go on (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays in its
+Invariant: on one machine every device takes at most one new duty, except one that stands in for another, and after each
+move the run can continue (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays in its
 place is touched.
 """
 
@@ -18,7 +18,7 @@ from libra.plan.problem import TrainingOption
 
 
 class Role(StrEnum):
-    """Of a worker. Those that pass, `joining` and `draining`, and `failed` are seen by an executor only."""
+    """The role of a worker. Only an executor sees the transient ones, `joining` and `draining`, and `failed`."""
 
     IDLE = "idle"
     JOINING = "joining"  # a process is starting, or entering the gradient exchange
@@ -30,8 +30,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """What a device, or a group of them, does while nothing about it changes. `shape` is that of its engine; of a
-    replica that is spread over several devices it is the layout."""
+    """The steady role of a device, or of a group of devices. `shape` is that of its engine; for a replica that is
+    spread over several devices it is the layout."""
 
     role: Role
     shape: str | None = None
@@ -52,18 +52,18 @@ _AS = " as "  # between the shape of an engine and its role in a prefill/decode 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One healthy device of a machine. `allowed` are the roles that it may take beside `idle`."""
+    """One healthy device of a machine. `allowed` are the roles that it may take in addition to `idle`."""
 
     id: str
     slot: int
     allowed: frozenset[Role]
     duty: Duty = IDLE
-    lent: str | None = None  # shape of the one engine that runs there, where the device serves users; None: it is ours
+    lent: str | None = None  # shape of the only engine that may run there, if the device serves users; else None
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`worker` is the id of a device, or where a group of devices is; `before` and `after` are its duties."""
+    """A change of duty. `worker` is the id of a device, or the location of a group of devices."""
 
     worker: str
     before: Duty
@@ -75,7 +75,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """From one allocation to another. `before` is None where nothing runs that could go on."""
+    """The moves from one allocation to another. `before` is None if nothing runs that could continue."""
 
     before: Allocation | None
     after: Allocation
@@ -83,17 +83,17 @@ class Transition:
 
     @property
     def rebuckets(self) -> bool:
-        """Whether the router has to send turns by other ranges."""
+        """Whether the router has to use other bucket ranges."""
         return self.before is None or self.before.ranges != self.after.ranges
 
     def words(self) -> tuple[str, ...]:
-        """For people: equal moves together."""
+        """The moves as text for people; equal ones are counted."""
         counts = Counter(str(move) for move in self.moves)
         moves = [f"{count} x {text}" if count > 1 else text for text, count in counts.items()]
         return (*moves, "new bucket ranges") if self.rebuckets else tuple(moves)
 
     def conflict(self, duties: Mapping[str, Duty]) -> str | None:
-        """Why the moves are not for workers of a machine with these duties; None if they are."""
+        """The reason why the moves do not apply to workers with these duties; None if they do."""
         now = dict(duties)
         for move in self.moves:
             if move.worker not in now:
@@ -108,11 +108,12 @@ class Transition:
 
 
 def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> str | None:
-    """Why it is unsafe to make the move now; None if it is not. `longest` are the shapes that hold the longest
+    """The reason why the move is unsafe now; None if it is safe. `longest` are the shapes that hold the longest
     contexts.
 
-    While a device moves, a core replica trains and, as long as several engines run, another one holds the longest
-    contexts. A pool that is short of something already may do what does not make it shorter: that is how it recovers.
+    While a device moves, a core replica must train and, as long as several engines run, another one must hold the
+    longest contexts. Where one of these is missing already, moves that do not worsen it are safe, so that the run can
+    recover.
     """
     others = [device for device in devices if device.id != move.worker and device.lent is None]
     cores = [device.id for device in devices if device.duty.role is Role.TRAIN and device.allowed == {Role.TRAIN}]
@@ -133,16 +134,17 @@ def device_transition(
     """The fewest moves that turn the healthy `devices` of a machine, each a replica or an engine by itself, into
     `wanted`.
 
-    Idle devices start first: that takes nobody's device, and so is made even where a later move fails. Then trainers
-    leave; longer engines start before shorter ones, and joining the training comes last. `longest` are the shapes that
-    hold the longest contexts. Raises ValueError where the devices cannot be that, or nobody would hold those."""
+    Idle devices start first: this stops nothing, and so is done even where a later move fails. Then trainers leave;
+    longer engines start before shorter ones, and joining the training comes last. `longest` are the shapes that hold
+    the longest contexts. Raises ValueError where the devices cannot form `wanted`, or none of its engines would hold
+    the longest contexts."""
     if not any(bucket.shape in longest for bucket in wanted.buckets):
         raise ValueError(f"no engine of {wanted.describe()} holds the longest contexts; {', '.join(longest)} would")
     kept = _kept_engines(devices, wanted)
     may_train = sorted(
         (device for device in devices if Role.TRAIN in device.allowed),
-        # Who can only train trains; then who trains already; then whose engine is not needed anyway, first of all one
-        # for the longest contexts: where another takes its place, that one can start before this one ends.
+        # Devices that can only train come first; then those that train already; then those whose engine is not kept,
+        # first one for the longest contexts: the engine that replaces it can start before it ends.
         key=lambda d: (
             Role.ROLLOUT in d.allowed,
             d.duty.role is not Role.TRAIN,
@@ -158,7 +160,7 @@ def device_transition(
     for shape, count in Counter(device.lent for device in devices if device.lent is not None).items():
         if missing[shape] not in (0, count):
             raise ValueError(f"{missing[shape]} engines of {shape} are wanted, and {count} devices are lent for them")
-    # An engine on a lent device that is not wanted stays: it takes nobody's device, and nothing is sent to it.
+    # An engine on a lent device that is not wanted stays: no other engine needs the device, and it gets no turns.
     generating = [
         device for device in devices if device not in training and (device.lent is None or missing[device.lent])
     ]
@@ -185,8 +187,8 @@ def device_transition(
 
 
 def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Collection[str]) -> tuple[Move, ...]:
-    """Where the only engine for the longest contexts would start again in another shape that holds them, another engine
-    takes that shape first: one move more, and no time without such an engine."""
+    """Avoid times without an engine for the longest contexts: if the only one would start again in another shape that
+    holds them, another engine takes that shape first, with one more move."""
     state = {device.id: device for device in devices}
     found: list[Move] = []
     for index, planned in enumerate(moves):
@@ -198,7 +200,7 @@ def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Co
                 d for d in state.values() if d.duty.role is Role.ROLLOUT and d.id != move.worker and d.lent is None
             ]
             stands_in = min(engines, key=lambda d: (d.id in moves_later, d.slot))
-            # The two change places, unless the other one is wanted elsewhere anyway.
+            # The two devices exchange duties, unless the other one moves later anyway.
             instead = move.after if stands_in.id in moves_later else stands_in.duty
             steps = [Move(stands_in.id, stands_in.duty, move.after), replace(move, after=instead)]
         for step in steps:
@@ -208,7 +210,7 @@ def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Co
 
 
 def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
-    """The engines that `wanted` needs as they are; of several, those first that cannot train instead."""
+    """Ids of the engines that `wanted` keeps as they are; those that cannot train are kept first."""
     missing = wanted.engines_by_shape
     kept = set()
     for device in sorted(devices, key=lambda d: (Role.TRAIN in d.allowed, -d.slot)):
@@ -221,11 +223,11 @@ def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
 def group_transition(
     before: Allocation, wanted: Allocation, placed: Sequence[DeviceGroup] = (), placement: Sequence[DeviceGroup] = ()
 ) -> Transition:
-    """What ends and what begins on a cluster, where an engine or a replica is a group of devices.
+    """The groups that end and begin on a cluster, where an engine or a replica is a group of devices.
 
-    `placed` and `placement` say where the groups of either allocation are: one that another group has displaced starts
-    again elsewhere. Without them it is taken that every group of a kind that goes on stays where it is. Another layout
-    ends and begins all replicas.
+    `placed` and `placement` are the locations of the groups of either allocation: a group that another one displaces
+    starts again elsewhere. Without them every group of a kind that remains is assumed to stay where it is. A change of
+    layout ends and begins all replicas.
     """
     known = bool(placed and placement)
     old = Counter(map(_located, placed)) if known else _groups(before)
@@ -250,7 +252,7 @@ def _located(group: DeviceGroup) -> tuple[str, Duty]:
 
 
 def engine_shape(duty: Duty) -> str | None:
-    """What is started for a duty: an engine of a pair is one like others, which only has another role."""
+    """The shape of the engine to start for a duty. Engines of a pair differ from others only in their role."""
     return None if duty.shape is None else duty.shape.partition(_AS)[0]
 
 
@@ -262,5 +264,5 @@ def _groups(allocation: Allocation) -> Counter[tuple[str, Duty]]:
 
 
 def joins(current: Allocation, training: TrainingOption) -> int:
-    """Replicas that have to be started to train so: another layout starts all of them anew."""
+    """Replicas that have to be started for a training option; a change of layout starts all of them again."""
     return max(0, training.replicas - (current.replicas if training.layout == current.layout else 0))

@@ -1,1 +1,1 @@
-"""What runs write down and reports read."""
+"""Records that runs write and reports read."""

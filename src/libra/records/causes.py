@@ -1,15 +1,15 @@
-"""What a second of a device went to. Every second of every worker has exactly one cause."""
+"""Causes to which device time is attributed. Every second of every worker has exactly one cause."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-_NAMED = 0.005  # share of the time below which a cause is among the others
+_NAMED = 0.005  # share of the time below which a cause counts as "other"
 
 
 class Cause(StrEnum):
-    """The order is that in which causes are stacked and listed: work, what it takes, waiting, no duty."""
+    """The order in which causes are stacked and listed: work, its overhead, waiting, no duty."""
 
     GENERATING = "generating"
     COMPUTING = "computing"
@@ -32,7 +32,7 @@ class Cause(StrEnum):
 
     @property
     def words(self) -> str:
-        """After a share: "18 % rollout-bound"."""
+        """The words that follow a share, as in "18 % rollout-bound"."""
         return _WORDS[self][0]
 
     @property
@@ -80,7 +80,7 @@ def total(workers: Iterable[Mapping[Cause, float]]) -> dict[Cause, float]:
 
 
 def device_words(seconds: Mapping[Cause, float]) -> str:
-    """Where the device time went, in one line, the most first. Empty where there was none.
+    """The shares of device time by cause, in one line, the largest first. Empty where there was none.
 
     >>> device_words({Cause.COMPUTING: 6.1, Cause.ROLLOUT_BOUND: 1.8, Cause.GENERATING: 2.1, Cause.MOVING: 0.004})
     'devices: 61 % computing, 21 % generating, 18 % rollout-bound'

@@ -1,10 +1,10 @@
-"""What every second of every worker went to.
+"""Attributes every second of every worker to a cause.
 
-Invariant: a worker's seconds since it was first heard of add up over the causes, whatever happens in which order; no
-cause has less than before. Pure: the caller says what happens and when, on any clock that does not go back.
+Invariant: the causes of a worker add up to its seconds since its first role, in any order of events, and the seconds of
+a cause never decrease. Pure: the caller reports events with their times, on any clock that does not go back.
 
-Some things are known only when they are over: how a step was divided, and how long an engine stood still for weights.
-Until then the seconds concerned are not settled, and are in no sum.
+Some events are known only when they have ended: how a step was divided, and how long an engine stood still for weights.
+Until then their seconds are not settled, and are in no sum.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from libra.plan.transition import Role
 from libra.records.causes import Cause
 
 Seconds = Mapping[str, Mapping[Cause, float]]
-"""Worker to cause to seconds; causes without any are left out."""
+"""Worker to cause to seconds; causes without seconds are left out."""
 
 
 class Phase(Enum):
-    """What the training side does, as a whole."""
+    """The phase of the training side as a whole."""
 
-    OUTSIDE = auto()  # no steps are to be made: measurement, evaluation
+    OUTSIDE = auto()  # outside the training loop: measurement, evaluation
     WAITING = auto()  # for a batch
     STEPPING = auto()
     PUBLISHING = auto()
-    HELD = auto()  # a checkpoint is due, and the step boundary is somebody else's
+    HELD = auto()  # a checkpoint is due, and a worker that joins or leaves holds the step boundary
     CHECKPOINTING = auto()
-    AGAIN = auto()  # steps that an interrupted run had made already
+    AGAIN = auto()  # repeats steps that an interrupted run had made already
 
 
 _TRAINER = {
@@ -46,7 +46,7 @@ _UNPRODUCTIVE = {Phase.OUTSIDE: Cause.EVALUATING, Phase.AGAIN: Cause.REDOING}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """So many seconds of a step, for one replica."""
+    """A part of a step of one replica."""
 
     cause: Cause
     seconds: float
@@ -54,20 +54,20 @@ class Part:
 
 @dataclass(slots=True)
 class _Device:
-    since: float  # the cause holds
+    since: float  # start of the time with this cause
     cause: Cause = Cause.IDLE
     role: Role = Role.IDLE
-    moving: bool = False  # on its way from one role to another
-    lost: bool = False  # and nothing was started in its place yet
-    turns: int = 0  # that its engine has
-    tools: int = 0  # called by episodes that it served last
+    moving: bool = False  # between two roles
+    lost: bool = False  # and not replaced yet
+    turns: int = 0  # in its engine
+    tools: int = 0  # pending calls by episodes that it served last
     loading: bool = False
     seconds: dict[Cause, float] = field(default_factory=dict)
 
 
 class DeviceTime:
-    """`told` gets each span of time that is settled: worker, cause, start and end. A worker's spans follow each other
-    without a gap."""
+    """Seconds by worker and cause. `told` gets each settled span of time: worker, cause, start and end. The spans of a
+    worker follow each other without a gap."""
 
     def __init__(self, told: Callable[[str, Cause, float, float], None] = lambda *_: None) -> None:
         self._told = told
@@ -78,38 +78,38 @@ class DeviceTime:
         self._taken: dict[str, dict[Cause, float]] = {}
 
     def role(self, worker: str, role: Role, now: float) -> None:
-        """A worker has this role from now on; its time begins with the first."""
+        """Set the role of a worker; its time begins with its first role."""
         device = self._devices.setdefault(worker, _Device(now))
         device.loading = False
         if role is Role.FAILED and device.role is Role.TRAIN and self._phase is Phase.STEPPING:
-            self._book(worker, Cause.REDOING, now)  # it hangs, or what it has computed is gone with it
+            self._book(worker, Cause.REDOING, now)  # it hangs, or its part of the step is lost
         device.moving = role is Role.DRAINING or (device.moving and role in (Role.IDLE, Role.JOINING))
         device.lost = role is Role.FAILED or (device.lost and role is Role.IDLE)
         device.role = role
         self._turn(worker, now)
 
     def turns(self, worker: str, change: int, now: float) -> int:
-        """An engine has so many turns more, or less; returns how many."""
+        """Add `change` turns to an engine; returns their new number."""
         device = self._devices[worker]
         device.turns += change
         self._turn(worker, now)
         return device.turns
 
     def tools(self, worker: str, change: int, now: float) -> None:
-        """So many more, or less, of the episodes that it served last wait for a tool."""
+        """Add `change` to the episodes that the worker served last and that wait for a tool."""
         device = self._devices[worker]
         device.tools += change
         self._turn(worker, now)
 
     def load(self, worker: str, now: float) -> None:
-        """An engine is told to take new weights: it ends an iteration first."""
+        """An engine starts to take new weights: it ends an iteration first."""
         device = self._devices[worker]
         if device.role is Role.ROLLOUT and self._phase not in _UNPRODUCTIVE and not device.loading:
             self._book(worker, device.cause, now)
             device.loading = True
 
     def loaded(self, worker: str, seconds: float, now: float) -> None:
-        """It has taken them, and stood still for so long."""
+        """The engine has taken the weights, and stood still for `seconds`."""
         device = self._devices[worker]
         if device.loading:
             self._book(worker, device.cause, now - seconds)
@@ -118,19 +118,20 @@ class DeviceTime:
             self._turn(worker, now)
 
     def phase(self, phase: Phase, now: float) -> None:
-        """The training side does this from now on."""
+        """Set the phase of the training side."""
         self._phase = phase
         if phase is Phase.STEPPING:
             self._stepping_since = now
         self._turn_all(now)
 
     def stepped(self, parts: Mapping[str, Sequence[Part]], publish_seconds: float, now: float) -> None:
-        """A step is made, and its weights are published from now on: how each replica spent it, one thing after the
-        other from its beginning. What is left is the optimiser's, and at the end somebody wrote the new weights."""
+        """A step is made, and the publication of its weights begins. `parts` are those of each replica, in order from
+        the step's beginning. The rest is the optimiser's, except `publish_seconds` at the end, in which the new weights
+        were written."""
         for worker, device in self._devices.items():
             if device.role is Role.TRAIN and self._phase is Phase.STEPPING:
                 at = self._stepping_since
-                # Who takes no part has come in after the step had begun.
+                # A replica without parts has joined after the step began.
                 for part in parts.get(worker, (Part(Cause.BOUNDARY, now - at),)):
                     at += part.seconds
                     self._book(worker, part.cause, min(at, now))
@@ -139,17 +140,17 @@ class DeviceTime:
         self.phase(Phase.PUBLISHING if self._phase is Phase.STEPPING else self._phase, now)
 
     def hold_back(self, held_back: bool, now: float) -> None:
-        """Whether there are groups that staleness does not let start yet."""
+        """Set whether there are groups that may not start yet because of staleness."""
         if held_back != self._held_back:
             self._held_back = held_back
             self._turn_all(now)
 
     def seconds(self, now: float) -> Seconds:
-        """Until now, as far as it is settled."""
+        """Seconds until now, as far as they are settled."""
         return {worker: self._settled(device, now) for worker, device in self._devices.items()}
 
     def under_way(self) -> dict[str, tuple[int, int]]:
-        """Turns and tool calls of every engine."""
+        """Turns and pending tool calls of every engine."""
         return {
             worker: (device.turns, device.tools)
             for worker, device in self._devices.items()
@@ -157,7 +158,7 @@ class DeviceTime:
         }
 
     def take(self, now: float) -> Seconds:
-        """Since the last call; everything until now is settled as it looks now."""
+        """Seconds since the last call; all time until now is settled with its present cause."""
         gained: dict[str, dict[Cause, float]] = {}
         for worker, device in self._devices.items():
             self._book(worker, device.cause, now)
@@ -172,7 +173,7 @@ class DeviceTime:
             self._turn(worker, now)
 
     def _turn(self, worker: str, now: float) -> None:
-        """What was true until now is booked, if something else is from now on."""
+        """Update the cause of a worker's time; if it changes, book the time until now under the old cause."""
         device = self._devices[worker]
         cause = self._cause(device)
         if cause is not device.cause and not device.loading:
@@ -214,5 +215,5 @@ class DeviceTime:
             return Cause.GENERATING
         if device.tools:
             return Cause.TOOL_BOUND
-        # While the trainers wait, something is generated that they wait for; elsewhere, as it is not here.
+        # While the trainers wait for a batch, its turns run on other engines.
         return Cause.TRAINING_BOUND if self._held_back and self._phase is not Phase.WAITING else Cause.NO_WORK

@@ -1,8 +1,8 @@
-"""Files of a run: whole, or as they were before.
+"""Files of a run, which are written completely or not changed.
 
-A line of a `LineFile` is whole or it is not there: what a kill or a full disk cut off is dropped when the file is
-opened again, and left out by readers before that. What cannot be written is a `DiskError`, which names the file and
-the remedy; the error of the operating system names none.
+A line of a `LineFile` is whole or absent: a line that a kill or a full disk cut off is dropped when the file is opened
+again, and readers leave it out before that. A failed write raises `DiskError`, which names the file and the remedy; the
+error of the operating system has neither.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class DiskError(RuntimeError):
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write or replace a file: whatever happens, it is what it was or what it is to be. On disk when this returns.
-    Raises `DiskError`."""
+    """Write or replace a file atomically: it has its old content or the new one. On disk when this returns. Raises
+    `DiskError`."""
     part = path.with_name(f"{path.name}.part")
     with writing(path):
         try:
@@ -44,13 +44,13 @@ def write_whole(path: Path, text: str | bytes) -> None:
                 os.fsync(file.fileno())
             part.replace(path)
         except BaseException:
-            part.unlink(missing_ok=True)  # it takes space that somebody may need now
+            part.unlink(missing_ok=True)  # frees its space on a full disk
             raise
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the `OSError` of a write to `path` into `DiskError`."""
+    """Turn the `OSError` of a write to `path` into `DiskError`."""
     try:
         yield
     except OSError as error:
@@ -58,10 +58,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class LineFile:
-    """Appends to `path`. Raises `DiskError` where that is not possible; the lines before stay as they were.
+    """Appends lines to `path`. Raises `DiskError` if that fails; earlier lines stay as they were.
 
-    An appended line is with the operating system when `append` returns, so it outlives the process; it outlives the
-    machine from the next `sync` on.
+    The operating system has an appended line when `append` returns, so it survives the end of the process; after the
+    next `sync` it survives the end of the machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,11 +72,11 @@ class LineFile:
             self._size = os.fstat(self._file.fileno()).st_size
 
     def append(self, line: bytes) -> None:
-        """One line, without its newline."""
+        """Append one line, given without its newline."""
         rest = memoryview(line + b"\n")
         size = len(rest)
         try:
-            while rest:  # near the end of a disk, less is written than was asked for
+            while rest:  # near the end of a disk, a write may be partial
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             with writing(self.path):
@@ -85,7 +85,7 @@ class LineFile:
         self._size += size
 
     def sync(self) -> None:
-        """Everything appended so far is on disk when this returns."""
+        """Force all appended lines to disk."""
         with writing(self.path):
             os.fsync(self._file.fileno())
 
@@ -103,7 +103,7 @@ class ChainedFile(LineFile):
         super().__init__(path)
 
     def append(self, line: bytes) -> None:
-        """One line of JSON, without its checksum and its newline."""
+        """Append one line of JSON, given without its checksum and its newline."""
         line = sealed(line, self._last)
         super().append(line)
         self._last = line

@@ -1,7 +1,7 @@
-"""What a borrower asked its gate, and what the gate said: the lines of `lending.jsonl`.
+"""Questions of a borrower to its gate, with the answers: the lines of `lending.jsonl`.
 
-Invariant: a file answers for itself. The rule that its first line describes, asked what the file asks, gives the
-answers of the file, all of them. Times are seconds of the machine's monotonic clock.
+Invariant: a file can be replayed. The rule that its first line describes gives all answers of the file to the questions
+of the file. Times are seconds of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from libra.traffic.envelope import Envelope
 
 @dataclass(frozen=True, slots=True)
 class LendingTerms(Record):
-    """The first line: who lends what to whom, and by which rule."""
+    """The first line: lender, borrower, and the rule of the loan."""
 
     model: str  # that serves
     rollout: str  # model that borrows
@@ -38,8 +38,8 @@ class LendingTerms(Record):
     recall: RecallPolicy
     kind: Literal["terms"] = "terms"
     sharing: LendingRule = "gate"  # any other is a baseline
-    ttft: float | None = None  # what the first token may take; None: as long as it likes
-    slo: Slo | None = None  # of the users; None: of a record from before it was kept
+    ttft: float | None = None  # limit of the first token; None: no limit
+    slo: Slo | None = None  # of the users; None: in older records
 
     def rule(self) -> SharingRule:
         match self.sharing:
@@ -59,7 +59,7 @@ class LendingTerms(Record):
 
 @dataclass(frozen=True, slots=True)
 class LendingAnswer(Record):
-    """One question and its answer: `granted` seconds, or why it was `refused`."""
+    """One question and its answer: `granted` seconds, or the reason why it was `refused`."""
 
     at: float
     live: int
@@ -70,10 +70,10 @@ class LendingAnswer(Record):
     context: int
     steps: int
     came: int
-    longest_step: float | None  # C, as it was then; None: not known yet
+    longest_step: float | None  # C at that time; None: not known yet
     granted: float | None
     refused: Reason | None
-    breach: str | None = None  # the borrower itself gave cause to end the loan, before it asked
+    breach: str | None = None  # reason to end the loan that the borrower itself gave before it asked
     kind: Literal["answer"] = "answer"
 
     @classmethod
@@ -103,7 +103,7 @@ class LendingAnswer(Record):
 
     @property
     def answer(self) -> Grant | Refusal:
-        """Raises ValueError where there is none."""
+        """The answer of the gate. Raises ValueError where there is none."""
         if self.granted is not None:
             return Grant(self.at + self.granted, self.granted)
         if self.refused is None:
@@ -117,7 +117,7 @@ class LentStep(Record):
 
     at: float  # its beginning
     seconds: float
-    bound: float  # that it was taken to keep to
+    bound: float  # assumed upper bound on its seconds
     tokens: int  # that it computed
     overstayed: bool  # serving did not wait for its end
     kind: Literal["step"] = "step"
@@ -125,7 +125,7 @@ class LentStep(Record):
 
 @dataclass(frozen=True, slots=True)
 class ServedStep(Record):
-    """One step of serving, as far as the borrower looked: not while it has nothing to compute."""
+    """One step of serving. Steps are recorded only while the borrower watches, not while it has nothing to compute."""
 
     at: float  # its beginning
     seconds: float
@@ -136,11 +136,11 @@ class ServedStep(Record):
 
 @dataclass(frozen=True, slots=True)
 class QuotaChange(Record):
-    """KV memory that the borrower has from now on."""
+    """A change of the borrower's KV memory."""
 
     at: float
-    held: int  # bytes
-    put_out: int  # turns that had to go for it
+    held: int  # bytes from now on
+    put_out: int  # turns evicted for it
     kind: Literal["quota"] = "quota"
 
 
@@ -148,7 +148,7 @@ _SLICES = 1.0  # seconds: the period in which a fixed split gives each side its 
 
 
 class _Recorded:
-    """The `ServingCost` that the file says there was."""
+    """The `ServingCost` that the file recorded."""
 
     def __init__(self, longest_step: float | None) -> None:
         self._longest = math.inf if longest_step is None else longest_step
@@ -162,10 +162,10 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class RecordReplay:
-    """What became of the answers of a file when they were asked for again."""
+    """Comparison of a file's answers with those of a replay."""
 
     answers: int
-    different: tuple[int, ...]  # lines
+    different: tuple[int, ...]  # numbers of lines with another answer
 
 
 LendingLine = LendingTerms | LendingAnswer | LentStep | ServedStep | QuotaChange
@@ -173,7 +173,7 @@ _LINES: TypeAdapter[LendingLine] = TypeAdapter(Annotated[LendingLine, Discrimina
 
 
 def are_terms(line: bytes) -> bool:
-    """Whether it is the first line of such a file."""
+    """Whether `line` is the first line of such a file."""
     try:
         return isinstance(_LINES.validate_json(opened(line), strict=True), LendingTerms)
     except ValueError:
@@ -181,7 +181,7 @@ def are_terms(line: bytes) -> bool:
 
 
 def read_lending(path: Path) -> Iterator[LendingLine]:
-    """Its lines; one that was cut off at the end is left out. Raises `RecordFormatError`."""
+    """Yield the lines of a file; a last line that was cut off is left out. Raises `RecordFormatError`."""
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             said = _LINES.validate_json(opened(line), strict=True)
@@ -199,8 +199,8 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
 
 
 def replay(path: Path) -> RecordReplay:
-    """Ask the same rule the same questions again. A borrower that began anew wrote its terms again, and is asked with
-    a new rule. Raises `RecordFormatError`."""
+    """Ask the same rule the same questions again. A borrower that restarted wrote its terms again, which starts a new
+    rule. Raises `RecordFormatError`."""
     rule: SharingRule | None = None
     different, answers = [], 0
     for number, said in enumerate(read_lending(path), start=1):

@@ -1,7 +1,7 @@
-"""What became of one lent device, as pages and timelines show it; a run's own comes from its records.
+"""The history of one lent device for pages and timelines, read from the records of a run or of a borrower.
 
 Invariant: spans of one kind follow each other without overlap. Times are seconds since the run began, negative before
-that, unless something else is said.
+that, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from libra.traffic.envelope import Load, RateWindow
 
 @dataclass(frozen=True, slots=True)
 class GrantSpan:
-    """A step that rollout made, or several that were advanced together."""
+    """A step of rollout, or several that were advanced together."""
 
     start: float
     end: float
-    granted: float  # seconds that it could have taken
+    granted: float  # seconds of the grant
     tokens: int = 0  # that it computed
     overstayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSpan:
-    """A step that serving made, or several that were advanced together."""
+    """A step of serving, or several that were advanced together."""
 
     start: float
     end: float
@@ -64,7 +64,7 @@ class UserRequest:
 
 @dataclass(frozen=True, slots=True)
 class MissedRequest:
-    """One that missed its SLO. `blamed`: it met it where nothing was lent; None: nobody knows."""
+    """A request that missed its SLO. `blamed`: whether it would have met it without lending; None: not known."""
 
     request: UserRequest
     ttft: bool  # it missed that of the first token
@@ -74,7 +74,8 @@ class MissedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoanHistory:
-    """`load` is (when, the largest part of the load over that of the envelope); above 1 nothing is lent."""
+    """The history of a lent device. `load` is (time, largest ratio of the load to the envelope); above 1 nothing is
+    lent."""
 
     name: str  # of the engine that borrows the device
     rule: str
@@ -86,19 +87,19 @@ class LoanHistory:
     load: Sequence[tuple[float, float]] = ()
     refusals: Mapping[str, int] = field(default_factory=dict)  # reason -> answers of the gate
     recalls: Sequence[RecallSpan] = ()
-    quotas: Sequence[tuple[float, int]] = ()  # (from when on, bytes of KV memory that rollout has)
+    quotas: Sequence[tuple[float, int]] = ()  # (start, bytes of KV memory that rollout has from then on)
     requests: Sequence[UserRequest] = ()  # in the order of their arrival
-    blamed: frozenset[int] | None = None  # numbers of requests that met their SLO alone; None: nobody knows
+    blamed: frozenset[int] | None = None  # numbers of requests that met their SLO alone; None: not known
 
     @property
     def seconds(self) -> float:
-        """From the first step that is known to the last."""
+        """Seconds from the first known step to the last."""
         edges = [at for spans in (self.grants, self.serving) if spans for at in (spans[0].start, spans[-1].end)]
         return max(edges) - min(edges) if edges else 0.0
 
     @property
     def late_words(self) -> str:
-        """Whether tokens came after they were due, at the steps of serving that are known."""
+        """Text on known steps of serving at which a token came after it was due."""
         margins = [it.margin for it in self.serving if it.margin is not None]
         if not margins:
             return "no step of serving that owed a token is known"
@@ -106,8 +107,8 @@ class LoanHistory:
         return f"at {late:,} of {len(margins):,} steps of serving a token came after it was due"
 
     def missed(self) -> list[MissedRequest]:
-        """Whether lending is to blame is known where the same traffic was served alone, and where nothing was lent from
-        when serving was last idle until the request was late: then the device was as if nobody borrowed it."""
+        """Requests that missed their SLO. Whether lending is to blame is known if the same traffic was served alone. It
+        is also known if nothing was lent between the last idle time of serving and the miss: then it is not lending."""
         if self.slo is None:
             return []
         found, since, busy_until = [], 0.0, float("-inf")
@@ -127,7 +128,7 @@ class LoanHistory:
 
 
 class RunClock:
-    """Seconds of a run from the machine's monotonic clock, by what each of its sessions said as it began."""
+    """Converts the machine's monotonic clock to seconds of a run, by the `began` event of each session."""
 
     def __init__(self, events: Iterable[EventRecord]) -> None:
         self._began = sorted((it.clock, it.time) for it in events if it.kind == "began" and it.clock is not None)
@@ -137,7 +138,8 @@ class RunClock:
         return bool(self._began)
 
     def seconds(self, clock: float) -> float | None:
-        """None: it was lost as the run was interrupted, or belongs to the start of a session that went on."""
+        """Seconds of the run. None: that time was lost when the run was interrupted, or belongs to the start of a
+        session that resumed it."""
         session = max(bisect_left(self._began, (clock, float("inf"))) - 1, 0)
         began, before = self._began[session]
         at = before + clock - began
@@ -145,12 +147,12 @@ class RunClock:
         return None if over else at
 
 
-Clock = Callable[[float], float | None]  # seconds of the run from the machine's; None: no time of it
+Clock = Callable[[float], float | None]  # seconds of the run from the machine's clock; None: no time of the run
 
 
 def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> list[LoanHistory]:
-    """Of the devices that a run borrowed, by the records in its directory. What `clock` cannot place is left out.
-    Raises `RecordFormatError`."""
+    """Histories of the devices that a run borrowed, from the records in its directory. Records that `clock` cannot
+    place are left out. Raises `RecordFormatError`."""
     files = sorted(directory.glob("lending-*.jsonl"), key=lambda path: (len(path.name), path.name))
     found = []
     for path in files:
@@ -161,8 +163,8 @@ def run_loans(directory: Path, clock: Clock, events: Sequence[EventRecord]) -> l
 
 
 def recorded_loan(path: Path) -> LoanHistory | None:
-    """By the record of a borrower alone, as an agent keeps it: seconds since it first asked. None where it never did.
-    Raises `RecordFormatError`."""
+    """The history from the record of a borrower alone, as an agent keeps it, in seconds since its first question. None
+    if it has no terms. Raises `RecordFormatError`."""
     began = next((line.at for line in read_lending(path) if not isinstance(line, LendingTerms)), 0.0)
     return _history(path.stem, path, (), lambda at: at - began, None)
 
@@ -170,7 +172,7 @@ def recorded_loan(path: Path) -> LoanHistory | None:
 def _history(
     name: str, lending: Path, served: Iterable[ServedRequest], clock: Clock, recalls: Sequence[RecallSpan] | None
 ) -> LoanHistory | None:
-    """Without `recalls` those that the answers tell of."""
+    """The history of a device; without `recalls` they are derived from the answers."""
     terms: LendingTerms | None = None
     grants, serving = list[GrantSpan](), list[ServingSpan]()
     load, quotas = list[tuple[float, float]](), list[tuple[float, int]]()
@@ -232,7 +234,7 @@ def _requests(served: Iterable[ServedRequest], clock: Clock) -> Iterable[UserReq
 
 
 def _recalls(name: str, events: Sequence[EventRecord]) -> list[RecallSpan]:
-    """From `recalled` to `lent_again`; one that is not over lasts to the last event."""
+    """Spans from `recalled` to `lent_again`; one that has not ended lasts to the last event."""
     spans, since = list[RecallSpan](), None
     for it in events:
         if it.worker == name and it.kind in ("recalled", "lent_again"):

@@ -1,7 +1,7 @@
-"""Lent devices on a timeline: whose steps, when it was recalled, how early tokens came, and which requests missed.
+"""Lent devices on a timeline: steps of rollout and serving, recalls, margins of tokens, and requests that missed.
 
-Invariant: however long it was, no more events than there is room for. Steps that follow each other closely become one
-slice first, and of the margins of consecutive steps the smallest is kept.
+Invariant: a history of any length makes no more events than there is room for. The steps closest to each other are
+merged into one slice first, and the smallest margin of consecutive steps is kept.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Span = TypeVar("Span", GrantSpan, ServingSpan)
 GROUP_NAME = "lent devices"
 _LANES = ("rollout", "serving", "recalled")  # of a device, from top to bottom
 _COLOURS = ("rail_response", "thread_state_iowait", "thread_state_uninterruptible")
-_KINDS = 5  # of events of a device that may be many: slices of two lanes, and three counters
+_KINDS = 5  # kinds of events of a device that may be many: slices of two lanes, and three counters
 
 
 def draw_loans(trace: TraceFile, group: int, histories: Sequence[LoanHistory]) -> None:
-    """In a group of its own, with half of the room that there is. Nothing where nothing was lent."""
+    """Draw histories in a group of their own, in half of the remaining room. Nothing is drawn if nothing was lent."""
     if not histories:
         return
     trace.name_group(group, GROUP_NAME, group)
@@ -34,7 +34,7 @@ def draw_loans(trace: TraceFile, group: int, histories: Sequence[LoanHistory]) -
 
 
 def write_loan_trace(history: LoanHistory, path: Path, max_events: int = MAX_EVENTS) -> None:
-    """A trace of one loan alone."""
+    """Write a trace of one loan."""
     with closing(TraceFile(path, max_events)) as trace:
         draw_loans(trace, 1, [history])
 
@@ -76,7 +76,7 @@ def _draw(trace: TraceFile, group: int, first: int, history: LoanHistory, most: 
 
 
 def closest_together(spans: Sequence[Span], most: int) -> list[Sequence[Span]]:
-    """At most so many runs of consecutive spans: those are put together that have the least between them."""
+    """At most `most` runs of consecutive spans; the spans with the smallest gaps are put together."""
     if not spans:
         return []
     cuts: list[int] = list(range(1, len(spans)))

@@ -1,7 +1,7 @@
 """The manifest of a directory: length and SHA-256 of each of its files, written last.
 
-Invariant: a directory that passes `check_manifest` holds the bytes that were in its files when they were sealed. The
-manifest is one JSON line with a checksum of its own, so a damaged manifest vouches for nothing.
+Invariant: the files of a directory that passes `check_manifest` have the bytes that they had when they were sealed. The
+manifest is one JSON line with a checksum of its own, so a damaged manifest is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 20  # of a manifest
 
 
 class ManifestError(ValueError):
-    """A directory is not what it was when it was sealed. The message names the file and what is wrong."""
+    """A directory has changed since it was sealed. The message names the file and what is wrong."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +64,7 @@ def check_manifest(directory: Path, required: str, *, contents: bool = True) -> 
 
 
 def force_directory(directory: Path) -> None:
-    """The names in a directory are on disk when this returns. Raises `DiskError`."""
+    """Force the names in a directory to disk. Raises `DiskError`."""
     with writing(directory):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -92,7 +92,7 @@ def _read(directory: Path, required: str) -> dict[str, _Entry]:
 
 
 def _entry(path: Path, *, force: bool = False) -> _Entry:
-    """Length and digest of a file; with `force`, of what the disk has."""
+    """Length and digest of a file; with `force`, of its content on disk."""
     with open(path, "rb") as file:
         if force:
             os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """Files that only their owner may open.
 
 Invariant: a descriptor from here is of a regular file with one name, which belongs to the user of this process, and
-which no other user may read or write. No link is followed. So a file that a stranger prepared in a shared directory is
-never used.
+which no other user may read or write. No link is followed. So a file that another user prepared in a shared directory
+is never used.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 class StrangerError(PermissionError):
-    """A file that another user made, or can change. One line, with the remedy."""
+    """A file that another user made, or can open. The message is one line with the remedy."""
 
 
 def open_own(path: Path, *, create: bool) -> int:
-    """Open a file for reading and writing; with `create`, make one that is not there. Raises `OSError`, of which
-    `StrangerError` where the file is not the owner's alone."""
+    """Open a file for reading and writing; with `create`, make it if it does not exist. Raises `OSError`, and
+    `StrangerError` if others have access to the file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)

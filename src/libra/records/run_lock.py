@@ -1,7 +1,7 @@
 """The lock file of a run directory, and the process that holds it.
 
-Invariant: a live run is told from one that ended by the lock itself, which the system releases with the process; the
-process id in the file only names the holder.
+Invariant: a live run is distinguished from one that ended by the lock itself, which the system releases with the
+process; the process id in the file only names the holder.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from libra.config.input_file import open_input
 
-LOCK = "lock"  # the file's name; it holds the process id, stays when the run ends, and means nothing then
+LOCK = "lock"  # name of the file, which holds the process id; it stays, without meaning, when the run ends
 
 
 def running_process(directory: Path) -> str | None:
-    """Id of the process that runs in this directory, or "unknown"; None where no process does."""
+    """Id of the process that runs in this directory, or "unknown"; None if there is none."""
     try:
         with open_input(directory / LOCK) as file:
             try:

@@ -1,7 +1,7 @@
 """A run directory as one value.
 
-Invariant: reading changes nothing and hides nothing. A file that the run never came to write is absent from the
-value (empty or None); a file that breaks its schema is an error; a last line cut off by a kill is left out and named.
+Invariant: reading changes nothing and hides nothing. A file that the run has not written is absent from the value
+(empty or None); a file that breaks its schema is an error; a last line cut off by a kill is left out and named.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RunLog:
     config: Any  # JSON; None where the run wrote none
     steps: tuple[StepRecord, ...]
     periods: tuple[PeriodRecord, ...]
-    decisions: tuple[DecisionRecord, ...]  # the latest word on each
+    decisions: tuple[DecisionRecord, ...]  # the latest record of each
     events: tuple[EventRecord, ...]  # in order of time
-    summary: RunSummary | None  # None: the run was interrupted, or goes on
+    summary: RunSummary | None  # None: the run was interrupted, or is still running
     cut_off: tuple[str, ...]  # files whose last line was never finished
 
     @property
@@ -55,7 +55,8 @@ class RunLog:
 
 
 def read_run(directory: Path) -> RunLog:
-    """Read what is there. Raises `FileNotFoundError` if nothing is, `RecordFormatError` if a file breaks its schema."""
+    """Read the files of a run. Raises `FileNotFoundError` if there are none, `RecordFormatError` if a file breaks its
+    schema."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such directory; give the directory that the run wrote to")
     cut_off: list[str] = []
@@ -81,7 +82,7 @@ def read_run(directory: Path) -> RunLog:
 
 
 def latest_words(decisions: Iterable[DecisionRecord]) -> tuple[DecisionRecord, ...]:
-    """One record a decision. An append-only log repeats a decision once its outcome has been measured."""
+    """The latest record of each decision. An append-only log repeats a decision once its outcome has been measured."""
     latest: dict[tuple[int, int, float], DecisionRecord] = {}
     for decision in decisions:
         latest[decision.period, decision.step, decision.time] = decision
@@ -96,12 +97,12 @@ def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """What came of a taken decision while it was in force: until the next one, or the end of the run."""
+    """The outcome of a taken decision while it was in force: until the next one, or the end of the run."""
 
     decision: DecisionRecord
     steps: int  # in force
-    net_seconds: float | None  # estimated to be saved over these steps, the cost paid; None: not known
-    error_seconds: float | None  # that it may be wrong by; None: not known
+    net_seconds: float | None  # estimated saving over these steps, net of the cost; None: not known
+    error_seconds: float | None  # error of `net_seconds`; None: not known
 
 
 def outcomes(log: RunLog) -> tuple[DecisionOutcome, ...]:
@@ -133,8 +134,8 @@ def _outcome(decision: DecisionRecord, steps: int, error: float | None) -> Decis
         return DecisionOutcome(decision, steps, net, decision.realised_interval * steps)
     if net is None or gain is None or after is None or error is None:
         return DecisionOutcome(decision, steps, net, None)
-    # A run that did not learn of its prices: the step of the allocation that was left is priced by the model, and all
-    # that the model is wrong is in the gain.
+    # A run that did not correct its prices: the step of the old allocation is priced by the model, so the gain contains
+    # the model's whole error.
     return DecisionOutcome(decision, steps, net, error * (after + gain) * steps)
 
 

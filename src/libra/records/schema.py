@@ -1,8 +1,8 @@
-"""What a run writes down, one frozen value a JSON line.
+"""The records of a run, one frozen value per JSON line.
 
-Invariant: what was written can be read back as the same value, and nothing else can be read: an unknown key, a wrong
-type or a number that is not finite is refused with the file, the line and the field. Times are seconds, counted from
-the start of the RL loop where they name a moment; lengths are tokens.
+Invariant: a written record is read back as the same value, and nothing else can be read: an unknown key, a wrong type
+or a number that is not finite is refused with the file, the line and the field. Times are seconds, counted from the
+start of the RL loop where they name a moment; lengths are tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecordFormatError(ValueError):
 
 
 class Record:
-    """Base of all records: one line of JSON out, and no number in it that JSON cannot hold."""
+    """Base of all records: a record is written as one line of JSON, and has only finite numbers."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -71,18 +71,18 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class StepLoan:
-    """What one lent engine had of its device in a step, and what it could be used for. Seconds."""
+    """Seconds in a step for which one lent engine wanted its device, and had it."""
 
-    wanted: float  # with turns to make
-    lent: float  # of them, in which it had the device
-    version: int  # of its weights, as the step ended
-    away: str  # why nothing was lent, as the step ended; empty: it was
+    wanted: float  # seconds with turns to make
+    lent: float  # seconds of these in which it had the device
+    version: int  # of its weights at the step's end
+    away: str  # reason why nothing was lent at the step's end; empty: it was lent
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord(Record):
     """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
-    of `step_seconds`; what they leave is the controller's own."""
+    of `step_seconds`; the rest is the controller's own."""
 
     step: int
     time: float  # when the step ended
@@ -91,12 +91,12 @@ class StepRecord(Record):
     generate_seconds: float  # busy seconds of the busiest engine; overlaps with the trainer's own
     train_seconds: float  # forward, backward, optimiser
     exchange_seconds: float  # gradients between replicas
-    publish_seconds: float  # new weights handed to the engines
+    publish_seconds: float  # new weights sent to the engines
     load_seconds: float  # mean over engines: one engine takes the new weights
     wait_seconds: float  # the trainer waited for a batch
     checkpoint_seconds: float  # a checkpoint was written after the step before
-    held_seconds: float  # the step boundary was held for somebody who joined or left
-    redone_seconds: float  # attempts at this step that failed as a replica was lost, and regrouping
+    held_seconds: float  # the step boundary was held for a worker that joined or left
+    redone_seconds: float  # attempts at this step that failed because a replica was lost, and regrouping
     reward_mean: float
     groups: int
     groups_without_signal: int  # all samples of the prompt earned the same
@@ -117,7 +117,7 @@ class StepRecord(Record):
     predicted_seconds: float | None  # of the step, by the plan in force; None: no plan was in force
     allocation: str
     roles: Mapping[str, str]  # worker -> role
-    device_seconds: Mapping[str, Mapping[Cause, float]]  # worker -> what its `step_seconds` went to
+    device_seconds: Mapping[str, Mapping[Cause, float]]  # worker -> its `step_seconds` by cause
     loans: Mapping[str, StepLoan] = field(default_factory=dict)  # of engines on lent devices
 
     def __post_init__(self) -> None:
@@ -141,20 +141,21 @@ class Learned(Record):
 
 @dataclass(frozen=True, slots=True)
 class PeriodRecord(Record):
-    """The steps between two planning decisions: what was predicted for them, and what was measured."""
+    """The steps between two planning decisions, as predicted and as measured."""
 
     period: int
     first_step: int
     last_step: int
     allocation: str
-    predicted_seconds: float  # of one step, corrected by what was learned before it
+    predicted_seconds: float  # of one step, corrected by the bias learned before the period
     measured_seconds: float  # mean over the steps of the period
     predicted_bottleneck: Bottleneck
-    switching: bool  # a worker changed role in it, so the prediction does not speak of it
-    priced_seconds: float | None = None  # of one step, not corrected; None: of a run from before prices were corrected
-    measured_error: float | None = None  # standard error of `measured_seconds`; None: likewise
-    hindsight_seconds: float | None = None  # as priced, with what was measured until the period's end; None: likewise
-    learned: Mapping[Bottleneck, Learned] = field(default_factory=dict)  # as the period ended; empty: likewise
+    switching: bool  # a worker changed role in it, so the prediction does not apply
+    # Older runs, which did not correct prices, have none of the following.
+    priced_seconds: float | None = None  # of one step, not corrected
+    measured_error: float | None = None  # standard error of `measured_seconds`
+    hindsight_seconds: float | None = None  # as priced, with measurements until the period's end
+    learned: Mapping[Bottleneck, Learned] = field(default_factory=dict)  # at the period's end
 
     def __post_init__(self) -> None:
         _require_finite(self)
@@ -165,13 +166,13 @@ class PeriodRecord(Record):
 
     @property
     def relative_error(self) -> float:
-        """Of the prediction against the measurement; positive where the step was faster than predicted."""
+        """Relative error of the prediction; positive where the step was faster than predicted."""
         return (self.predicted_seconds - self.measured_seconds) / self.measured_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord(Record):
-    """One look at a better allocation, taken or not. The measured fields stay None until the run has seen them."""
+    """One decision on a change of allocation, taken or not. Measured fields are None until they are measured."""
 
     period: int
     step: int  # the last step under the old allocation
@@ -183,7 +184,7 @@ class DecisionRecord(Record):
     gain_per_step: float  # predicted seconds saved by each step
     horizon_steps: int
     cost: float  # predicted seconds of the switch
-    uncertainty: float  # seconds of one step that the gain must exceed: of the tracked work and of prices
+    uncertainty: float  # seconds of one step that the gain must exceed: errors of the tracked work and of prices
     taken: bool
     reason: str
     solver_status: str
@@ -194,39 +195,38 @@ class DecisionRecord(Record):
     measured_after: float | None = None  # mean step seconds in the first full period after
     measured_cost: float | None = None  # seconds
     realised_gain_per_step: float | None = None  # seconds
-    price_error: float | None = None  # seconds: standard error of `gain_per_step`, of prices; None: not known
+    price_error: float | None = None  # seconds: standard error of `gain_per_step` due to prices; None: not known
     realised_error: float | None = None  # seconds: standard error of `realised_gain_per_step`; None: not known
 
     @property
     def predicted_net(self) -> float:
-        """Seconds that the change was expected to save over its horizon, its own cost paid."""
+        """Seconds that the change was expected to save over its horizon, net of its own cost."""
         return self.gain_per_step * self.horizon_steps - self.cost
 
     @property
     def realised_interval(self) -> float | None:
-        """Seconds by which `realised_gain_per_step` may be wrong, either way: 95 % of normal errors are smaller. None:
-        not known."""
+        """Half width, in seconds, of the 95 % interval of `realised_gain_per_step` (normal errors); None: unknown."""
         return None if self.realised_error is None else 2 * self.realised_error
 
     @property
     def surely_lost(self) -> bool:
-        """Whether the change made steps longer by more than its outcome may be wrong by."""
+        """Whether the change made steps longer by more than `realised_interval`."""
         gain, interval = self.realised_gain_per_step, self.realised_interval
         return gain is not None and interval is not None and gain + interval < 0
 
 
 @dataclass(frozen=True, slots=True)
 class EventRecord(Record):
-    """Something that happened at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`...
-    Each session has one of kind `began`, as its steps begin."""
+    """An event at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`... Each session has
+    one of kind `began`, when its steps begin."""
 
     time: float
     kind: str
     worker: str | None
     text: str
-    seconds: float | None = None  # that a move took, or a join from the start of the process
-    held_seconds: float | None = None  # that a step waited for a join
-    clock: float | None = None  # the machine's monotonic clock at that time, of a session's beginning
+    seconds: float | None = None  # duration of a move, or of a join from the start of the process
+    held_seconds: float | None = None  # for which a step waited for a join
+    clock: float | None = None  # the machine's monotonic clock at that time; in events of kind `began`
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,33 +243,33 @@ class Evaluation(Record):
 
 @dataclass(frozen=True, slots=True)
 class MovedContexts(Record):
-    """Contexts whose trajectory went on at another engine."""
+    """Contexts whose trajectory continued on another engine."""
 
-    handed_over: int
-    handed_tokens: int  # taken from the engine before
-    handed_seconds: float  # from the request for the KV until it was taken, summed up
-    computed: int  # those of which nothing was taken
+    handed_over: int  # contexts whose KV was transferred
+    handed_tokens: int  # transferred from the engine before
+    handed_seconds: float  # from the request for the KV until its transfer, summed up
+    computed: int  # contexts without transferred KV
     computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ServedSummary:
-    """What the users of all servers saw. Seconds, at the 99th percentile."""
+    """Requests of the users of all servers. TTFT and TPOT are seconds at the 99th percentile."""
 
     requests: int  # that ended
-    missed: int  # of them, that missed their SLO; some may miss it without lending, too
+    missed: int  # requests that missed their SLO; some may miss it without lending, too
     ttft: float
     tpot: float
 
 
 @dataclass(frozen=True, slots=True)
 class LendingSummary:
-    """What lending gave the run, and what it cost users."""
+    """The gain of the run from lending, and its cost for users."""
 
     rule: str
     share: float  # of the lent devices' time that rollout had, while it had turns to make
     grants: int
-    overstayed: int  # of them, that serving did not wait out
+    overstayed: int  # grants that serving did not wait for to end
     recalls: int
     users: ServedSummary | None  # of the run's own servers; None: it has none, or none of their requests ended
 
@@ -304,11 +304,11 @@ class RunSummary(Record):
     trajectories_unfinished: int
     moved_contexts: MovedContexts  # of this session
     logprob_gap: float | None  # largest |engine - trainer| log-probability seen; None: never compared
-    device_seconds: Mapping[Cause, float]  # what the workers' time in this session went to, from start-up to the end
+    device_seconds: Mapping[Cause, float]  # the workers' time in this session by cause, from start-up to the end
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
-    arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
-    lending: LendingSummary | None = None  # None: nobody was to lend anything
+    arithmetic: str | None = None  # precision of the run, with the reason; None: in older runs
+    lending: LendingSummary | None = None  # None: the run has no lent devices
 
 
 _ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}
@@ -328,8 +328,8 @@ def _require_finite(record: Any) -> None:
 
 
 def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
-    """One JSON object, with a checksum or without, to a record; `where` (as in `metrics.jsonl:12`) opens the error
-    message."""
+    """Parse one JSON object, with or without a checksum, as a record; `where` (as in `metrics.jsonl:12`) opens the
+    error message."""
     try:
         record: R = _adapter(kind).validate_json(opened(text), strict=True)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What became of the requests of a server: the lines of `served-<number>.jsonl`.
+"""Requests of a server that ended: the lines of `served-<number>.jsonl`.
 
 Invariant: there is a line for every request that ended, written as it ends. Times are seconds; `number` counts the
 requests of the traffic from its start, so that runs under the same traffic can be compared request by request.
@@ -25,15 +25,15 @@ class ServedRequest(Record):
     prompt_tokens: int
     output_tokens: int
     ttft: float
-    tpot: float  # mean over the tokens after the first; 0 of one with a single token
-    came: float | None = None  # the arrival on the machine's monotonic clock; None: of a record from before it was kept
+    tpot: float  # mean over the tokens after the first; 0 for a single token
+    came: float | None = None  # the arrival on the machine's monotonic clock; None: in older records
 
     def misses(self, slo: Slo) -> bool:
         return self.ttft > slo.ttft or self.tpot > slo.tpot
 
 
 def summarise(served: Sequence[ServedRequest], slo: Slo) -> ServedSummary | None:
-    """None where no request ended."""
+    """Summary of the requests; None if no request ended."""
     if not served:
         return None
     ttft, tpot = (float(np.quantile([getattr(it, name) for it in served], 0.99)) for name in ("ttft", "tpot"))
@@ -47,5 +47,5 @@ def attributable(lent: Sequence[ServedRequest], alone: Sequence[ServedRequest], 
 
 
 def read_served(path: Path) -> list[ServedRequest]:
-    """Raises `RecordFormatError`."""
+    """Read the requests of a file, none if it does not exist. Raises `RecordFormatError`."""
     return list(read_records(ServedRequest, path)) if path.is_file() else []

@@ -1,12 +1,12 @@
-"""A run as a trace: who had which role when, what each did, how many turns ran.
+"""A run as a trace: roles and work of each worker over time, and the number of running turns.
 
-On every lane slices follow each other without overlap. Memory holds the open role and the last end of each lane and
-nothing else; the last role of each worker is kept even in a full file.
+On every lane slices follow each other without overlap. Memory holds only the open role and the last end of each lane;
+the last role of each worker is kept even in a full file.
 
-Groups, top to bottom: `roles` (one lane a worker, and the trainer's steps), `moves` (from one role to another, as a
-whole; one lane a worker), `where the time goes` (its cause; one lane a worker), `work` (batches, weight loads, joins;
-one lane a worker), `running turns` (one counter a worker: hundreds of turns overlap in an engine, and their number is
-what can be read), `staleness` (of the trajectories of each step), `lent devices` where there are any.
+Groups, top to bottom: `roles` (one lane per worker, and the trainer's steps), `moves` (from one role to another, as a
+whole; one lane per worker), `where the time goes` (its cause; one lane per worker), `work` (batches, weight loads,
+joins; one lane per worker), `running turns` (one counter per worker, since hundreds of turns overlap in an engine),
+`staleness` (of the trajectories of each step), `lent devices` if there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GROUPS = {
 _LOANS = 7  # group of lent devices, where there are any
 _STEPS_LANE = "training steps"
 
-# Names of the viewers' own palette; what waits is pale there, too.
+# Names of the viewers' own palette, in which waiting is pale, too.
 _ROLE_COLOURS = {
     Role.TRAIN: "thread_state_iowait",
     Role.ROLLOUT: "rail_response",
@@ -74,9 +74,9 @@ class _Lane:
 
 
 class Timeline:
-    """Writes trace events to `path` as they come. Times are seconds of one clock, called from one thread.
+    """Writes trace events to `path` as they come. Times are seconds of one clock; methods are called from one thread.
 
-    `close` ends the roles still open, at the latest time that the timeline has seen.
+    `close` ends the open roles at the latest time that the timeline has seen.
     """
 
     def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
@@ -125,11 +125,11 @@ class Timeline:
         self._instant(worker, f"weights v{version}", at, {"version": version})
 
     def cause(self, worker: str, cause: Cause, start: float, end: float) -> None:
-        """What the worker's time went to."""
+        """Add a span of a worker's time with its cause."""
         self._slice(_CAUSES, worker, cause.words, start, end, {}, _CAUSE_COLOURS[cause])
 
     def staleness(self, mean: float, largest: int, at: float) -> None:
-        """Of the trajectories of a step that ends now, in versions."""
+        """Staleness, in versions, of the trajectories of a step that ends at `at`."""
         self._see(at)
         self._trace.counter(_STEPS, "staleness", _microseconds(at), {"mean": mean, "max": largest})
 
@@ -149,11 +149,11 @@ class Timeline:
         self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
 
     def loans(self, histories: Sequence[LoanHistory]) -> None:
-        """What became of the lent devices; their times are those of the timeline. Called once, when it is over."""
+        """Draw the histories of the lent devices, in times of the timeline. Called once, at the end."""
         draw_loans(self._trace, _LOANS, histories)
 
     def close(self) -> None:
-        """End what is open and finish the file; closing twice does nothing."""
+        """End open roles and finish the file; closing twice does nothing."""
         if self._trace.closed:
             return
         self._trace.room = max(self._trace.room, len(self._open))

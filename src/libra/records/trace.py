@@ -1,7 +1,7 @@
 """Trace files that https://ui.perfetto.dev and chrome://tracing open (the Trace Event Format, as a JSON array).
 
-The file is readable at any moment, also after a kill, and holds at most `max_events` events, besides names and a note
-where it had to stop. Times are microseconds; groups and lanes are numbers that the caller names.
+The file is readable at any moment, also after a kill. It holds at most `max_events` events, in addition to names and a
+note where it had to stop. Times are microseconds; groups and lanes are numbers that the caller names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TraceFile:
         self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
         self._file.write("[")
         self._first = True
-        self.room = max_events  # for so many more events
+        self.room = max_events  # number of events that still fit
 
     def name_group(self, group: int, name: str, order: int) -> None:
         self._append({"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": name}})

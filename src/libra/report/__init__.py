@@ -1,1 +1,1 @@
-"""What a person sees: pages, charts, timelines, tables, the live display."""
+"""Output for people: pages, charts, timelines, tables, the live display."""

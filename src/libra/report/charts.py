@@ -1,7 +1,7 @@
-"""Figures of plain numbers; they know nothing of runs.
+"""Figures of plain numbers, independent of runs.
 
-A kind of chart is one function here: values in, a `Figure` out. A figure of many points shows means of consecutive ones
-instead of dropping any.
+Each kind of chart is one function from values to a `Figure`. A figure of many points shows means of consecutive ones
+and drops none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Legend = tuple[tuple[str, str], ...]  # (name, colour)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart, or without one a note that says what is missing and why."""
+    """A chart, or only a note that says why there is none."""
 
     title: str
     note: str
@@ -70,12 +70,12 @@ class Pair:
 
 
 def group_size(rows: int, limit: int) -> int:
-    """How many consecutive rows `thin` makes into one."""
+    """Number of consecutive rows that `thin` merges into one."""
     return max(1, math.ceil(rows / limit))
 
 
 def thin(rows: Sequence[tuple[float, ...]], limit: int) -> list[tuple[float, ...]]:
-    """At most `limit` rows, each the column-wise mean of equally many consecutive ones (the last: of those left).
+    """At most `limit` rows, each the column-wise mean of `group_size` consecutive ones (the last: of the rest).
 
     >>> thin([(0.0, 1.0), (1.0, 3.0), (2.0, 9.0)], 2)
     [(0.5, 2.0), (2.0, 9.0)]
@@ -103,7 +103,7 @@ def line_figure(
     wide: bool = False,
     height: int = _HEIGHT,
 ) -> Figure:
-    """Lines and dots; what has no points is in the legend only."""
+    """A figure of lines and dots; series without points are only in the legend."""
     width = FULL if wide else HALF
     layers = [drawn for one in series if one.points for drawn in _series(one, x, y)]
     chart = draw(alt.layer(*layers, *marker_layers(markers, x, width)), y.label, width, height, bool(markers))
@@ -144,7 +144,7 @@ def column_figure(
 
 @unchecked
 def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_label: str, y: Axis) -> Figure:
-    """Pairs of bars across the page. Where there is no room for their notes, the titles must do."""
+    """Pairs of bars across the page. Without room for the notes, they are only in the titles."""
     rows, notes = [], []
     for number, pair in enumerate(pairs):
         look = {"opacity": 0.4 if pair.faded else 1.0, "description": pair.title}
@@ -167,7 +167,7 @@ def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_l
 
 
 def _legend(series: Sequence[Series]) -> Legend:
-    """One that stands alone is told by the title; a line in several pieces is one."""
+    """The legend of several series, none for a single one; pieces of one line count once."""
     names = tuple(dict.fromkeys((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series))
     return names if len(names) > 1 else ()
 

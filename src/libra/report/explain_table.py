@@ -17,20 +17,20 @@ from libra.plan.solution import Prediction, Proof
 from libra.report.tables import number, whole
 from libra.report.words import BOTTLENECK_WORDS, PART_WORDS, cell, duration, percent, plural, signed_percent
 
-LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
+LEAST_LOSS = 5e-4  # relative loss that the solver accepts to save moves and devices, rounded up
 MOST_SPLITS = 8  # rows of the table of splits
-MOST_KINDS = 4  # of reasons why something is no option
+MOST_KINDS = 4  # kinds of rejections that are shown
 
 
 def headline(explanation: Explanation) -> str:
-    """What bounds the step, what it consists of, and what is proven: a sentence each."""
+    """The bottleneck of the step, its parts, and the proof: a sentence each."""
     bound = explanation.bound
     by = _bound(bound, explanation.plan.predicted.step)
     return f"{bound.by.capitalize()}-bound: {by}. {_parts(bound)}{_proven(explanation.proof)}"
 
 
 def alternation(predicted: Prediction) -> str:
-    """Between which seconds steps alternate, and what helps; empty where they do not."""
+    """A sentence on the seconds between which steps alternate, and the remedy; empty if they do not."""
     if predicted.step_range is None:
         return ""
     short, long = map(duration, predicted.step_range)
@@ -42,7 +42,7 @@ def alternation(predicted: Prediction) -> str:
 
 
 def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
-    """What bounds the plan, what else could be done, and what would help; ready for a rich console."""
+    """Tables of the plan's bottleneck, alternatives and improvements, for a rich console."""
     return (
         _buckets(explanation),
         _pools(explanation),
@@ -55,7 +55,7 @@ def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
 
 
 def routing_sentence(explanation: Explanation) -> str:
-    """What it costs that nobody knows lengths beforehand."""
+    """A sentence on the gain of a router that knows all lengths beforehand."""
     routing = explanation.routing
     saved = routing.step - routing.best_plan
     if abs(saved) < 1e-3 * routing.step:
@@ -66,12 +66,12 @@ def routing_sentence(explanation: Explanation) -> str:
 
 
 def lender_sentences(explanation: Explanation) -> tuple[str, ...]:
-    """What the loan of each pool that serves is worth, or why there is none."""
+    """The value of the loan of each serving pool, or the reason why there is none."""
     return tuple(f"{_lender_sentence(view)} {_one_more(explanation, view.pool)}" for view in explanation.lenders)
 
 
 def lender_steps(explanation: Explanation) -> tuple[tuple[str, str, float], ...]:
-    """(pool, case, seconds of a step) with and without the loan of each pool that lends, and were there more of it."""
+    """(pool, case, seconds of a step) with and without the loan of each pool that lends, and with one more node."""
     rows: list[tuple[str, str, float]] = []
     for view in explanation.lenders:
         if view.engines:
@@ -89,7 +89,7 @@ def lender_steps(explanation: Explanation) -> tuple[tuple[str, str, float], ...]
 
 
 def _one_more(explanation: Explanation, pool: str) -> str:
-    """What one more node of a pool that serves would buy, and what binds where that is nothing."""
+    """The gain of one more node of a serving pool, or the bottleneck if there is no gain."""
     relief = next((it for it in explanation.reliefs if it.node_of == pool), None)
     if relief is not None and relief.binds:
         return f"One more node of it would save {duration(relief.seconds)} a step ({percent(relief.gain)})."
@@ -117,13 +117,13 @@ def _lender_sentence(view: LenderView) -> str:
 
 
 def roles(plan: PlanView) -> str:
-    """Who trains and who generates: `16 of a800 train, 4 a800-tp2 + 1 a800-tp8 generate`."""
+    """Devices that train and engines that generate: `16 of a800 train, 4 a800-tp2 + 1 a800-tp8 generate`."""
     engines = " + ".join(f"{count:,} {shape}" for shape, count in plan.engines)
     return f"{plan.training_devices:,} of {plan.training_pool} train, {engines} generate"
 
 
 def loss(plan: PlanView) -> str:
-    """The plan's loss; what the solver does not tell apart is none."""
+    """The plan's loss; "none" below the solver's tolerance."""
     return "none" if abs(plan.loss) < LEAST_LOSS else signed_percent(plan.loss, 1)
 
 
@@ -141,7 +141,7 @@ def _bound(bound: Bound, step: float) -> str:
 
 
 def _parts(bound: Bound) -> str:
-    """What the seconds of a batch's latency go to, the largest first; they add up to the step."""
+    """The parts of a batch's latency, the largest first; they add up to the step."""
     if bound.by != "latency":
         return ""
     largest, *others = (f"{PART_WORDS[name]}, {duration(seconds)}" for name, seconds in bound.parts if seconds > 0)
@@ -215,8 +215,7 @@ def _reliefs(explanation: Explanation) -> Table:
 
 
 def fewer_nodes_rows(explanation: Explanation) -> list[tuple[str, str, str]]:
-    """Which nodes are left, what is given back, and what that does to the step: of each smaller cluster, and of the
-    smallest."""
+    """(nodes left, devices given back, change of the step) for each smaller cluster, and for the smallest."""
     smallest = () if explanation.smallest is None else (("the fewest: ", explanation.smallest),)
     rows = []
     for which, smaller in (*(("", it) for it in explanation.fewer_nodes), *smallest):

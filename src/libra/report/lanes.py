@@ -1,4 +1,4 @@
-"""Figures of lanes: who did what over time, or what serves which lengths."""
+"""Figures of lanes: work over time, or engines by the lengths that they serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DENSITY = "#8a949e80"
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """A piece of a lane: `label` is written in it if there is room, or beside it."""
+    """A piece of a lane: `label` is written in it if there is room, or next to it."""
 
     start: float
     end: float
@@ -54,8 +54,8 @@ def lane_figure(
     markers: Sequence[Marker] = (),
     density: Sequence[Density] = (),
 ) -> Figure:
-    """Who did what over time, or what serves which lengths: where nothing was recorded, a lane stays empty. Lanes
-    without names write the labels of their spans beside them where there is no room inside. A density is drawn above.
+    """Lanes of spans over time, or over lengths; a lane without records is empty. If lanes have no names, labels that
+    do not fit into their spans are written next to them. A density is drawn above.
     """
     assert x.ends is not None
     named = any(lane.name for lane in lanes)
@@ -97,7 +97,7 @@ def _lane_axis(lanes: Sequence[Lane], room: float) -> alt.Y:
     scale = alt.Scale(domain=[-room, len(lanes)], reverse=True, nice=False, zero=False)
     if not any(lane.name for lane in lanes):
         return alt.Y("y:Q", scale=scale, axis=None)
-    # The end of a long name is what tells workers of one host apart.
+    # The end of a long name distinguishes the workers of one host.
     names = [lane.name if len(lane.name) < 22 else f"…{lane.name[-20:]}" for lane in lanes]
     axis = alt.Axis(
         domain=False,
@@ -114,7 +114,7 @@ def _lane_axis(lanes: Sequence[Lane], room: float) -> alt.Y:
 
 
 def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list[alt.Chart]:
-    """In the spans where there is room, else beside them or nowhere; the titles have them all."""
+    """Labels in the spans if there is room, else next to them or not at all; the titles have all labels."""
     if len(lanes) > MAX_LABELLED:
         return []
     assert x.ends is not None

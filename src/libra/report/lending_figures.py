@@ -1,6 +1,6 @@
-"""What lending does, in figures: devices of a run or of a simulation, by their histories.
+"""Figures of lending, from the histories of devices of a run or of a simulation.
 
-A bin of a figure is an equal part of the time from the first step that is recorded to the last.
+A bin of a figure is an equal part of the time from the first recorded step to the last.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from libra.report.page import ROLES
 from libra.report.vega import ALARM, Axis, Marker
 from libra.report.words import count, duration, fine_duration, percent, plural
 
-BINS = 120  # of a figure that has the page for itself: eight pixels each; half as many beside another one
-MOST_LANES = 16  # devices that are shown one by one
-_SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # of a fifth of the time each
+BINS = 120  # of a figure as wide as the page, eight pixels each; half as many in a half-width one
+MOST_LANES = 16  # devices with a lane of their own
+_SHADES = ("#1f83c030", "#1f83c060", "#1f83c098", "#1f83c0cc", "#1f83c0ff")  # one for each fifth of the time
 _RECALLED = ROLES[Role.DRAINING]
 _LENT, _GRANTED, _SERVING = "var(--blue)", "#9fd0ee", "#e69f00"
-_EARLY = 10  # paces: by how much more a token comes early is of no interest
+_EARLY = 10  # paces, at which the earliness of a token is cut
 _MARGINS = (  # quantile, name, colour
     (0.0, "the closest of all", "var(--deep)"),
     (0.1, "p10: one in ten is closer", "#56b4e9"),
@@ -35,7 +35,7 @@ Spans = Sequence[tuple[float, float]]
 
 
 def extent(histories: Sequence[LoanHistory]) -> tuple[float, float] | None:
-    """From the first step that is recorded of any device to the last; None where there is none."""
+    """Times of the first and the last recorded step of any device; None if there is none."""
     times = [at for it in histories for spans in _spans(it) if spans for at in (spans[0][0], spans[-1][1])]
     return (min(times), max(times)) if times else None
 
@@ -43,8 +43,8 @@ def extent(histories: Sequence[LoanHistory]) -> tuple[float, float] | None:
 def lending_figures(
     histories: Sequence[LoanHistory], since: str, markers: Sequence[tuple[float, str, str]] = (), seen: str = ""
 ) -> tuple[Figure, ...]:
-    """`since` says what the seconds count from, `seen` what of serving is recorded; `markers` are (moment, label,
-    title). None where nothing was lent."""
+    """Figures of the histories; none if nothing was lent. `since` names the origin of the time axis, `seen` says which
+    steps of serving are recorded; `markers` are (moment, label, title)."""
     found = extent(histories)
     if found is None:
         return ()
@@ -200,7 +200,7 @@ def _load(histories: Sequence[LoanHistory], edges: NDArray[np.float64], scale: f
     title = "Load on serving"
     points = [(at, 100 * used) for it in histories for at, used in it.load]
     if not points:
-        return Figure(title, "Nobody asked how much serving had to do.")
+        return Figure(title, "No load of serving is recorded.")
     series = [
         *_pieces("the most of any device", "var(--blue)", binned(points, edges, np.max), edges, scale),
         *_pieces("mean", "#56b4e9", binned(points, edges, np.mean), edges, scale),

@@ -1,4 +1,4 @@
-"""What lending did, as a chapter of a page: figures, what became of each device, who missed, and recalls."""
+"""The chapter of a page on lending: figures, tables of devices, missed requests and recalls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra.report.lending_figures import extent, lending_figures
 from libra.report.words import count, duration, fine_duration, percent, plural
 
 MOST_ROWS = 40  # of a table
-MOST_MISSED = 12  # requests of one
+MOST_MISSED = 12  # rows of the table of missed requests
 _REASONS = {
     "first token": "a first token is owed",
     "due": "a token is due",
@@ -29,12 +29,12 @@ _RULES = {
 
 @dataclass(frozen=True, slots=True)
 class LendingSection:
-    """What a page says of lending; empty is what nobody knows."""
+    """Content of the chapter; unknown parts are empty."""
 
     figures: tuple[Figure, ...]
     note: str = ""
     devices: tuple[tuple[str, ...], ...] = ()
-    answers: tuple[tuple[str, ...], ...] = ()  # of the gate, the first row being its columns
+    answers: tuple[tuple[str, ...], ...] = ()  # of the gate; the first row holds the names of the columns
     missed: tuple[tuple[str, ...], ...] = ()
     missed_note: str = ""
     recalls: tuple[tuple[str, ...], ...] = ()
@@ -48,7 +48,8 @@ def lending_section(
     more: Sequence[Figure] = (),
     seen: str = "",
 ) -> LendingSection | None:
-    """`more` figures follow those of `lending_figures`, whose arguments the others are. None where nothing was lent."""
+    """The chapter; None if nothing was lent. `more` figures follow those of `lending_figures`, to which the other
+    arguments are passed."""
     found = extent(histories)
     if found is None:
         return None
@@ -121,7 +122,7 @@ def _missed_note(histories: Sequence[LoanHistory], missed: Sequence[tuple[LoanHi
         )
         parts.append(f"{count(blamed.count(False))} not by lending: {alone}")
     if None in blamed:
-        parts.append(f"{count(blamed.count(None))} perhaps by lending: nobody served the same traffic alone")
+        parts.append(f"{count(blamed.count(None))} perhaps by lending: the same traffic was not served alone")
     shown = f" The first {MOST_MISSED} are shown." if len(missed) > MOST_MISSED else ""
     return f"{'; '.join(parts)}.{shown}"
 

@@ -1,8 +1,8 @@
 """A run or a simulation as it happens, in a terminal or a log file.
 
-A display only shows. It keeps no thread, so what it costs is bounded by how often it is asked and by its pace. Every
-time that it shows is of one clock: seconds since the display was made, which is when the command began. Every line and
-message reaches the reader, whatever the pace; of the views between two refreshes only the latest is shown.
+A display has no thread, so its cost is bounded by the number of its calls and by its pace. All times that it shows are
+seconds since the display was made, at the start of the command. All lines and messages are shown at any pace; of the
+views between two refreshes only the latest is shown.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # a run needs no simulator
     from libra.sim.simulate import Elapsed
 
 REFRESH_SECONDS = 0.25  # one refresh costs a few milliseconds: about 1 % of a core
-PLAIN_SECONDS = 5.0  # a log file wants a sign of life, not a film
-FIRST_SECONDS = 1.0  # of a simulation before anything is shown: most are over by then
+PLAIN_SECONDS = 5.0  # between signs of life in a log file
+FIRST_SECONDS = 1.0  # of a simulation before anything is shown: most have ended by then
 LOG_SECONDS = 10.0  # between lines about a simulation
 
 _COLOURS = {
@@ -44,7 +44,7 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What a person watching a run wants to know, at one moment. None: not known yet."""
+    """The state of a run at one moment, as shown to a person. None: not known yet."""
 
     name: str
     step: int
@@ -58,18 +58,18 @@ class RunView:
     last_decision: str = ""  # empty: none yet
     phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
-    left: float | None = None  # seconds that the other steps need
-    lending: str = ""  # what a step had of the lent devices; empty: there are none
+    left: float | None = None  # seconds that the remaining steps need
+    lending: str = ""  # a step's use of the lent devices; empty: there are none
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """A display of a run."""
 
     def show(self, view: RunView) -> None:
-        """The run is now like this."""
+        """Show the present state of the run."""
 
     def line(self, text: str) -> None:
-        """Something to be read once, and to stay."""
+        """Show a line that stays."""
 
     def close(self) -> None:
         """Show the last view and leave the terminal as it was; nothing is shown afterwards."""
@@ -105,7 +105,7 @@ class PlainDisplay:
             self._write(view)
 
     def line(self, text: str) -> None:
-        self._latest = None  # whatever was not shown yet is of before: it may not follow
+        self._latest = None  # a view that is older than this line must not follow it
         write_line(self._stream, f"{duration(self._clock() - self._began)}  {text}")
 
     def close(self) -> None:
@@ -147,13 +147,13 @@ class RichDisplay:
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write a line at once. When nobody reads any more, as `| head` does, what follows is discarded: it is no reason to
-    end a run."""
+    """Write a line at once. If the reader has closed the stream, as `| head` does, later lines are discarded: that is
+    no reason to end a run."""
     try:
         stream.write(f"{text}\n")
         stream.flush()
     except BrokenPipeError:
-        # Python flushes what is left at exit, and would fail then.
+        # Python flushes the rest at exit, which would fail.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -222,10 +222,11 @@ def _bar(step: int, steps: int, width: int = 24) -> tuple[tuple[str, str], tuple
 
 
 class SimulationProgress:
-    """Told an `Elapsed` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
+    """Shows the progress of a simulation from `Elapsed` values: a moving line on a terminal, a line every ten seconds
+    elsewhere.
 
-    `requests` is the number of all requests, where it is known; `clock` gives seconds. A context manager: at its end
-    the terminal is as it was.
+    `requests` is the number of all requests, if known; `clock` gives seconds. A context manager: at its end the
+    terminal is as it was.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic, *, requests: int | None = None) -> None:
@@ -241,7 +242,7 @@ class SimulationProgress:
     def __call__(self, moment: Elapsed) -> None:
         now = self._clock()
         if now < self._due:
-            return  # the pace is that between moments that are shown
+            return  # the pace is measured between the moments that are shown
         ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
         if self._requests is not None:
             left = self.left(moment.ended, self._requests)
@@ -249,16 +250,16 @@ class SimulationProgress:
         self.tell(f"simulated {duration(moment.seconds)}: {ended}")
 
     def step(self, done: int, steps: int) -> None:
-        """A simulation that knows its steps has made `done` of them."""
+        """Show that a simulation of `steps` steps has made `done` of them."""
         self.tell(f"simulated step {done} of {steps}{self.left(done, steps)}")
 
     def left(self, done: int, total: int) -> str:
-        """Words for the time of the rest, such as `, about 20 s left`; empty before it is known, and at the end."""
+        """Text for the remaining time, such as `, about 20 s left`; empty before it is known, and at the end."""
         left = left_words(self._remaining.observe(done, total, self._clock()))
         return f", {left}" if left and done < total else ""
 
     def tell(self, words: str) -> None:
-        """Show this, if it is time to."""
+        """Show the text, unless the last one was shown too recently."""
         now = self._clock()
         if now < self._due:
             return

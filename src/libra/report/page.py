@@ -1,7 +1,7 @@
-"""What all pages share: colours, tiles, and the templates that facts are put in.
+"""Parts that all pages share: colours, tiles, and templates.
 
-A page needs nothing but itself: no script, no address, no font to fetch. Everything that is not markup already is
-escaped, so nothing that a run wrote can end up as a tag.
+A page is self-contained: it loads no script, no address and no font. All text that is not markup already is escaped, so
+text that a run wrote cannot become a tag.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from libra.records.causes import Cause
 from libra.report import words
 from libra.report.charts import Figure
 
-# One colour for each role and each cause, wherever a person sees it: what makes tokens or gradients is in full colour,
-# what waits is pale, what changes or fails has the colour of that role. Those of roles are from the palette of Okabe
-# and Ito (2008), told apart by all eyes.
+# One colour for each role and each cause on all pages: making tokens or gradients has a full colour, waiting a pale
+# one, changing and failing the colour of that role. Those of roles are from the palette of Okabe and Ito (2008), which
+# colour-blind people can distinguish.
 ROLES: dict[Role, str] = {
     Role.TRAIN: "#e69f00",
     Role.ROLLOUT: "#56b4e9",

@@ -1,6 +1,6 @@
-"""The answer of a plan in a few sentences, and the plans that it was compared with.
+"""The answer of a plan in a few sentences, and the plans with which it was compared.
 
-Invariant: one headline: the simulated step where there is one, and the predicted one beside it.
+Invariant: the headline has the simulated step, if there is one, together with the predicted one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
 
 
 def proof_sentence(plan: Plan) -> str:
-    """States the proven bound and the router that it assumes."""
+    """A sentence with the proven bound and the router that it assumes."""
     request: PlanningRequest = plan.request
     proof, router = plan.proof, f" for {request.assumed_router}" if request.assumed_router else ""
     above = f"; this plan's prediction is {percent(proof.gap, 2)} above that" if proof.gap > 0 else ""

@@ -1,7 +1,7 @@
 """Terminal tables of a plan.
 
-Invariant: a table shows the numbers of its `Plan`, and what it adds to them follows from those alone; what the log
-behind the plan could not tell is said in words.
+Invariant: a table shows the numbers of its `Plan`, and other numbers that follow from those alone. Notes say what the
+log behind the plan did not tell.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from libra.report.plan_headline import finalists_table, proof_sentence
 from libra.report.tables import number, whole
 from libra.report.words import PART_WORDS, cell, duration, percent, plain, plural
 
-_PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
+_PAUSE = 600.0  # seconds; longer tool calls probably wait for people
 
 
 def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Table, ...]:
-    """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
+    """Tables of the allocation, idle devices, loans, finalists, the step and its parts, the proof, and the work."""
     idle = [pool for pool in pools if pool.idle and not pool.serves]
     lenders = [pool for pool in pools if pool.serves]
     tables = (_allocation(plan), *([_idle(idle)] if idle else []), *([_lenders(plan, lenders)] if lenders else []))
@@ -33,7 +33,7 @@ def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Ta
 
 
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
-    """What a reader must know before believing the plan: one sentence each."""
+    """Caveats of the plan that follow from its log: one sentence each."""
     notes = []
     request: PlanningRequest = plan.request
     if evidence.unfinished:
@@ -84,7 +84,7 @@ def _allocation(plan: Plan) -> Table:
         table.add_row(role, f"{count:,}", cell(each), max_num_seqs, span, *where)
 
     ranks, devices = "training replicas", "one device"
-    if plan.layout is not None:  # whose name no column of a terminal has room for
+    if plan.layout is not None:  # its name is too long for a column of a terminal
         ranks, devices = "training ranks", plural(plan.layout.replica_devices, "device")
         table.caption = f"training, in data-parallel ranks: {plan.layout.family}"
     add(None, ranks, plan.allocation.replicas, devices, "-", "-")
@@ -137,7 +137,7 @@ def _idle(pools: Sequence[PoolView]) -> Table:
 
 
 def _lenders(plan: Plan, pools: Sequence[PoolView]) -> Table:
-    """What is borrowed of each pool that serves, and of the others why not."""
+    """The engines borrowed from each serving pool, or the reason why there are none."""
     table = Table("pool", *map(number, ("engines", "use", "lent", "away")), title="Loans")
     if any(all(loan.pool != pool.name for loan in plan.loans) for pool in pools):
         table.add_column("why none")

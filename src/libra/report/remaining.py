@@ -1,4 +1,4 @@
-"""Time that a series of steps still needs, from the pace of its latest ones."""
+"""Estimates of the time that a series of steps still needs, from the pace of its latest ones."""
 
 from __future__ import annotations
 

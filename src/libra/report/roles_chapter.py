@@ -72,8 +72,8 @@ def _figures(view: SimulationView, transfers: Transfers) -> tuple[Figure, ...]:
             [names[index] for index in prefill],
             100 * np.array([kept.over(time.edges, index) for index in prefill]) / blocks,
             "prefill engines",
-            " From a prompt's end until its KV was transferred, or nobody asked for it any more; blocks that prompts"
-            " share count twice.",
+            " From a prompt's end until its KV was transferred, or no longer needed; blocks that prompts share count"
+            " twice.",
         ),
     )
 
@@ -148,7 +148,7 @@ def _ttft_figure(result: SimulationResult, transfers: Transfers, time: TimeAxis)
 
 
 def _bounds_table(roles: RolesView, push: bool) -> CardTable:
-    """What may bound the run, and which of it does."""
+    """The parts that may bound the run, with the one that does."""
     found = roles.metrics
     engines = {role: f"{count(number)} of them" for role, number in roles.engines.items()}
     pulls = f"{plural(found.begun, 'push', 'pushes') if push else plural(found.begun, 'pull')}, {size(found.bytes)}"

@@ -1,8 +1,8 @@
-"""What bounds a run in which prompts are computed on some engines and tokens generated on others.
+"""The bottleneck of a run in which some engines compute prompts and others generate tokens.
 
-The rule: what requests wait for most bounds it, if all their waiting is a quarter of their time or more. Else it is
-what takes them longest, or, where engines of both roles have little to do, a lack of requests. Waiting for blocks that
-others hold only because they wait themselves counts as waiting for what those wait for.
+The rule: if requests wait for a quarter of their time or more, the bottleneck is the part for which they wait longest.
+Else it is the part that takes them longest, or, if engines of both roles are mostly idle, a lack of requests. Waiting
+for blocks that other requests hold only because they wait themselves counts as waiting for the same part as these.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from libra.sim.outcome.transfer_metrics import (
 )
 from libra.sim.outcome.transfers import Transfers
 
-WAITS = 0.25  # of a request's mean time: from here on waiting bounds a run
-IDLE = 0.6  # busy share of the busier role below which requests are wanting
-FULL = 0.95  # of seats
-MOST = 0.5  # of blocks, or of the waiting
+WAITS = 0.25  # share of a request's mean time from which waiting bounds a run
+IDLE = 0.6  # busy share of the busier role below which a lack of requests bounds a run
+FULL = 0.95  # share of `max_num_seqs` from which an engine counts as full
+MOST = 0.5  # share of blocks, or of the waiting, that decides
 _ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
 Bottleneck = Literal["prefill", "link", "decode", "decode blocks", "requests", "unknown"]
@@ -50,17 +50,17 @@ class RolesView:
     busy: dict[RoleName, float]  # mean over the engines of each role
     links: float  # share of their bandwidth that prefill engines sent, or decode engines received: the larger
     waits: dict[Bottleneck, float]  # mean seconds for which a request waits for prefill, the link, decode
-    waited_seats: float | None  # share of the waiting for decode engines while their seats were taken; None: unseen
+    waited_seats: float | None  # share of the waiting for decode engines at full `max_num_seqs`; None: not recorded
     waited_kept: (
         float | None
     )  # share of prefill engines' blocks that was kept for transfers, mean over the waiting there
-    waited_pulls: float | None  # share of decode engines' blocks that were taken for KV to come, likewise
+    waited_pulls: float | None  # share of decode engines' blocks that was reserved for incoming KV, likewise a mean
     bottleneck: Bottleneck
     why: str  # a sentence
 
 
 def roles_view(result: SimulationResult, metrics: Metrics) -> RolesView | None:
-    """None where engines have no roles."""
+    """The view of a result; None if its engines have no roles."""
     transfers, found = result.transfers, transfer_metrics(result)
     if transfers is None or found is None:
         return None
@@ -97,7 +97,7 @@ def _waits(found: TransferMetrics) -> dict[Bottleneck, float]:
 def _charged(
     waits: dict[Bottleneck, float], kept: float | None, pulls: float | None, *, pushed: bool
 ) -> dict[Bottleneck, float]:
-    """Who is to blame for the waiting. Blocks are reserved for pushes while prompts wait, too."""
+    """Seconds of waiting, charged to the part that causes them. Blocks for pushes are also held while prompts wait."""
     if not waits:
         return {}
     prefill, link, decode = waits["prefill"], waits["link"], waits["decode"]
@@ -174,7 +174,7 @@ def _waited_seats(result: SimulationResult) -> float | None:
 
 
 def _waited_beside(result: SimulationResult, role: RoleName, blocks: HeldBlocks) -> float | None:
-    """The share of an engine's blocks that these are, mean over the time for which requests wait there."""
+    """Share of an engine's blocks that `blocks` are, as a mean over the time for which requests wait there."""
     waited = beside = 0.0
     for index, (engine, series) in enumerate(zip(result.engines, result.series, strict=bool(result.series))):
         if engine.role == role and len(series):

@@ -48,7 +48,7 @@ _MARKED_LOSSES = 12  # more would hide what they are drawn over
 
 
 def run_figures(log: RunLog) -> dict[str, tuple[Figure, ...]]:
-    """By the chapters of the page."""
+    """The figures, by chapter of the page."""
     return {
         "learning": (_rewards(log), _lengths(log)),
         "speed": (_tokens(log), _seconds(log), _predictions(log)),
@@ -122,7 +122,7 @@ def _lengths(log: RunLog) -> Figure:
 def _tokens(log: RunLog) -> Figure:
     scale, axis = _time_axis(log)
     points = [(step.time / scale, step.generated_tokens / step.step_seconds) for step in log.steps]
-    # A mean across a change of allocation would show neither what was before nor what came after.
+    # A mean across a change of allocation would show neither the old steps nor the new ones.
     series = _with_running_mean("all engines, in one step", _TOKENS, points, [step.allocation for step in log.steps])
     markers, note = _decision_markers(log, scale), _marker_note(log)
     if len(log.losses) <= _MARKED_LOSSES:
@@ -134,7 +134,7 @@ def _tokens(log: RunLog) -> Figure:
 
 
 def _seconds(log: RunLog) -> Figure:
-    """The engines work beside the trainer, so their seconds are a line, not a part of the column."""
+    """Seconds of steps. Engines and trainer work in parallel, so the engines' seconds are a line, not in the column."""
     parts = [Series(name, colour, _by_step(log, field)) for name, field, colour in _PARTS]
     known = [sum(seconds for _, seconds in column) for column in zip(*(part.points for part in parts), strict=True)]
     other = [(it.step, max(0.0, it.step_seconds - seconds)) for it, seconds in zip(log.steps, known, strict=True)]
@@ -266,7 +266,7 @@ def _loss(event: EventRecord) -> str:
 
 
 def _thinned(log: RunLog, limit: int, mark: str = "mark") -> str:
-    """What a reader must be told of a chart that has no room for every step."""
+    """The note for a chart that has no room for every step; empty if it has."""
     together = group_size(len(log.steps), limit)
     return "" if together == 1 else f" Each {mark} is the mean of {together} steps."
 
@@ -279,7 +279,7 @@ def _time_axis(log: RunLog) -> tuple[float, Axis]:
 
 
 def _step_axis(log: RunLog) -> Axis:
-    """Of columns."""
+    """The axis of figures with one column per step."""
     return Axis("optimiser step", (log.steps[0].step - 0.5, log.steps[-1].step + 0.5))
 
 

@@ -1,4 +1,4 @@
-"""What lending did in a run: by the records of its own servers, and of agents by what the run had of their devices."""
+"""The chapter of a run on lending: from records of its own servers, and from its use of the devices of agents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from libra.report.words import plural
 
 
 def run_lending(log: RunLog, directory: Path) -> LendingSection | None:
-    """None where the run borrowed nothing, or made no step."""
+    """The chapter; None if the run borrowed nothing, or made no step."""
     borrowed = [step for step in log.steps if step.loans]
     if not borrowed:
         return None
@@ -38,7 +38,7 @@ def run_lending(log: RunLog, directory: Path) -> LendingSection | None:
 
 def _had(steps: Sequence[StepRecord], x: Axis) -> Figure:
     def share(name: str) -> list[tuple[float, float]]:
-        """In % of each step, at most all of it: what was wanted is told a little later."""
+        """Mean in % of each step, cut at 100: wanted seconds are reported with a small delay."""
         means = ((it.step, fmean(getattr(loan, name) for loan in it.loans.values()) / it.step_seconds) for it in steps)
         return [(step, min(100.0, 100 * mean)) for step, mean in means]
 

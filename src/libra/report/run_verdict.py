@@ -1,6 +1,6 @@
-"""What a run came to, in a paragraph and a handful of numbers.
+"""The result of a run, in a paragraph and a few numbers.
 
-Every statement follows from the log alone; what the log cannot tell is said to be unknown.
+Every statement follows from the log alone; facts that the log does not have are stated as unknown.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def tiles(log: RunLog) -> tuple[Tile, ...]:
 
 
 def notices(log: RunLog) -> tuple[str, ...]:
-    """What a reader must know before believing the rest: an unfinished run, lost workers, files cut off."""
+    """Caveats for the reader: an unfinished run, lost workers, files cut off."""
     said = []
     last = f"until step {log.steps[-1].step}" if log.steps else "before its first step ended"
     if log.summary is None:
@@ -72,7 +72,7 @@ def notices(log: RunLog) -> tuple[str, ...]:
 
 
 def _losses(log: RunLog) -> Iterator[str]:
-    """One line however many there were: the table of losses has them all."""
+    """One line for all recorded losses, which a table lists, and one for those that were not recorded."""
     told = {event.worker for event in log.losses}
     if len(log.losses) == 1:
         [event] = log.losses
@@ -86,7 +86,7 @@ def _losses(log: RunLog) -> Iterator[str]:
 
 
 def why_nothing_was_decided(log: RunLog) -> str:
-    """Why the run kept its first allocation, as far as the log can tell."""
+    """The reason why the run kept its first allocation, as far as the log has it."""
     mode = f" The allocation mode was “{log.summary.allocation_mode}”." if log.summary else ""
     if not log.decisions:
         return (
@@ -111,7 +111,7 @@ def wait_share(steps: Sequence[StepRecord]) -> float:
 
 
 def predicted_bottleneck(periods: Sequence[PeriodRecord]) -> tuple[Bottleneck, float] | None:
-    """What bounded most of the time by prediction, and its share of the time; None without periods."""
+    """The bottleneck that was predicted for most of the time, and its share of the time; None without periods."""
     seconds: Counter[Bottleneck] = Counter()
     for period in periods:
         seconds[period.predicted_bottleneck] += round(
@@ -167,7 +167,7 @@ def _speed(log: RunLog) -> str:
 
 
 def _devices(log: RunLog) -> str:
-    """How much of the device time was work, and what most of the rest was. Empty where the steps do not tell."""
+    """The share of work in the device time, and the largest cause of waiting. Empty where steps have no device time."""
     seconds = total(row for step in log.steps for row in step.device_seconds.values())
     whole = sum(seconds.values())
     if not whole:
@@ -182,7 +182,7 @@ def _devices(log: RunLog) -> str:
 
 
 def _lent(log: RunLog) -> str:
-    """Empty where nobody was to lend anything."""
+    """A sentence on lending; empty if the run has no lent devices."""
     lending = log.summary.lending if log.summary is not None else None
     if lending is None:
         return ""
@@ -195,7 +195,7 @@ def _lent(log: RunLog) -> str:
 
 
 def _net(log: RunLog) -> tuple[int, float, str]:
-    """Of the taken decisions that can be judged: how many, what they saved in all, and how wrong that may be."""
+    """The taken decisions that can be judged: their number, the seconds that they saved in all, and the error."""
     known = [it for it in outcomes(log) if it.net_seconds is not None]
     errors = [it.error_seconds for it in known if it.error_seconds is not None]
     error = f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"

@@ -32,7 +32,7 @@ _HEIGHT = 260
 
 
 def search_page(answer: SizingAnswer, title: str, files: Sequence[Path] = ()) -> str:
-    """`files`: those that the points' engines were written to."""
+    """The page; `files` are those to which the points' engines were written."""
     return render(
         "search.html",
         title,

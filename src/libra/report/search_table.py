@@ -72,7 +72,7 @@ def counts(answer: SizingAnswer) -> str:
 
 
 def unit_words(answer: SizingAnswer) -> str:
-    """What goodput is told for each one of; the column of the price has the same name."""
+    """The unit of the denominator of goodput; the column of the price has the same name."""
     return "cost/h" if answer.question.prices else answer.question.unit
 
 
@@ -81,12 +81,12 @@ def value_words(answer: SizingAnswer, point: Point) -> str:
 
 
 def axes(answer: SizingAnswer) -> tuple[Objective, Objective]:
-    """The statistics by which TTFT and TPOT are told."""
+    """The statistics by which TTFT and TPOT are reported."""
     return statistic(answer.question, "ttft"), statistic(answer.question, "tpot")
 
 
 def alike(answer: SizingAnswer) -> list[list[Point]]:
-    """The points in their order, those with the same numbers together: a setting that is never reached changes none."""
+    """The points in their order, grouped by equal numbers: settings that are never reached change none of them."""
     groups: dict[tuple[float, ...], list[Point]] = {}
     for point in answer.points:
         same = (point.candidate.devices, point.cost, point.trial.rate, point.trial.ttft, point.trial.tpot)
@@ -95,7 +95,7 @@ def alike(answer: SizingAnswer) -> list[list[Point]]:
 
 
 def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = ()) -> tuple[str, ...]:
-    """Of points that are alike; with the names of the files that the answer's engines were written to."""
+    """A row for points with equal numbers, with the names of the files to which the answer's engines were written."""
     point = points[0]
     names = {it.candidate: f"{file.stem}: " for it, file in zip(answer.points, files, strict=False)}
     return (
@@ -112,7 +112,7 @@ def row(answer: SizingAnswer, points: Sequence[Point], files: Sequence[Path] = (
 
 
 def margin(point: Point) -> str:
-    """What is left of the tightest limit, on which check, such as `3.0 % (tpot p99, longer prompts)`."""
+    """The margin to the tightest limit, with its check, such as `3.0 % (tpot p99, longer prompts)`."""
     share, objective, check = point.tightest
     return f"{percent(1 - share)} ({objective.replace('_', ' ')}, {check})"
 
@@ -124,14 +124,14 @@ def columns(answer: SizingAnswer) -> tuple[str, ...]:
 
 
 def rejections(answer: SizingAnswer) -> list[tuple[str, Sequence[Rejection]]]:
-    """By what they are rejected for, the commonest kind first."""
+    """Rejections by kind, the commonest first."""
     ordered = sorted(answer.rejected, key=lambda it: it.by)
     kinds = [(_BY[by], list(its)) for by, its in groupby(ordered, key=lambda it: it.by)]
     return sorted(kinds, key=lambda it: -len(it[1]))
 
 
 def engine_files(answer: SizingAnswer, files: Sequence[Path]) -> list[tuple[str, str, str]]:
-    """Each point's file, the point, and what simulates it."""
+    """(file, deployment, command that simulates it) for each point."""
     return [
         (str(file), str(point.candidate), simulate_command(answer.question, point, file))
         for file, point in zip(files, answer.points, strict=True)
@@ -139,7 +139,7 @@ def engine_files(answer: SizingAnswer, files: Sequence[Path]) -> list[tuple[str,
 
 
 def files_line(answer: SizingAnswer, files: Sequence[Path]) -> str:
-    """Where the files are, and what simulates the best point."""
+    """A line with the paths of the files, and the command that simulates the best point."""
     best = f"simulate the best by: {simulate_command(answer.question, answer.points[0], files[0])}"
     if len(files) == 1:
         return f"Its engines are in {files[0]}; {best}"
@@ -164,7 +164,7 @@ def search_tables(answer: SizingAnswer, files: Sequence[Path] = ()) -> list[Tabl
 
 
 def mix_lines(mix: ServingMix) -> list[str]:
-    """A plan: what it takes, its pools, and what its simulation showed."""
+    """Lines on a plan: its GPUs and cost, its pools, and the result of its simulation."""
     question, rate = mix.question, mix.trial.rate
     cost = f", {mix.plan.cost:,.4g} an hour" if question.prices else ""
     limits = {it.name: it.limit for it in question.objectives}

@@ -1,6 +1,6 @@
-"""The charts of a simulation: how latencies distribute, and how full the engines were over time.
+"""The charts of a simulation: distributions of latencies, and the load of engines over time.
 
-What does not fit on a chart is said in its note.
+Notes mention values that do not fit on a chart.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class TimeAxis:
         return (self.since[:-1] + self.since[1:]) / 2
 
     def points(self, values: NDArray[np.float64]) -> list[tuple[float, float]]:
-        """Of a value for each stretch."""
+        """Points at the middles of the stretches, with a value for each."""
         return list(zip(self.middles.tolist(), values.tolist(), strict=True))
 
     def lines(self, title: str, label: str, names: Sequence[str], values: Rows, of: str, more: str = "") -> Figure:
-        """A line for each of them; of many the extremes and the mean."""
+        """A figure with a line for each of `names`, or with the extremes and the mean if there are many."""
         stretches = f"means over {count(len(self.middles))} stretches of equal length."
         if len(names) <= _MOST_LINES:
             lines, note = dict(zip(names, values, strict=True)), stretches.capitalize()
@@ -85,7 +85,7 @@ class TimeAxis:
 
 
 def time_axis(view: SimulationView) -> TimeAxis | None:
-    """None: everything happened at one instant."""
+    """The time axis; None if everything happened at one instant."""
     result = view.result
     if not result.makespan:
         return None
@@ -98,7 +98,7 @@ def time_axis(view: SimulationView) -> TimeAxis | None:
 
 
 def time_figures(view: SimulationView) -> tuple[Figure, ...]:
-    """What came and went, and, where it was recorded, what the engines ran and held."""
+    """Figures over time: arrivals and ends, and, if recorded, running requests and held KV."""
     time = time_axis(view)
     if time is None:
         return (Figure("Over time", "Everything happened at one instant."),)
@@ -125,7 +125,7 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
-    """Requests from their arrival to their first iteration (or to their end without one), [engine, bin]: means. Those
+    """[engine, bin] mean requests between their arrival and their first iteration (or their end without one). Requests
     that are handed over wait where their prompts are computed, and then for their pull."""
     requests, result, transfers = view.result.requests, view.result, view.result.transfers
     ended = np.where(requests.finish < 0, result.end, requests.finish)
@@ -168,7 +168,7 @@ def _distribution(title: str, curves: Sequence[tuple[str, Durations]], *, wide: 
 
 
 def _cumulative(values: Durations) -> list[tuple[float, float]]:
-    """(seconds, percent of the values that are no longer), from the least on: all of them, or so many as are drawn."""
+    """(seconds, percent of the values that are no longer), from the least on, for `MAX_POINTS` values at most."""
     ordered = np.sort(values)
     total = len(ordered)
     ranks = np.unique(np.linspace(1, total, min(total, MAX_POINTS - 1)).round().astype(np.int64))
@@ -199,8 +199,8 @@ def _flow_figure(view: SimulationView, time: TimeAxis) -> Figure:
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:
-    """The moments at which engines stopped for new weights, those of one stretch as one; none where they are too many
-    to be told apart."""
+    """The moments at which engines stopped for new weights, one for each stretch; none if they are too many to
+    distinguish."""
     result = view.result
     stretch = result.makespan / MAX_POINTS
     moments: list[int] = []

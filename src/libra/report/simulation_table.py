@@ -55,8 +55,8 @@ _FRAME = 3  # characters that a column takes besides its text
 
 
 def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ...]:
-    """The numbers, latencies, what did not finish (left out where all did), and the engines; for a rich console of so
-    many columns."""
+    """Tables of numbers, latencies, requests that did not finish (left out if all did), and engines, for a rich console
+    of `width` columns."""
     endings = [_endings(view)] if view.endings else []
     return (_numbers(view), _latencies(view), *endings, _engines(view, width))
 

@@ -1,4 +1,4 @@
-"""A simulation as a trace: what each request did on its engine, and how full the engine was.
+"""A simulation as a trace: the phases of each request on its engine, and the load of the engine.
 
 A group for each engine: its counters (its network's, too, where KV is transferred), a row of pauses for new weights,
 and rows of requests (queued, prefill, decode; with roles also KV kept, waiting to pull, and KV transfer). Slices of a
@@ -46,8 +46,8 @@ _COLOURS = {
 
 
 def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
-    """Write the trace, its events in no particular order of time: the viewers sort them. Counters and pauses are there
-    if somebody watched."""
+    """Write the trace, with events in no particular order of time: the viewers sort them. Counters and pauses are drawn
+    if the result has series."""
     with closing(TraceFile(path, max_events)) as trace:
         for group, engine in enumerate(result.engines, start=1):
             trace.name_group(group, engine.name, group)
@@ -79,7 +79,7 @@ def _counters(trace: TraceFile, series: EngineSeries, group: int, blocks: int) -
 
 
 def _network(trace: TraceFile, result: SimulationResult, most: int) -> None:
-    """What each engine sends or receives over time, of KV."""
+    """Draw the KV that each engine sends or receives over time."""
     transfers = result.transfers
     if transfers is None or not len(transfers) or not result.makespan:
         return
@@ -125,7 +125,7 @@ def _requests(trace: TraceFile, result: SimulationResult) -> None:
 
 
 class _Rows:
-    """The rows of a group: whoever comes takes the first one that is free."""
+    """The rows of a group: each request takes the first free one."""
 
     def __init__(self) -> None:
         self.named = 0  # rows that have a name already
@@ -134,7 +134,7 @@ class _Rows:
         self._taken: list[tuple[int, int]] = []  # (until, row)
 
     def take(self, start: int, end: int) -> int:
-        """A row from `start`, which never falls, to `end`."""
+        """Take a row from `start` to `end`; `start` never decreases from call to call."""
         while self._taken and self._taken[0][0] <= start:
             heappush(self._free, heappop(self._taken)[1])
         if self._free:
@@ -148,7 +148,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """Of a request on one engine."""
+    """The time of a request on one engine."""
 
     group: int
     arrival: int
@@ -217,7 +217,7 @@ def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Sta
 def _handed_over(
     result: SimulationResult, transfers: Transfers, at: int, times: tuple[int, int, int, int], about: dict[str, Any]
 ) -> Iterator[_Stay]:
-    """On the engine that computed the prompt, with its KV until it was let go, and on the one that went on."""
+    """Yield the stays on the engine that computed the prompt, until its KV was released, and on the decode engine."""
     arrival, scheduled, prefill_end, finish = times
     columns = (transfers.source, transfers.target, transfers.sent, transfers.came, transfers.released)
     source, target, sent, came, released = (int(column[at]) for column in columns)
@@ -242,11 +242,11 @@ def _handed_over(
 def _slices(
     since: int, phases: Iterable[tuple[str, int]], end: int, finish: int = -1
 ) -> Iterator[tuple[str, int, int]]:
-    """What a request went through, as far as it came by tick `end`: phases with the tick that each ends at, -1 if it
-    did not. Phases that took no time are left out."""
+    """Yield the phases of a request until tick `end`, as (name, start, end). `phases` have the tick at which each ends,
+    -1 if it does not. Phases that took no time are left out."""
     for name, tick in phases:
         until = end if tick < 0 else min(tick, end)
-        # A request that was cancelled went no further than that.
+        # The phases of a cancelled request end with it.
         until = min(until, finish) if finish >= 0 else until
         if until > since:
             yield name, since, until

@@ -1,6 +1,6 @@
-"""What a simulation comes to, in words: how fast it was, what bounds it, and what a reader must know first.
+"""The result of a simulation in words: its speed, its bottleneck, and caveats.
 
-Every claim compares metrics with a bound that is written here; none is a guess at a cause that was not observed.
+Every claim compares metrics with a threshold of this module; none guesses at a cause that was not observed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from libra.sim.outcome.metrics import (
 )
 from libra.sim.outcome.result import SimulationResult
 
-LONG_QUEUE = 0.25  # of the mean latency: from here on queueing bounds a request
+LONG_QUEUE = 0.25  # share of the mean latency from which queueing bounds a request
 IDLE = 0.6  # busy share below which engines wait for work more than is usual
-PAUSED = 0.2  # share of the time for which engines stand still that is worth naming first
+PAUSED = 0.2  # share of the time that engines stand still, from which it is named first
 UNEVEN = 1.25  # busiest engine over the mean
 LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
-FULL = 0.95  # of seats or blocks
-MOST_GROUPS = 4  # that are told about
+FULL = 0.95  # share of `max_num_seqs` or blocks from which they count as full
+MOST_GROUPS = 4  # groups that the text mentions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LatencyPart:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """While requests waited: shares of the waiting (requests times time) in which this was full on their engine."""
+    """Shares of the waiting (requests times time) during which each resource was full on the request's engine."""
 
     max_num_seqs: float
     blocks: float
@@ -53,15 +53,15 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class SimulationView:
-    """A result with its numbers, computed once for all who show them."""
+    """A result with its numbers, computed once for page and terminal."""
 
     result: SimulationResult
     metrics: Metrics
     engines: tuple[EngineMetrics, ...]
     endings: tuple[Ending, ...]
     phases: tuple[LatencyPart, ...]  # none where no request finished
-    waiting: Waiting | None  # None: nobody watched, or nothing waited
-    roles: RolesView | None  # where engines have them
+    waiting: Waiting | None  # None: not recorded, or nothing waited
+    roles: RolesView | None  # None: engines have no roles
     tail: float | None  # share of the makespan after nine in ten of the finished requests had finished
 
 
@@ -81,7 +81,7 @@ def simulation_view(result: SimulationResult) -> SimulationView:
 
 
 def headline(view: SimulationView) -> str:
-    """How fast it was and what bounds it, in a few sentences."""
+    """The speed of the simulated engines and their bottleneck, in a few sentences."""
     metrics = view.metrics
     if not metrics.requests:
         return "No request came, so there is nothing to judge."
@@ -101,7 +101,7 @@ def headline(view: SimulationView) -> str:
 
 
 def _groups(view: SimulationView) -> list[str]:
-    """What bounds iterations whose attention and FFN are on different ranks."""
+    """Sentences on what bounds iterations whose attention and FFN are on different ranks."""
     said = []
     for group in view.result.groups[:MOST_GROUPS]:
         shares = bounded_shares(group)
@@ -114,7 +114,7 @@ def _groups(view: SimulationView) -> list[str]:
 
 
 def notices(view: SimulationView) -> tuple[str, ...]:
-    """What a reader must know before believing the rest."""
+    """Caveats for the reader: an early stop, refused requests."""
     metrics, result = view.metrics, view.result
     said = []
     if result.partial:
@@ -204,7 +204,7 @@ def _full(waiting: Waiting | None) -> str:
 
 
 def _tiers(view: SimulationView) -> list[str]:
-    """What came from memory beside the GPUs'."""
+    """Sentences on KV that was loaded from, and stored to, KV tiers."""
     return [
         f"{tier.name} gave {count(tier.loaded_tokens)} tokens of KV in {plural(tier.loads, 'transfer')},"
         f" {tier.loaded_bytes / 2**30:.1f} GiB, and took {tier.stored_bytes / 2**30:.1f} GiB."
@@ -223,7 +223,7 @@ def _memory(view: SimulationView) -> list[str]:
 
 
 def _uneven(engines: Sequence[EngineMetrics]) -> list[str]:
-    """The busiest engine beside the others of its role: one may work all the time while the rest lack requests."""
+    """Compare the busiest engine with others of its role: one may work all the time while the rest lack requests."""
     busiest = max(engines, key=lambda engine: engine.busy_share or 0.0)
     others = [it for it in engines if it.role == busiest.role and it is not busiest]
     if not others or not busiest.busy_share:

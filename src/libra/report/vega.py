@@ -17,9 +17,9 @@ import vl_convert
 from altair.utils.schemapi import debug_mode
 from markupsafe import Markup
 
-HALF, FULL = 540, 1120  # px: widths of a chart beside another one, and of one that has the page for itself
-SIDES = 76  # px of a chart's width that its plot has not, about
-LETTER = 7.2  # px, of a letter of the charts' 13 px text, on the generous side of the mean
+HALF, FULL = 540, 1120  # px: widths of a chart next to another one, and of one as wide as the page
+SIDES = 76  # px, about, of a chart's width outside its plot
+LETTER = 7.2  # px: width of a letter of the charts' 13 px text, a little above the mean
 NEUTRAL, ALARM = "var(--marker)", "var(--alarm)"
 
 unchecked = debug_mode(False)  # checking a chart against the schema takes longer than drawing it
@@ -29,7 +29,7 @@ Layers = alt.LayerChart | alt.FacetChart  # what `alt.layer` says it returns
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis shows, with its unit. Without `ends` it holds zero and the values, and ends at round numbers."""
+    """An axis; its label has the unit. Without `ends` it includes zero and the values, and ends at round numbers."""
 
     label: str
     ends: tuple[float, float] | None = None
@@ -47,12 +47,12 @@ class Marker:
 
 
 def ends(low: float, high: float) -> tuple[float, float]:
-    """Of an axis that ends where its values do, and has a length also where there is only one."""
+    """Ends of an axis that ends at its values; a single value gets a length of 1."""
     return (low, high) if low < high else (low - 0.5, low + 0.5)
 
 
 def draw(chart: Layers, y_label: str, width: int, height: int, marked: bool = False) -> Markup:
-    """`height` is that of the plot."""
+    """Draw a chart as an SVG element; `height` is that of the plot."""
     titled = (
         {"title": alt.Title(y_label, anchor="start", frame="bounds", offset=8 if marked else 14)} if y_label else {}
     )
@@ -60,7 +60,7 @@ def draw(chart: Layers, y_label: str, width: int, height: int, marked: bool = Fa
 
 
 def _svg(chart: Layers) -> Markup:
-    """The chart as an element of a page: without a font and names of its own, numbers to a hundredth of a pixel."""
+    """The chart as an element of a page, without fonts and ARIA roles of its own, coordinates cut to two decimals."""
     words: dict[str, Any] = {"fontSize": 13, "fontWeight": "normal"}
     styled = chart.configure(
         background="transparent",
@@ -94,7 +94,7 @@ def _svg(chart: Layers) -> Markup:
 
 
 def marker_layers(markers: Sequence[Marker], x: Axis, width: int) -> list[alt.Chart]:
-    """Vertical lines with their labels above the plot, in two rows; where both are taken, the title must do."""
+    """Vertical lines with labels above the plot, in two rows; without room in either, a line has only its title."""
     if not markers:
         return []
     assert x.ends is not None
@@ -131,8 +131,8 @@ _CHANNELS = {
 def layer(
     mark: str, rows: Sequence[Mapping[str, Any]], x: Axis | alt.X, y: Axis | alt.Y | int | None = None, **look: Any
 ) -> alt.Chart:
-    """A mark for each row, at its `x` and `y`, or all at `y` px; what else the rows hold of `_CHANNELS` it shows. The
-    description is what a mark says under the pointer."""
+    """A layer with a mark for each row, at its `x` and `y`, or all at `y` px, and with the `_CHANNELS` that the rows
+    have. The description is shown under the pointer."""
     channels: dict[str, Any] = {name: _CHANNELS[name] for name in _CHANNELS if rows and name in rows[0]}
     channels["x"] = _x(x) if isinstance(x, Axis) else x
     if y is not None:
@@ -149,7 +149,7 @@ def _x(axis: Axis) -> alt.X:
 
 
 def _y(axis: Axis) -> alt.Y:
-    """The chart's title is the label: it is read without turning one's head."""
+    """The y axis without a title: the chart's title is the label, which is horizontal text."""
     shown = alt.Axis(domain=False, ticks=False, tickCount=5, labelPadding=6, **_format(axis))
     return alt.Y("y:Q", title=None, axis=shown, scale=alt.Scale(**_ends(axis)), stack=None)
 
@@ -168,5 +168,5 @@ def _format(axis: Axis) -> dict[str, Any]:
 
 
 def number_on(value: float, axis: Axis) -> float:
-    """Where a value is on its axis, in steps of equal length."""
+    """The position of a value on its axis: its log2 on a logarithmic one, else the value."""
     return math.log2(value) if axis.logarithmic else value

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: with their unit, rounded to what the reader can use."""
+"""Numbers as text for people, with units and rounded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Such text as a cell of a rich table, in which brackets are no markup."""
+    """Printable text as a cell of a rich table, with brackets escaped."""
     return escape(printable(text))
 
 
@@ -109,7 +109,7 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 def fine_duration(seconds: float) -> str:
-    """What is less than a nanosecond is what differences of sums leave: nothing.
+    """Values below a nanosecond are rounding errors of sums, and shown as 0.
 
     >>> [fine_duration(s) for s in (0, 2.9e-11, 3.2e-8, 0.00082, 0.0123, 12.34, 7500)]
     ['0 s', '0 s', '0.032 µs', '820 µs', '12.3 ms', '12.3 s', '2 h 05 min']

@@ -1,1 +1,1 @@
-"""Where requests go, and when groups may start: pure policies."""
+"""Pure policies that route requests and admit groups."""

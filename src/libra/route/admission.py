@@ -1,10 +1,10 @@
-"""Staleness by admission: which group may start, and which groups the next batch is made of.
+"""Bounds staleness by admission: decides which groups may start and which groups make up the next batch.
 
 Invariant: at most `(1 + max_staleness) * groups_per_step` groups are between their start and the publication of the
-version they helped to make, and a group that was started under version v is in the batch that makes version
+version they helped to make. A group that was started under version v is in the batch that makes version
 v + 1 + max_staleness at the latest. So no token is more than `max_staleness` versions older than the policy that trains
-on it, and nothing is ever discarded: the trainer waits. That holds for batches that are taken whole, and for those
-that are taken in parts, as their groups are complete.
+on it, and nothing is ever discarded: the trainer waits. This holds for batches that are taken whole, and for batches
+that are taken in parts, as their groups complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Group(Generic[Episode]):
 
 
 class Admission(Generic[Episode]):
-    """Groups in the order in which they were started; an episode is whatever the caller wants back in its batch."""
+    """Groups in the order in which they were started. Episodes are opaque; `take` and `take_part` return them."""
 
     def __init__(self, groups_per_step: int, group_size: int, max_staleness: int, version: int = 0) -> None:
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
@@ -36,7 +36,7 @@ class Admission(Generic[Episode]):
         self.taken = version  # batches taken so far: the version in the making, or published
         self._parts = 0  # groups taken of the batch after these
         self._groups: dict[str, _Group[Episode]] = {}  # ordered by start
-        self._complete = 0  # of these
+        self._complete = 0  # number of complete groups in `_groups`
 
     @property
     def in_flight(self) -> int:
@@ -54,8 +54,9 @@ class Admission(Generic[Episode]):
         self._groups[group] = _Group(self.published, self.group_size, [])
 
     def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
-        """A group that was under way when its run was interrupted, with what is there of it. Oldest groups first, and
-        before any other starts. Raises ValueError where it can no more be trained on in time."""
+        """Add a group that was in flight when its run was interrupted, with its finished `episodes`. Call it for the
+        oldest group first, and before any other starts. Raises ValueError where it can no longer be trained on in time.
+        """
         if started_at > self.published:
             raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
         self.start(group)
@@ -69,7 +70,7 @@ class Admission(Generic[Episode]):
             )
 
     def finish(self, group: str, episode: Episode) -> None:
-        """One episode of the group is finished."""
+        """Add one finished episode of the group."""
         entry = self._groups[group]
         if entry.complete:
             raise ValueError(f"group {group} has its {self.group_size} episodes already")
@@ -96,13 +97,13 @@ class Admission(Generic[Episode]):
         return self.groups_per_step - self._parts
 
     def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
-        """The complete groups, oldest first, that may be in the next batch whatever becomes of the others; none where
-        they are fewer than `least` and the batch would lack more. With the last that it lacks the batch is `taken`."""
+        """Take the complete groups, oldest first, that may be in the next batch no matter when the others complete.
+        Take none if they are fewer than `least` and the batch lacks more. With its last group the batch is `taken`."""
         least = min(least, self.lacks)
         if self._complete < least:
             return []
         chosen: list[str] = []
-        older: list[int] = []  # versions of those that stay: whoever is younger finds room in the same batch as before
+        older: list[int] = []  # versions of incomplete groups; younger groups keep their place in the batches
         for name, group in self._groups.items():
             if not group.complete:
                 older.append(group.started_at)
@@ -111,7 +112,7 @@ class Admission(Generic[Episode]):
                 if len(chosen) == self.lacks:
                     break
             else:
-                break  # nor would those that follow leave room enough for these
+                break  # later groups would leave too little room for the older ones, too
         if len(chosen) < least:
             return []
         self._parts += len(chosen)
@@ -121,14 +122,14 @@ class Admission(Generic[Episode]):
         return self._taken(chosen)
 
     def publish(self, version: int) -> None:
-        """Every engine holds `version` now."""
+        """Record that every engine holds `version`."""
         if not self.published <= version <= self.taken:
             raise ValueError(f"version {version} cannot be published between {self.published} and {self.taken}")
         self.published = version
 
     def _choose(self) -> list[str] | None:
-        """The oldest complete groups; None while they are too few, or would leave more groups behind than the batches
-        after this one can take in time."""
+        """The oldest complete groups; None while they are too few, or while the groups left behind would be more than
+        later batches can take in time."""
         if self._complete < self.groups_per_step:
             return None
         chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]
@@ -141,8 +142,8 @@ class Admission(Generic[Episode]):
         return [(group, self._groups.pop(group).episodes) for group in chosen]
 
     def _in_time(self, started: Sequence[int], room: int) -> bool:
-        """Whether groups that were started under these versions, oldest first, can be trained on in time if the next
-        batch has room for so many of them. The first of each batch was started first."""
+        """Whether groups started under the versions `started`, oldest first, can be trained on in time if the next
+        batch has room for `room` of them. It is enough to check the first of each batch, which is its oldest."""
         if room and started and self.taken > started[0] + self.max_staleness:
             return False
         firsts = started[room :: self.groups_per_step]

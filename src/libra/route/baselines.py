@@ -1,7 +1,6 @@
-"""Rules that look at loads alone: round robin, least loaded, the less loaded of two, shortest remaining first.
+"""Rules that ignore buckets: round robin, least loaded, the less loaded of two, shortest remaining first.
 
-Invariant: a turn goes only to an instance that holds its context and one more turn, whatever the rule; buckets are
-ignored.
+Invariant: under every rule a turn goes only to an instance that holds its context and one more turn.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 from libra.route.tool_state import ToolState, payload_class, remainders
 from libra.trajectory import Trajectory
 
-MEMORY = 256  # samples: a mean over so many, and from then on exponentially forgotten at that rate
+MEMORY = 256  # samples: a plain mean up to this many, then an exponential one that weighs each new sample 1 / MEMORY
 MAX_ROWS = 4_096
 
 
 @dataclass(slots=True)
 class _Home(Live):
-    position: int = 0  # of the instance in the fleet as last seen: looked at first, so a search is rare
+    position: int = 0  # last seen index of the instance in the fleet; tried first, so a search is rare
 
     def position_in(self, instances: Sequence[Instance]) -> int | None:
         if self.position < len(instances) and instances[self.position].id == self.instance:
@@ -32,10 +31,10 @@ class _Home(Live):
 
 
 class Baseline(StickyPolicy[_Home]):
-    """What these rules share: eligibility, and following the prefix.
+    """Base of these rules: eligibility, and following the prefix.
 
     With `sticky`, a later turn of a trajectory goes where its previous turn went as long as that instance is there,
-    holds the prefix and is eligible; the rule is asked for all others, and is not told of those.
+    holds the prefix and is eligible. `_choose` is called only for the other turns.
     """
 
     BUCKETS = False
@@ -134,7 +133,7 @@ class TwoChoices(Baseline):
         return first if _load(instances[first]) < _load(instances[second]) else second
 
     def _draw(self, positions: Sequence[int]) -> Sequence[int]:
-        """Two different ones; all of them where there are fewer."""
+        """Two different positions at random; all of them if there are two or fewer."""
         count = len(positions)
         if count <= 2:
             return positions
@@ -157,8 +156,8 @@ Row = tuple[str | None, ToolState | None]  # task (None: every task) and last to
 class RemainingTable:
     """Mean remaining tokens by task and last tool state, generated and returned together.
 
-    A task or state that was never seen is answered for by all tasks with that state, or else by all there is. The rows
-    least recently updated are let go of.
+    A task that was never seen in a state has the mean of all tasks in that state, or else the mean of all samples. The
+    least recently updated rows are evicted.
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
@@ -180,7 +179,7 @@ class RemainingTable:
             self._rows[row] = _moved(before, remaining)
 
     def mean(self, task: str, state: ToolState | None) -> float | None:
-        """None before any sample."""
+        """Mean remaining tokens; None before any sample."""
         for row in ((task, state), (None, state)):
             if row in self._rows:
                 return self._rows[row][1]

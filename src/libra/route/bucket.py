@@ -1,7 +1,7 @@
-"""Buckets: which one a final context belongs to, who serves a turn there, and rules that expect a final context.
+"""Buckets: the bucket of a final context, the instance that serves a turn there, and rules that predict final contexts.
 
-Invariant: a turn goes only to an instance that holds its context and one more turn; of these to one of the wanted
-bucket, else of the next longer bucket that has one, else of the nearest shorter one.
+Invariant: a turn goes only to an instance that holds its context and one more turn. Of these it goes to one of the
+wanted bucket, else of the next longer bucket that has one, else of the nearest shorter one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 
 
 def bucket_of(final_context: float, limits: Sequence[int]) -> int:
-    """The shortest bucket whose limit is no less than this many tokens; the last one takes whatever is longer."""
+    """The shortest bucket whose limit is `final_context` tokens or more; the last bucket if there is none."""
     return min(bisect_left(limits, final_context), len(limits) - 1)
 
 
@@ -27,7 +27,7 @@ def server(
     prefix_at: str | None,
     load: Callable[[Instance], float] = lambda instance: instance.load_tokens,
 ) -> Instance | None:
-    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None where none holds these.
+    """The instance that serves a turn of bucket `wanted` with `needed` tokens; None where no instance holds them.
 
     In the bucket it is the one that holds the prefix, else the least loaded, ties by id. O(instances).
     """
@@ -40,14 +40,14 @@ def server(
 
 @dataclass(slots=True)
 class _Live(Live):
-    final_context: int = 0  # tokens expected at its first turn, or attained since if those are more
+    final_context: int = 0  # tokens predicted at its first turn, or attained since if more
 
 
 class Bucketed(StickyPolicy[_Live]):
-    """What the rules share that expect a final context once, before the first turn.
+    """Base of the rules that predict a final context once, before the first turn.
 
-    A turn goes to the bucket of the expected final context, or of the context it has attained if that is more. So a
-    trajectory keeps its bucket until it outgrows it, also in the midst of a turn, and then moves to a longer one.
+    A turn goes to the bucket of the predicted final context, or of the attained context if that is longer. So a
+    trajectory keeps its bucket until it outgrows it, also in the middle of a turn, and then moves to a longer one.
     With `sticky` a turn goes in its bucket to the instance that holds its prefix; otherwise, and where there is none,
     to the least loaded.
     """
@@ -73,9 +73,9 @@ class Bucketed(StickyPolicy[_Live]):
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         live.final_context = max(live.final_context, request.context_tokens + generated)
         wanted = bucket_of(live.final_context, fleet.limits)
-        # A turn that has generated more than it should have goes on all the same, by one token at least.
+        # A turn that has generated more than `turn_tokens` still needs room for one more token.
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1 if generated else 0)
-        # A turn that is under way stays in its bucket where it is, whether or not turns follow prefixes.
+        # A turn in flight prefers its own instance within the bucket, whether or not turns follow prefixes.
         follow = generated > 0 or (self._sticky and live.prefix_there)
         prefix_at = live.instance if follow else None
         chosen = server(fleet.instances, needed, wanted, prefix_at, self._load)
@@ -88,7 +88,7 @@ class Bucketed(StickyPolicy[_Live]):
         return self._goes(live, chosen, reason, self._priority(request, chosen), ask_again)
 
     def _load(self, instance: Instance) -> float:
-        """What the least loaded has least of."""
+        """The load by which instances are compared."""
         return instance.load_tokens
 
     def _priority(self, request: TurnRequest, instance: Instance) -> int:
@@ -96,18 +96,18 @@ class Bucketed(StickyPolicy[_Live]):
 
     @abstractmethod
     def _expected(self, request: TurnRequest) -> int:
-        """Final context in tokens, before the first turn; 0 or the context itself where nothing is known."""
+        """Predicted final context in tokens, before the first turn; 0 or the context itself where nothing is known."""
 
 
 def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | None:
-    """Generated tokens with which a turn no longer fits the bucket; None: it always does."""
+    """Number of generated tokens at which a turn no longer fits the bucket; None: it always fits."""
     return None if bucket == len(limits) - 1 else limits[bucket] - context_tokens + 1
 
 
 class AttainedService(Bucketed):
     """The `mlfq` policy: the shortest bucket that holds the prompt, then the next one each time it is outgrown.
 
-    A long generation without tools is demoted while it runs, when it outlives its bucket.
+    A long generation without tools is demoted while it runs, when it outgrows its bucket.
     """
 
     NAME = "mlfq"

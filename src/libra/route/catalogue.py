@@ -1,4 +1,4 @@
-"""The routing policies by the names that users give them.
+"""The routing policies by name.
 
 Invariant: a name means one rule, the same one that its snapshots name.
 """
@@ -37,9 +37,9 @@ POLICIES = tuple(_BY_NAME)
 
 
 def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
-    """A new policy, which has seen nothing yet.
+    """A new policy, which has learned nothing yet.
 
-    `sticky`: a later turn follows its trajectory's prefix where it can; `seed` is for the rules that draw. Raises
+    `sticky`: a later turn follows its trajectory's prefix where it can; `seed` is for rules that draw at random. Raises
     ValueError for a name that is none of `POLICIES`, and for one that always follows prefixes if `sticky` is false.
     """
     kind = _kind(name)
@@ -58,8 +58,8 @@ def is_path(name: str) -> bool:
 
 
 def ignores_buckets(name: str) -> bool:
-    """Whether the policy of this name routes by load alone. A class of the user's own (path.py:Class) may look at
-    buckets, as far as its name tells."""
+    """Whether the policy of this name ignores buckets. False for a class of the user's own (path.py:Class), which may
+    use them."""
     kind = _BY_NAME.get(name)
     return kind is not None and not kind.BUCKETS
 
@@ -76,7 +76,7 @@ def _kind(name: str) -> type[LivePolicy[Any]]:
 
 
 def check_policy(name: str, known: Sequence[str] = POLICIES) -> None:
-    """Raises ValueError for a name that is none of those known."""
+    """Raise ValueError for a name that is not in `known`."""
     if name not in known:
         close = nearest(name, known)
         raise ValueError(

@@ -26,7 +26,7 @@ PLACED = "least expected cost"
 BLIND = "no evidence: least loaded"
 BLIND_STAYS = "no evidence: holds the prefix"
 
-# A turn is looked at again when it alone has generated so many times what its whole trajectory was expected to need.
+# A turn is reconsidered when it has generated this many times the tokens that all of its trajectory was to need.
 _SURPRISE = 2.0
 
 
@@ -34,26 +34,27 @@ _SURPRISE = 2.0
 class _Live(Live):
     recent: tuple[ToolState, ...] = ()  # latest tool returns
     returns: int = 0  # of tools, so far
-    returned: int = 0  # tokens, by these
+    returned: int = 0  # tokens, by these tools
 
 
 class CMLFQ(LivePolicy[_Live]):
     """The `cmlfq` policy.
 
-    What remains of a trajectory is predicted from its tool returns (`Hierarchy`): a distribution, so of each bucket it
-    is known how likely the trajectory outgrows its instances, and how many tokens they would have served until then. Of
-    each bucket the least loaded eligible instance makes an offer, as does the one that holds the prefix, and the
-    cheapest is taken: service here, service onward, the move that this takes, and the move now (`service_cost`).
+    The remaining tokens of a trajectory are predicted from its tool returns (`Hierarchy`) as a distribution. It gives
+    for each bucket the probability that the trajectory outgrows its instances, and the tokens they would serve until
+    then. The least loaded eligible instance of each bucket makes an offer, as does the one that holds the prefix. The
+    cheapest offer is taken: service here, service onward, the later move to there, and the move now (`service_cost`).
 
-    A bucket groups engines that a plan made for a range of lengths. Its limit is no wall: a trajectory goes, and stays,
-    where its remaining tokens are expected to be served soonest, by the seconds that instances tell (or, where they do
-    not, by their loads). So long trajectories gather on fast engines when these are worth it, a crowded bucket sends
-    no turn to a more crowded one, and an idle one takes what a planner meant for others.
+    A bucket groups engines that a plan made for a range of lengths. Its limit is not enforced: a trajectory goes, and
+    stays, where its remaining tokens are expected to be served soonest, by the seconds that instances report or, where
+    they report none, by their loads. So long trajectories gather on fast engines when these are worth it, a crowded
+    bucket sends no turn to a more crowded one, and an idle bucket serves turns that the plan meant for others.
 
-    Until something has finished, a turn stays with its prefix, else goes to the least loaded of all that can hold it.
+    Before any trajectory has finished, a turn stays with its prefix, or goes to the least loaded of all that hold it.
 
-    `priority` is the slack in milliseconds: the time until which the group has to be complete, 0 if that is not known,
-    less the predicted service time of what remains. Where all are due at once, the longest remaining is first.
+    `priority` is the slack in milliseconds: the time by which the group has to be complete, 0 if that is not known,
+    minus the predicted service time of the remaining tokens. Among turns due at the same time, the one with the longest
+    remaining service is first.
     """
 
     NAME = "cmlfq"
@@ -65,7 +66,7 @@ class CMLFQ(LivePolicy[_Live]):
         half_life: float = HALF_LIFE,
         max_contexts: int = MAX_CONTEXTS,
     ) -> None:
-        """`half_life` is in trajectories, `max_contexts` bounds the memory; see `Evidence`."""
+        """`half_life` is in trajectories, `max_contexts` bounds the memory; see `ReturnEvidence`."""
         super().__init__()
         self._migration = MigrationCost() if migration is None else migration
         self._hierarchy = Hierarchy(half_life, max_contexts)
@@ -125,7 +126,7 @@ class CMLFQ(LivePolicy[_Live]):
         return _Live(instance, prefix_there, tuple(state_of(*state) for state in recent), returns, returned)
 
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
-        """Place a turn that has generated `generated` tokens, and remember where."""
+        """Place a turn that has generated `generated` tokens, and record its instance."""
         context = request.context_tokens + generated
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1)
         turn_tokens = self._turn_tokens(live, request)
@@ -151,8 +152,8 @@ class CMLFQ(LivePolicy[_Live]):
         return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
 
     def _turn_tokens(self, live: _Live, request: TurnRequest) -> float:
-        """Tokens that the trajectory is expected to generate in a turn: the mean of its own turns, blended with that of
-        all trajectories as the hierarchy blends contexts; 0 before any trajectory has finished."""
+        """Expected tokens that the trajectory generates in a turn: the mean of its own turns, blended with that of all
+        trajectories as the hierarchy blends contexts; 0 before any trajectory has finished."""
         usual = self._hierarchy.turn_tokens
         if not usual:
             return 0.0
@@ -161,7 +162,7 @@ class CMLFQ(LivePolicy[_Live]):
 
 
 def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: float) -> int:
-    """Milliseconds."""
+    """The slack of a turn in milliseconds; see `CMLFQ`."""
     due = 0.0 if request.due is None else request.due
     if remaining is None:
         return round(1000 * due)
@@ -169,10 +170,10 @@ def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: flo
 
 
 def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int | None:
-    """Tokens of the turn with which it leaves its bucket, or before that has outlived what was expected.
+    """Tokens of the turn at which it exceeds the reach of its instance, or before that its prediction by `_SURPRISE`.
 
-    The expectation grows with what is outlived, and the next question comes at twice the tokens or later, so there are
-    few. None where the context is beyond the bucket already: it was placed there for want of a better one.
+    The prediction grows with the generated tokens, and the next call comes at twice these tokens or later, so there are
+    few. None where the context exceeds the reach already: the turn was placed there for lack of a better instance.
     """
     if room < 0:
         return None

@@ -1,6 +1,6 @@
-"""Routing policies of the user's own, by the file and the class that hold them.
+"""Routing policies of the user's own, loaded from path.py:Class.
 
-Only a path that the user typed, or wrote into a request, is imported: never one that a plan or a log names.
+Only a path that the user typed, or wrote into a request, is imported, never one that a plan or a log names.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _METHODS = ("place", "tool_returned", "bucket_overrun", "finished", "forget", "i
 def load_policy(name: str, *, seed: int = 0) -> Policy:
     """A new policy of the catalogue, or of `path.py:Class`, made without arguments.
 
-    `seed` is for rules of the catalogue that draw. A class that routes by load alone says so with `BUCKETS = False`.
-    Raises ValueError with what is wrong.
+    `seed` is for policies of the catalogue that draw at random. A class that ignores buckets says so with
+    `BUCKETS = False`. Raises ValueError with the reason.
     """
     if not is_path(name):
         return policy_named(name, seed=seed)
@@ -42,5 +42,5 @@ def load_policy(name: str, *, seed: int = 0) -> Policy:
 
 
 def looks_at_buckets(policy: Policy) -> bool:
-    """Whether engines of several sizes make sense to the policy."""
+    """Whether the policy uses buckets, and so can use engines of several sizes."""
     return getattr(policy, "BUCKETS", True) is not False

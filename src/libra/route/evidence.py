@@ -1,8 +1,8 @@
-"""Evidence by context: histograms of what finished trajectories needed, forgotten exponentially, and marks of how far
-those have come that run.
+"""Evidence by context: histograms of the tokens that finished trajectories needed, forgotten exponentially, and
+progress marks of running trajectories.
 
-Invariant: a context's histogram is the sum, over what was added to it since it was last evicted, of the weight it was
-added with times `2 ** (-n / half_life)`; n is how many trajectories have been counted since, or, for one of an older
+Invariant: a context's histogram sums everything added to it since it was last evicted. Each addition counts with its
+weight times `2 ** (-n / half_life)`, where n is the number of trajectories counted since, or, for one of an older
 policy version, since the first of a newer version. There are never more than `max_contexts` histograms.
 """
 
@@ -23,18 +23,19 @@ from libra.route.remaining import BINS, BINS_PER_OCTAVE, Histogram, bin_of
 Context = tuple[Hashable, ...]  # of strings, numbers and tuples of them
 Marks = dict[int, int]  # number by bin, of one context
 
-# 320 bytes for the histogram of a context, and as much again for its name and its place in the table.
+# 320 bytes for the histogram of a context, and as many again for its name and its place in the table.
 MAX_CONTEXTS = 65_536
 # Trajectories: the last two policy versions at 512 a version.
 HALF_LIFE = 1024.0
 
 _KEPT_VERSIONS = 64
 _COLUMNS = BINS + 1  # of the table: weights by bin, and their sum
-_REBASE = 64  # half-lives after which the stored weights are made small again: single precision holds 2 ** 127
+_REBASE = 64  # half-lives after which the stored weights are scaled down: single precision holds 2 ** 127
 
 
 class ReturnEvidence:
-    """Weights by context and bin. Adding to a context makes it the latest used; the least lately used go first."""
+    """Weights by context and bin. Adding to a context makes it the most recently used; the least recently used are
+    evicted first."""
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
         """`half_life` is in trajectories."""
@@ -45,14 +46,14 @@ class ReturnEvidence:
         self.half_life = half_life
         self.max_contexts = max_contexts
         self._clock = 0  # trajectories counted
-        self._base = 0  # the clock at which one added is stored with its own weight, later ones with more
-        self.fading = 1.0  # present weight of what is stored with weight 1
-        self._versions: list[int] = []  # that were the newest when they were first counted, in order
-        self._since: list[int] = []  # the clock at which each of them was
-        # Least lately used first. A plain dict would look through all that it let go of to find its first one.
+        self._base = 0  # clock at which an addition is stored with its own weight; later ones are stored with more
+        self.fading = 1.0  # present weight of an addition stored with weight 1
+        self._versions: list[int] = []  # versions that were the newest when first counted, in order
+        self._since: list[int] = []  # clock at which each of them was first counted
+        # Least recently used first. A plain dict would scan all its deleted entries to find the first one.
         self._rows: OrderedDict[Context, int] = OrderedDict()
-        self._taken: list[int] = []  # rows that are to be emptied, for the contexts that had them have gone
-        # Row 0 stays empty: it is that of contexts without evidence.
+        self._taken: list[int] = []  # rows of evicted contexts, still to be zeroed
+        # Row 0 stays empty: contexts without evidence read it.
         self._table: Histogram = np.zeros((1, _COLUMNS), np.float32)
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ class ReturnEvidence:
 
     @property
     def trajectories(self) -> int:
-        """Counted so far, forgotten ones too."""
+        """Trajectories counted so far, forgotten ones too."""
         return self._clock
 
     def count(self, version: int, histograms: Mapping[Context, Mapping[int, float]]) -> None:
@@ -72,7 +73,7 @@ class ReturnEvidence:
             self._base = self._clock
         self.fading = 2 ** ((self._base - self._clock) / self.half_life)
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
-        # By row: a context that has to go for one of those after it leaves it its row.
+        # By row: a context that is evicted for a later one of these leaves its row to that one.
         adding: dict[int, Mapping[int, float]] = {}
         rows, latest_used = self._rows, self._rows.move_to_end
         for context, weights in histograms.items():
@@ -97,12 +98,12 @@ class ReturnEvidence:
         added = np.array(what, np.float32)
         added *= np.float32(stored)
         flat = self._table.reshape(-1)
-        flat[np.array(where, np.intp)] += added  # no cell comes twice; the sums, in the last column, do
+        flat[np.array(where, np.intp)] += added  # each cell occurs once, but the sums, in the last column, repeat
         np.add.at(flat, np.array(sums, np.intp), added)
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
-        """Stored weights by context and bin, and their sum in one more column: times `fading`, the present ones. Zeros
-        for a context without evidence."""
+        """Stored weights by context and bin, and their sum in one more column; multiply by `fading` for present
+        weights. Zeros for a context without evidence."""
         return self._table.take([*map(self._rows.get, contexts, repeat(0))], 0)
 
     def snapshot(self) -> dict[str, Any]:
@@ -143,7 +144,8 @@ class ReturnEvidence:
         return self._clock if newer == len(self._versions) else self._since[newer]
 
     def _new_row(self, context: Context) -> int:
-        """For a context without one, now the latest used: a row that is empty, or one that is `_taken`."""
+        """Assign a row to a context without one, now the most recently used: an empty row, or that of an evicted
+        context, which becomes `_taken`."""
         rows = self._rows
         if len(rows) < self.max_contexts:
             row = len(rows) + 1
@@ -159,7 +161,7 @@ class ReturnEvidence:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a running trajectory is. Its contexts have marks as long as it runs, so those can be kept at hand."""
+    """Contexts and bin of a running trajectory. `marks` are those of its contexts, which exist as long as it runs."""
 
     contexts: tuple[Context, ...]
     marks: list[Marks]
@@ -167,11 +169,11 @@ class _Place:
 
 
 class Running:
-    """Counts of running trajectories by context and bin. Memory is that of the trajectories that run.
+    """Counts of running trajectories by context and bin. Memory is proportional to the running trajectories.
 
-    Each one marks each of its contexts with one bin, the first of the octave of the tokens it has had so far; one that
-    ends leaves no mark, and a context without marks is not kept. By octaves a mark seldom moves, and is a lower bound
-    still.
+    Each trajectory marks each of its contexts with one bin: the first of the octave of its tokens so far. When it ends
+    its marks are removed, and a context without marks is not kept. By octaves a mark seldom moves, and is still a lower
+    bound.
     """
 
     def __init__(self) -> None:
@@ -179,7 +181,7 @@ class Running:
         self._marks: dict[Context, Marks] = {}
 
     def start(self, trajectory_id: str, contexts: Iterable[Context], bin_: int = 0) -> None:
-        """From now on it runs; its contexts are where it started."""
+        """Add a running trajectory with the contexts of its start."""
         own = tuple(contexts)
         marks = [self._marks.setdefault(context, {}) for context in own]
         for mark in marks:
@@ -187,8 +189,8 @@ class Running:
         self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
-        """Note that a trajectory has had so many tokens, generated and returned. Ignored where it does not run, or has
-        had more."""
+        """Record that a trajectory has `tokens` tokens, generated and returned. Ignored if it does not run, or had more
+        before."""
         place = self._places.get(trajectory_id)
         if place is None:
             return
@@ -210,7 +212,7 @@ class Running:
                 del self._marks[context]
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram | None:
-        """How many run, by context and bin; None where none of them has more than started."""
+        """Numbers of running trajectories by context and bin; None if all of them are in bin 0."""
         marks = [self._marks.get(context) for context in contexts]
         if not any(mark is not None and (len(mark) > 1 or 0 not in mark) for mark in marks):
             return None
@@ -240,5 +242,5 @@ def _unmark(marks: Marks, bin_: int) -> None:
 
 
 def as_context(values: Iterable[Any]) -> Context:
-    """A context from the lists that JSON makes of it."""
+    """A context from the lists that JSON turns it into."""
     return tuple(as_context(value) if isinstance(value, (list, tuple)) else value for value in values)

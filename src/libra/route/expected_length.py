@@ -1,6 +1,6 @@
-"""Rules that expect a final context of the prompt: by the rank of its length, and by ridge regression.
+"""Rules that predict the final context from the prompt: by the rank of its length, and by ridge regression.
 
-Both forget exponentially: a trajectory behind which n others have finished weighs `2 ** (-n / HALF_LIFE)`.
+Both forget exponentially: a trajectory after which n others have finished weighs `2 ** (-n / HALF_LIFE)`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from libra.route.tool_state import require_finished
 from libra.trajectory import Trajectory
 
 HALF_LIFE = 256.0  # trajectories, as the length tracker forgets
-KEPT = 1_024  # four half-lives: what is let go of weighed a sixteenth or less
+KEPT = 1_024  # four half-lives: dropped trajectories weigh a sixteenth or less
 
-PENALTY = 1.0  # of a squared coefficient: as much as one trajectory that has the feature, and says 0
-TASKS = 32  # a task is told from others by its hash, modulo this
+PENALTY = 1.0  # of a squared coefficient: equals one trajectory that has the feature, with target 0
+TASKS = 32  # tasks are distinguished by their hash modulo this
 FEATURES = 5 + TASKS
 MAX_PROMPTS = 65_536  # whose earlier samples are remembered
 
@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 class QuantileMatch:
     """Maps a prompt length to the final context of the same rank among the latest trajectories.
 
-    A trajectory behind which n others have finished weighs `2 ** (-n / half_life)`; the latest `kept` are kept.
+    A trajectory after which n others have finished weighs `2 ** (-n / half_life)`; the latest `kept` are kept.
     """
 
     def __init__(self, kept: int = KEPT, half_life: float = HALF_LIFE, pairs: Iterable[tuple[int, int]] = ()) -> None:
@@ -45,7 +45,7 @@ class QuantileMatch:
         self._half_life = half_life
         self._ring = np.zeros((kept, 2))
         self._added = 0
-        self._sorted: tuple[Array, Array, Array, Array] | None = None  # made when asked, until the next trajectory
+        self._sorted: tuple[Array, Array, Array, Array] | None = None  # made by `match`, reset by `add`
         for pair in pairs:
             self.add(*pair)
 
@@ -63,8 +63,8 @@ class QuantileMatch:
         """Final context in tokens; None before any trajectory.
 
         The rank of a prompt is the share of shorter ones and half the share of equal ones, so where all prompts are
-        equal every one is given the median. Of the final contexts it is the smallest that at least this share does not
-        exceed. O(log kept), and O(kept log kept) the first time after an `add`.
+        equally long every match is the median. The match is the smallest final context that at least this share does
+        not exceed. O(log kept), and O(kept log kept) the first time after an `add`.
         """
         if not self._added:
             return None
@@ -80,7 +80,7 @@ class QuantileMatch:
         return np.concatenate([self._ring[oldest : self._added], self._ring[:oldest]])
 
     def _sort(self) -> tuple[Array, Array, Array, Array]:
-        """Prompts in order and the weight before each, and of all; finals in order and the weight up to each."""
+        """Sorted prompts, the weight before each and of all, sorted final contexts, and the weight up to each."""
         prompts, finals = self._kept().T
         weights = 2.0 ** (-np.arange(len(prompts))[::-1] / self._half_life)
         by_prompt, by_final = np.argsort(prompts, kind="stable"), np.argsort(finals, kind="stable")
@@ -89,10 +89,10 @@ class QuantileMatch:
 
 
 class LengthByPrompt(Bucketed):
-    """The `length-by-prompt` policy: the final context is expected by `QuantileMatch` at the first turn.
+    """The `length-by-prompt` policy: `QuantileMatch` predicts the final context at the first turn.
 
-    The final context of a trajectory is the most tokens it ever held. Before any has finished, the prompt itself is
-    all that is expected.
+    The final context of a trajectory is the most tokens it ever held. Before any has finished, the prediction is the
+    prompt itself.
     """
 
     NAME = "length-by-prompt"
@@ -121,9 +121,9 @@ class LengthByPrompt(Bucketed):
 class Ridge:
     """Least squares with exponential forgetting and a penalty on all coefficients but the first, the intercept.
 
-    What is kept are the normal equations, not their inverse: forgetting multiplies them by `decay`, a new sample adds
-    to them, both O(features^2), and the penalty never fades, as it would in a recursively updated inverse. They are
-    solved when first asked after that, O(features^3).
+    It keeps the normal equations, not their inverse: forgetting multiplies them by `decay`, a new sample adds to them,
+    both O(features^2), and the penalty never fades, as it would in a recursively updated inverse. `coefficients` solves
+    them once after each `add`, O(features^3).
     """
 
     def __init__(self, features: int, penalty: float, decay: float) -> None:
@@ -140,7 +140,7 @@ class Ridge:
         self._solution: Array | None = None
 
     def add(self, x: Array, y: float) -> None:
-        """One sample; `x[0]` is 1."""
+        """Add one sample; `x[0]` is 1."""
         self._square *= self._decay
         self._square += np.outer(x, x)
         self._product *= self._decay
@@ -148,7 +148,7 @@ class Ridge:
         self._solution = None
 
     def coefficients(self) -> Array | None:
-        """None before any sample."""
+        """The solution of the normal equations; None before any sample."""
         if self._solution is None and self._square[0, 0] > 0:
             self._solution = np.linalg.solve(self._square + self._penalty, self._product).astype(np.float64, copy=False)
         return self._solution
@@ -162,8 +162,8 @@ class Ridge:
 
 
 def features(prompt_tokens: int, task: str, earlier: float | None) -> Array:
-    """What is known of a prompt: 1, the log of its length and its square, whether it had samples before and their mean
-    log final context (0 if none), and its task. Logs are natural and of K tokens (1,024); "" is no task."""
+    """Features of a prompt: 1, the log of its length and its square, whether it had samples before and their mean log
+    final context (0 if none), and its task. Logs are natural and of K tokens (1,024); "" is no task."""
     x = np.zeros(FEATURES)
     length = log_k(prompt_tokens)
     x[:3] = 1.0, length, length**2
@@ -175,7 +175,7 @@ def features(prompt_tokens: int, task: str, earlier: float | None) -> Array:
 
 
 def log_k(tokens: int) -> float:
-    """Natural log of K tokens (1,024); of one token where there are none."""
+    """Natural log of a length in K tokens (1,024); 0 tokens count as 1."""
     return math.log(max(1, tokens) / 1_024)
 
 
@@ -184,7 +184,7 @@ class LengthPredictor(Bucketed):
 
     It stands for predictors that read the prompt (embeddings): in their place it has the `features` that a log of token
     counts gives. The exponential of the predicted log is the median of a log-normal length. The final context of a
-    trajectory is the most tokens it ever held. Before any has finished, the prompt itself is all that is expected.
+    trajectory is the most tokens it ever held. Before any has finished, the prediction is the prompt itself.
     """
 
     NAME = "length-predictor"
@@ -194,8 +194,8 @@ class LengthPredictor(Bucketed):
         super().__init__(sticky=sticky)
         self._ridge = Ridge(FEATURES, PENALTY, 2 ** (-1 / HALF_LIFE))
         self._prompts: dict[str, tuple[int, float]] = {}  # finished samples and their sum of logs, latest updated last
-        # What was known when a live trajectory was placed. To learn with what is known when it finishes would be to
-        # learn from samples of its group that ran beside it, which a prediction never has.
+        # Features known when a live trajectory was placed. Those known when it finishes would include samples of its
+        # group that ran at the same time, which a prediction never has.
         self._asked: dict[str, tuple[int, str, float | None]] = {}
 
     def finished(self, trajectory: Trajectory) -> None:

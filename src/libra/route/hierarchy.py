@@ -1,11 +1,11 @@
-"""What is known of a trajectory's remaining tokens: contexts from general to specific, each blended with the next.
+"""Estimates of a trajectory's remaining tokens: contexts from general to specific, each blended with the next.
 
 Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. In it a context of n trajectories
-weighs n / (n + `SHRINKAGE`) against what the more general ones say, so one old sample never decides, and without
-evidence of its own a context says what they say.
+weighs n / (n + `SHRINKAGE`) against the more general ones, so one old sample never decides, and a context without
+evidence of its own leaves the estimate to them.
 
-Each trajectory counts once in a context, however often it came there: its visits share one weight, because they
-repeat one another. A prompt's own earlier samples are the two most specific contexts.
+Each trajectory counts once in a context, however often it visits it: its visits share one weight, because they repeat
+one another. A prompt's own earlier samples are the two most specific contexts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from libra.route.remaining import BINS, Histogram, Remaining, bin_of, redistribu
 from libra.route.tool_state import ToolState, remainders, require_finished
 from libra.trajectory import Trajectory
 
-# Trajectories of evidence of its own with which a context weighs as much as all that is more general.
+# Number of its own trajectories at which a context weighs as much as all more general ones together.
 SHRINKAGE = 4.0
 
-RECENT = 3  # tool-return states that are looked at
+RECENT = 3  # latest tool-return states that contexts use
 
 _ALONE: tuple[Mapping[int, float], ...] = tuple({bin_: 1.0} for bin_ in range(BINS))  # all in one bin
 
-_FIRST_OF_A_RETURN = 2  # the contexts before it are of all moments of a trajectory, the others of one
+_FIRST_OF_A_RETURN = 2  # earlier contexts hold for the whole trajectory, the others for one moment of it
 
 
 def contexts_of(
@@ -37,7 +37,7 @@ def contexts_of(
 ) -> tuple[Context, ...]:
     """Contexts of a trajectory after `returns` tool returns, of which the last three are `recent`; general ones first.
 
-    Returns so far and context tokens count by doublings, which is what few samples can tell apart.
+    Returns so far and context tokens count by doublings, the finest that few samples can distinguish.
     """
     last, last_two = recent[-1:], recent[-2:]
     depth = returns.bit_length()
@@ -56,10 +56,10 @@ def contexts_of(
 
 
 class Hierarchy:
-    """The evidence of finished trajectories, with those that run as lower bounds, and the estimates made of it.
+    """The evidence of finished trajectories, with running ones as lower bounds, and the estimates from it.
 
-    Running ones count for a trajectory before its first tool return, where it matters most: the samples of a prompt
-    start together, and the short ones finish first. After a return there is only what has finished.
+    Running trajectories count in estimates before the first tool return, where they matter most: the samples of a
+    prompt start together, and the short ones finish first. Estimates after a return use only finished trajectories.
     """
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
@@ -87,7 +87,7 @@ class Hierarchy:
                 visits[context].append(bin_)
         self._evidence.count(
             trajectory.policy_version,
-            # General ones evicted last. Most contexts are visited once.
+            # Reversed so that general contexts are evicted last. Most contexts are visited once.
             {
                 context: _ALONE[bins[0]] if len(bins) == 1 else _shares(bins)
                 for context, bins in reversed(visits.items())
@@ -95,12 +95,12 @@ class Hierarchy:
         )
 
     def started(self, request: TurnRequest) -> None:
-        """A trajectory runs from now on, with this as its first request."""
+        """Add a running trajectory by its first request."""
         contexts = contexts_of(request.prompt_id, request.task, (), 0, request.context_tokens)
         self._running.start(request.trajectory_id, contexts[_FIRST_OF_A_RETURN:])
 
     def reached(self, request: TurnRequest, generated_tokens: int = 0) -> None:
-        """A trajectory that runs has come to this context, and so many tokens more."""
+        """Record that a running trajectory has the context of `request` and `generated_tokens` more."""
         tokens = request.context_tokens + generated_tokens - request.prompt_tokens
         self._running.reached(request.trajectory_id, max(0, tokens))
 
@@ -109,11 +109,11 @@ class Hierarchy:
         self._running.end(trajectory_id)
 
     def predict(self, request: TurnRequest, states: Sequence[ToolState]) -> Remaining | None:
-        """What remains for a trajectory whose tool returns so far were `states`; None before any has finished."""
+        """Remaining tokens of a trajectory whose tool returns so far were `states`; None before any has finished."""
         return self.predict_recent(request, tuple(states[-RECENT:]), len(states))
 
     def predict_recent(self, request: TurnRequest, recent: tuple[ToolState, ...], returns: int) -> Remaining | None:
-        """`predict`, of the latest `RECENT` states and the number of all."""
+        """`predict` from the latest `RECENT` states and the number of all."""
         if not self._evidence.trajectories:
             return None
         contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
@@ -121,7 +121,7 @@ class Hierarchy:
         fading = self._evidence.fading
         weights = finished[:, BINS].tolist()
         running = None if returns else self._running.histograms(contexts)
-        if running is None:  # shares are all that counts, so what has faded alike need not be made to
+        if running is None:  # only shares count, so a common factor `fading` can be left out
             return Remaining(_mixture(weights, fading).dot(finished)[:BINS])
         started = running.sum(axis=1).tolist()
         parts = _mixture([weight * fading + more for weight, more in zip(weights, started, strict=True)])
@@ -146,7 +146,7 @@ class Hierarchy:
 
 
 def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]]:
-    """Contexts at the start and after each tool return, and the tokens that remained there."""
+    """Contexts at the start and after each tool return, each with the tokens that remained."""
     starts = trajectory.contexts()
     recent: tuple[ToolState, ...] = ()
     for returns, (number, state, remaining) in enumerate(remainders(trajectory)):
@@ -156,7 +156,7 @@ def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]
 
 
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
-    """Of the visits in each bin."""
+    """Share of the visits in each bin."""
     visits = len(bins)
     shares = dict.fromkeys(bins, 1 / visits)
     if len(shares) == visits:
@@ -168,11 +168,11 @@ def _shares(bins: Sequence[int]) -> Mapping[int, float]:
 
 
 def _mixture(weights: Sequence[float], fading: float = 1.0) -> Histogram:
-    """What one unit of the evidence of each context, as `contexts_of` lists them, weighs in the estimate.
+    """Weights in the estimate of one unit of evidence of each context, in the order of `contexts_of`.
 
-    A context of count n keeps the share n / (n + `SHRINKAGE`) of what comes to it, so 1 / (n + `SHRINKAGE`) for each
-    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two. A
-    count is a weight times `fading`.
+    A context of count n keeps the share n / (n + `SHRINKAGE`) of the weight that reaches it: 1 / (n + `SHRINKAGE`) for
+    each unit of its evidence. It leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two. A
+    count is an element of `weights` times `fading`.
     """
     everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = weights
     of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)

@@ -1,4 +1,4 @@
-"""What policies remember of the trajectories under way, and what those have in common that remember something."""
+"""State of live trajectories, and base classes of the policies that keep it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ FORMAT = 2  # of snapshots
 
 @dataclass(slots=True)
 class Live:
-    """What is remembered of a trajectory between its turns."""
+    """State of a trajectory between its turns."""
 
-    instance: str | None = None  # served its latest turn; None: no instance could hold any of its turns yet
-    prefix_there: bool = False  # that instance has not gone since
+    instance: str | None = None  # that served its latest turn; None: no instance could hold any of its turns yet
+    prefix_there: bool = False  # whether that instance has stayed since
 
 
 L = TypeVar("L", bound=Live)
 
 
 class LivePolicy(Policy, Generic[L]):
-    """The part of a `Policy` that is the same whatever its rule: letting go, and coming back from a snapshot. Turns
-    are not asked about again, and nothing is learned, unless the rule says otherwise."""
+    """The part of a `Policy` that all rules share: dropping state, and snapshots. By default a turn stays on bucket
+    overrun, and nothing is learned."""
 
     NAME: ClassVar[str]
-    BUCKETS: ClassVar[bool] = True  # whether the rule looks at the bucket of an instance
+    BUCKETS: ClassVar[bool] = True  # whether the rule uses the bucket of an instance
 
     def __init__(self) -> None:
         self._live: dict[str, L] = {}
@@ -71,7 +71,7 @@ class LivePolicy(Policy, Generic[L]):
     def _goes(
         self, live: Live, instance: Instance, reason: str, priority: int = 0, ask_again: int | None = None
     ) -> Placement:
-        """The placement of the next turn there, which is remembered."""
+        """Place the next turn on `instance`, and record it in `live`."""
         id = instance.id
         migrated = live.instance is not None and id != live.instance
         live.instance, live.prefix_there = id, True
@@ -79,33 +79,33 @@ class LivePolicy(Policy, Generic[L]):
 
     @classmethod
     def _made_of(cls, snapshot: dict[str, Any]) -> Self:
-        """With the settings of the snapshot."""
+        """A new policy with the settings of the snapshot."""
         return cls()
 
     @abstractmethod
     def _learned(self) -> dict[str, Any]:
-        """Settings and what was learned, as JSON values."""
+        """Settings and learned state as JSON values."""
 
     @abstractmethod
     def _resume(self, snapshot: dict[str, Any]) -> None:
-        """Remember what `_learned` gave."""
+        """Restore the values of `_learned` from the snapshot."""
 
     @abstractmethod
     def _row(self, live: L) -> Sequence[Any]:
-        """As JSON values."""
+        """The state of a trajectory as JSON values."""
 
     @abstractmethod
     def _of_row(self, *row: Any) -> L:
-        """What `_row` gave."""
+        """The state of a trajectory from the values of `_row`."""
 
 
 class StickyPolicy(LivePolicy[L]):
-    """A rule that can be told not to follow prefixes: with `sticky`, a later turn goes where the prefix is if it can.
+    """A rule for which following prefixes is optional: with `sticky`, a later turn goes where its prefix is if it can.
 
-    A rule that remembers more than where its trajectories are has it in `_rule` and `_resume_rule`.
+    A rule with state besides that of its trajectories saves and restores it in `_rule` and `_resume_rule`.
     """
 
-    REASON: ClassVar[str]  # of a placement that followed no prefix
+    REASON: ClassVar[str]  # of a placement that follows no prefix
 
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class StickyPolicy(LivePolicy[L]):
         self._resume_rule(snapshot["rule"])
 
     def _rule(self) -> Any:
-        """JSON values."""
+        """The state of the rule as JSON values."""
         return None
 
     def _resume_rule(self, rule: Any) -> None:
-        """Remember this, which `_rule` gave."""
+        """Restore the state that `_rule` returned."""

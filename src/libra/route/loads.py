@@ -1,6 +1,6 @@
-"""How much the instances of a fleet have to do, in sum and at least: by a look at all, or kept while loads change.
+"""Total and least loads of a fleet's instances, by a scan of all or from an index that follows changes.
 
-Invariant: an `IndexedFleet` says of its instances what `loads_of` would, whatever has happened since it was asked last.
+Invariant: an `IndexedFleet` always returns the loads that a scan of its instances would.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from libra.route.policy import Fleet, Instance
 
 Kind = tuple[int, bool]  # bucket, and whether it is lent
 
-_STALE = 4  # entries of an instance in a heap, in the mean, with which it is made anew
+_STALE = 4  # mean entries per instance above which a heap is rebuilt
 
 
 @dataclass(slots=True)
 class Loads:
-    """Of the instances that hold some number of tokens."""
+    """Loads of the instances that hold some number of tokens."""
 
-    instances: int = 0  # how many
+    instances: int = 0  # their number
     tokens: int = 0  # of work, of all together
-    least: dict[Kind, tuple[int, Instance]] = field(default_factory=dict)  # of each kind; ties by id
+    least: dict[Kind, tuple[int, Instance]] = field(default_factory=dict)  # least loaded of each kind; ties by id
 
     def offer(self, kind: Kind, load: int, instance: Instance) -> None:
-        """The instance may be the least loaded one of its kind."""
+        """Keep the instance if it is the least loaded of its kind so far."""
         least = self.least.get(kind)
         if least is None or load < least[0] or (load == least[0] and instance.id < least[1].id):
             self.least[kind] = load, instance
 
 
 def loads_of(fleet: Fleet, needed: int) -> Loads:
-    """Of the instances that hold `needed` tokens. O(instances), unless the fleet is indexed."""
+    """Loads of the instances that hold `needed` tokens. O(instances), unless the fleet is indexed."""
     return fleet.loads(needed) if isinstance(fleet, IndexedFleet) else _looked_at(fleet.instances, needed)
 
 
 def instance_of(fleet: Fleet, id: str) -> Instance | None:
-    """The one of this id, if it is there. O(instances), unless the fleet is indexed."""
+    """The instance with this id, or None. O(instances), unless the fleet is indexed."""
     if isinstance(fleet, IndexedFleet):
         return fleet.instance(id)
     return next((it for it in fleet.instances if it.id == id), None)
@@ -57,21 +57,21 @@ def _looked_at(instances: Iterable[Instance], needed: int) -> Loads:
 
 
 class WatchedInstance(Instance, Protocol):
-    """An `Instance` that may say when its load has changed."""
+    """An `Instance` that may report when its load has changed."""
 
     def watch(self, changed: Callable[[], object]) -> bool:
-        """Call this whenever the load has changed, and nobody else any more. False: it cannot say, or its `recall_rate`
-        need not be 0; it is to be looked at each time."""
+        """Call `changed` on every change of the load from now on, instead of any callback given before. False: the
+        instance cannot report changes, or its `recall_rate` may be above 0; it has to be read each time."""
 
 
 W = TypeVar("W", bound=WatchedInstance)
 
 
 class IndexedFleet(Generic[W]):
-    """A `Fleet` that need not look at all its instances to know who has least to do.
+    """A `Fleet` that finds the least loaded instances without reading all of them.
 
-    Capacities and buckets of its instances stay as they are; where that changes, make another one. Until somebody asks
-    for loads or an instance, nothing is kept.
+    Capacities and buckets of its instances must not change; if they do, make a new fleet. The index is built at the
+    first call of `loads` or `instance`.
     """
 
     __slots__ = ("_by_id", "_changed", "_groups", "_unwatched", "instances", "limits", "turn_tokens")
@@ -81,18 +81,18 @@ class IndexedFleet(Generic[W]):
         self.limits = limits
         self.turn_tokens = turn_tokens
         self._by_id: dict[str, W] = {}
-        self._groups: dict[tuple[int, int], _Group] = {}  # by bucket and capacity; of those that are watched
-        self._unwatched: list[W] = []  # looked at each time: there are few
-        self._changed: set[str] = set()  # ids of those whose loads have, since somebody asked
+        self._groups: dict[tuple[int, int], _Group] = {}  # watched instances by bucket and capacity
+        self._unwatched: list[W] = []  # read each time: there are few
+        self._changed: set[str] = set()  # ids of instances whose loads have changed since the last `loads`
 
     def instance(self, id: str) -> W | None:
-        """The one of this id, if it is there."""
+        """The instance with this id, or None."""
         self._index()
         return self._by_id.get(id)
 
     def loads(self, needed: int) -> Loads:
-        """Of the instances that hold `needed` tokens. O(log instances) for each whose load has changed, and O(1) for
-        each bucket and capacity."""
+        """Loads of the instances that hold `needed` tokens. O(log instances) for each whose load has changed, and O(1)
+        for each bucket and capacity."""
         self._index()
         for id in self._changed:
             instance = self._by_id[id]
@@ -119,7 +119,7 @@ class IndexedFleet(Generic[W]):
 
 
 class _Group:
-    """Instances of one bucket and capacity: their loads in a heap that still has some that are over."""
+    """Instances of one bucket and capacity: their loads in a heap that may contain stale entries."""
 
     __slots__ = ("_heap", "_loads", "tokens")
 
@@ -143,7 +143,7 @@ class _Group:
             heapify(self._heap)
 
     def least(self) -> tuple[int, str]:
-        """Load and id."""
+        """Load and id of the least loaded instance."""
         heap = self._heap
         while self._loads[heap[0][1]] != heap[0][0]:
             heappop(heap)

@@ -1,7 +1,7 @@
-"""The oracle: knows every trajectory to its end, and so shows what better predictions could at most be worth.
+"""The oracle: a policy that knows every trajectory to its end, and so bounds the gain of better predictions.
 
-Invariant: an instance's work is what is truly left of the live trajectories whose latest turn went there, from the
-start of that turn on.
+Invariant: an instance's work is the true rest of the live trajectories whose latest turn went there, from the start of
+that turn on.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Known = Mapping[str, Trajectory] | Callable[[str], Trajectory]
 @dataclass(slots=True)
 class _Progress:
     trajectory: Trajectory
-    turn: int  # the latest that was to be placed
-    instance: str | None = None  # to whose work the rest is counted
+    turn: int  # the latest turn to place
+    instance: str | None = None  # whose work includes the rest of the trajectory
 
 
 class Oracle(Bucketed):
-    """The `oracle` policy: the right bucket from the start, and there the instance with the least work truly left.
+    """The `oracle` policy: the right bucket from the start, and there the instance with the least true remaining work.
 
     `known` gives the trajectory of an id. The final context of a trajectory is the most tokens it ever holds. Priority
-    is least slack in milliseconds: when its group is due (0 where that is not known) less the time it truly still
-    needs, its tokens to generate times `token_seconds` of the instance and the recorded seconds of its tools. So among
-    trajectories due at once the longest is first. A decision is O(instances + turns).
+    is the slack in milliseconds: the time at which its group is due (0 if not known) minus the time it still needs, its
+    tokens to generate times `token_seconds` of the instance plus the recorded seconds of its tools. So among
+    trajectories due at the same time the longest is first. A decision is O(instances + turns).
 
     Raises ValueError for a trajectory that it does not know, and for a turn that this trajectory does not have.
     """
@@ -62,7 +62,7 @@ class Oracle(Bucketed):
         return self._counted(progress, super().tool_returned(request, returned, fleet))
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        return None  # where it went it was known to end
+        return None  # the chosen bucket holds its final context
 
     def forget(self, trajectory_id: str) -> None:
         progress = self._progress.pop(trajectory_id, None)
@@ -94,8 +94,8 @@ class Oracle(Bucketed):
             ) from None
 
     def _advance(self, progress: _Progress, least: int, request: TurnRequest) -> None:
-        """Go to the first turn from `least` on that the request is of: turns that generate nothing may have been left
-        out, and of a turn that was stopped elsewhere a part is done."""
+        """Advance to the first turn from `least` on that matches the request. Turns that generate nothing may have been
+        left out, and a turn that was stopped elsewhere may be partly done."""
         trajectory, asked = progress.trajectory, request.context_tokens
         turn = next(
             (

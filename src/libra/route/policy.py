@@ -1,8 +1,8 @@
-"""What a routing policy is asked and what it answers.
+"""The protocol of routing policies: their inputs and answers.
 
-Invariant: a question carries everything about the present (the request and the healthy instances), an answer names one
-instance and the evidence for it; what a policy knows of the past it learned through these same calls, in their order.
-Lengths and loads are tokens.
+Invariant: a call carries the whole present state (the request and the healthy instances); an answer names one instance
+and the reason for it. A policy learns of the past only through these same calls, in their order. Lengths and loads are
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from libra.trajectory import ToolStatus, Trajectory
 
 
 class Instance(Protocol):
-    """What a policy may know of a healthy engine instance."""
+    """The properties of a healthy engine instance that a policy may read."""
 
     @property
     def id(self) -> str:
@@ -32,29 +32,29 @@ class Instance(Protocol):
 
     @property
     def load_tokens(self) -> int:
-        """Tokens of work it has accepted and not finished."""
+        """Tokens of work that it has accepted and not finished."""
 
     @property
     def token_seconds(self) -> float | None:
-        """Seconds in which it would generate one token of one more sequence, with all the work that it has accepted:
-        where that does not fit at once, sequences take turns. None: not known. Of one that is lent, as its lender
-        grants it time."""
+        """Seconds to generate one token of one more sequence, in addition to all accepted work; sequences take turns
+        where they do not fit at once. None: not known. For a lent instance, at the share of time that its lender
+        grants."""
 
     @property
     def recall_rate(self) -> float:
-        """How often a second its lender is expected to want it back, for its turns to go on elsewhere; 0: not lent."""
+        """Expected recalls per second by its lender, upon which its turns continue elsewhere; 0: not lent."""
 
     @property
     def prompt_wait_seconds(self) -> float:
-        """Seconds in which a turn's prompt comes to be computed elsewhere, before anything is generated here; 0 where
-        the engine that generates computes prompts, which its load says."""
+        """Seconds until another engine has computed a turn's prompt, before this one can generate; 0 where this engine
+        computes prompts itself, as its load accounts for them."""
 
 
 class Fleet(Protocol):
-    """The instances a request may go to. A sick or stopping instance is left out, not marked.
+    """The instances a request may go to. An unhealthy or stopping instance is left out, not marked.
 
-    A policy reads it during one call and keeps nothing of it. So a fleet may be a live object whose instances change
-    between calls, or a `View` of one moment where copying it is cheap and what changes it runs at the same time.
+    A policy reads it during one call and keeps no reference to it. So a fleet may be a live object whose instances
+    change between calls, or, where the instances change concurrently and copying is cheap, a `View` of one moment.
     """
 
     @property
@@ -131,8 +131,9 @@ class TurnRequest:
     prompt_id: str
     prompt_tokens: int
     context_tokens: int  # context at the start of the turn, the latest tool return included
-    task: str = ""  # what kind of prompt it is; "": not known
-    # Seconds on the caller's clock by which its group has to be complete, for training not to wait; None: not known.
+    task: str = ""  # kind of prompt; "": not known
+    # Time on the caller's clock, in seconds, by which its group must be complete so that training need not wait; None:
+    # not known.
     due: float | None = None
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """What came back from a tool."""
+    """The return of a tool call."""
 
     tool: str
     status: ToolStatus
@@ -155,14 +156,14 @@ class ToolReturn:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the next turn runs, and why."""
+    """The instance of the next turn, with the reason."""
 
     instance: str
     bucket: int  # the bucket of that instance
-    migrated: bool  # the previous turn, or what there is of this one, ran on another instance
+    migrated: bool  # whether the previous turn, or this one so far, ran on another instance
     reason: str
     priority: int = 0  # lower is served first, by engines that serve by priority
-    ask_again: int | None = None  # tokens generated in this turn after which `bucket_overrun` wants to be asked
+    ask_again: int | None = None  # tokens generated in this turn at which to call `bucket_overrun`
 
     def __post_init__(self) -> None:
         if self.ask_again is not None and self.ask_again < 1:
@@ -170,31 +171,32 @@ class Placement:
 
 
 class Policy(Protocol):
-    """Decides where each turn runs. One caller at a time; same calls in the same order, same answers."""
+    """Chooses the instance of each turn. One caller at a time; equal calls in equal order give equal answers."""
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         """Place a turn that no tool return precedes: the first one, or one that must be placed again.
 
-        None: no healthy instance can hold it now. The caller waits and calls `place` again, also when it was
-        `tool_returned` that answered None, since a tool return is told once.
+        None: no healthy instance can hold it now. The caller waits and calls `place` again, also when `tool_returned`
+        answered None, since each tool return is passed only once.
         """
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
+        """Place the turn that follows a tool return. None as for `place`. Raises ValueError if the trajectory was never
+        placed."""
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        """What becomes of a turn that has generated the `ask_again` tokens of its placement, and goes on.
+        """Place again a turn that has generated the `ask_again` tokens of its placement and is not finished.
 
-        `request` is the one that was placed. None: it stays, and nobody asks again. A placement on its own instance:
-        it stays, and `ask_again` says when to ask next, counted from the turn's start. One on another instance: it is
-        stopped, and goes on there from what it has generated.
+        `request` is the one that was placed. None: the turn stays, and this is not called again. A placement on its own
+        instance: the turn stays, and `ask_again`, counted from the turn's start, is when to call next. A placement on
+        another instance: the turn is stopped, and continues there from the tokens that it has generated.
         """
 
     def finished(self, trajectory: Trajectory) -> None:
-        """Learn from a finished trajectory, routed here or read from a log, and let go of its routing state."""
+        """Learn from a finished trajectory, routed here or read from a log, and drop its routing state."""
 
     def forget(self, trajectory_id: str) -> None:
-        """Let go of an abandoned trajectory without learning from it; no error if it was never placed."""
+        """Drop the state of an abandoned trajectory without learning from it; no error if it was never placed."""
 
     def instance_gone(self, instance: str) -> None:
         """The instance stopped and its prefixes are lost, even if one of the same name comes back."""
@@ -204,11 +206,11 @@ class Policy(Protocol):
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> Self:
-        """The policy that `snapshot` was taken of. `ValueError` if it is of another policy or format."""
+        """The policy of `snapshot`. Raises ValueError if the snapshot is of another policy or format."""
 
 
 def require_snapshot(snapshot: Mapping[str, Any], policy: str, format: int) -> None:
-    """Raise ValueError unless `snapshot` says that it is of this policy and format."""
+    """Raise ValueError unless `snapshot` is of this policy and format."""
     found = (snapshot.get("policy"), snapshot.get("format"))
     if found != (policy, format):
         raise ValueError(

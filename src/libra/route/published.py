@@ -1,10 +1,10 @@
-"""C-MLFQ as published: a multi-level feedback queue driven by what tools return.
+"""C-MLFQ as published: a multi-level feedback queue driven by tool returns.
 
-Invariant: a trajectory changes bucket by estimate only if the mean and the P90 of its remaining tokens name the same
-other bucket, and no turn is ever placed on an instance that cannot hold it. The estimates are of a prefix tree over
-tool-return states, of which a node has exactly one remainder for each trajectory added through it since it was created:
-the tokens generated and returned from the node to the end, without the return that leads to it. The tree never holds
-more than `max_nodes` nodes below its root.
+Invariant: a trajectory changes bucket by estimate only if the mean and the P90 of its remaining tokens fit the same
+other bucket, and no turn is ever placed on an instance that cannot hold it. The estimates are those of a prefix tree
+over tool-return states. A node has exactly one remainder for each trajectory added through it since it was created: the
+tokens generated and returned from the node to the end, without the return that leads to it. The tree never holds more
+than `max_nodes` nodes below its root.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Node:
         self.total += remaining
 
     def estimate(self) -> Estimate:
-        """Raises `ValueError` on a node without samples, which has no mean."""
+        """The estimate of the node's samples. Raises ValueError if there are none."""
         if not self.count:
             raise ValueError("node has no samples: add one before asking for an estimate")
         rank = (9 * len(self.recent) + 9) // 10
@@ -64,7 +64,7 @@ class CausalTree:
     """Remaining-token evidence by prompt and ordered tool-return states.
 
     Prompts are kept in order of their latest update. When the tree is full, whole prompts are evicted from the oldest
-    on; a prompt that fills the tree alone stops growing deeper and goes on counting where it has nodes.
+    on; a prompt that fills the tree alone gets no more nodes, and its existing nodes keep counting.
     """
 
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
@@ -102,7 +102,8 @@ class CausalTree:
             node.add(remaining)
 
     def estimate(self, prompt_id: str, states: list[ToolState]) -> Estimate | None:
-        """At the longest known prefix of `states`; of all prompts if this one is unseen; None before any trajectory."""
+        """The estimate at the longest known prefix of `states`; over all prompts if this one is unseen; None before any
+        trajectory."""
         node = self._prompts.get(prompt_id)
         if node is None:
             return self._everyone.estimate() if self._everyone.count else None
@@ -144,7 +145,7 @@ class CausalTree:
         return tree
 
     def _touch(self, prompt_id: str) -> Node:
-        """The prompt's node, made if need be, now the latest updated."""
+        """The prompt's node, created if missing, now the most recently updated."""
         node = self._prompts.pop(prompt_id, None)
         if node is None:
             self._make_room(prompt_id)
@@ -240,7 +241,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         return _Live(instance, prefix_there, bucket, [ToolState(*state) for state in states])
 
     def _wanted(self, live: _Live, prompt_id: str, limits: tuple[int, ...]) -> tuple[int, str]:
-        """The bucket the estimate asks for, or the trajectory's own if it does not ask clearly."""
+        """The bucket that mean and P90 agree on, or the trajectory's own bucket if they do not, with the reason."""
         estimate = self._tree.estimate(prompt_id, live.states)
         if estimate is None:
             return live.bucket, "no evidence"
@@ -254,7 +255,7 @@ class PublishedCMLFQ(LivePolicy[_Live]):
         )
 
     def _serve(self, live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
-        """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
+        """Place in the wanted bucket or the nearest that can hold the turn, and record the bucket."""
         needed = request.context_tokens + fleet.turn_tokens
         chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
         if chosen is None:

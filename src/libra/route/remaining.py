@@ -1,7 +1,7 @@
-"""How many tokens a trajectory still needs, as a distribution over bins that widen with the length.
+"""Remaining tokens of a trajectory, as a distribution over bins that widen with the length.
 
-Invariant: mean, quantiles and probabilities of a distribution are those of one set of shares, each spread evenly over
-its bin, of what has not been outlived.
+Invariant: mean, quantiles and probabilities of a distribution follow from one set of shares, each spread evenly over
+its bin, of the lengths that have not been outlived.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from numpy.typing import NDArray
 
 Histogram = NDArray[np.float32]  # weights by bin; single precision, because there are many of them
 
-# Edges at 16 * (2 ** (i / 4) - 1) tokens: bins of 3 tokens at first, of a fifth of the length from some hundred on. The
-# last edge is at 16.8 million tokens.
+# Edges at 16 * (2 ** (i / 4) - 1) tokens: bins of 3 tokens at first, of a fifth of the length from a few hundred tokens
+# on. The last edge is at 16.8 million tokens.
 BINS = 80
 BINS_PER_OCTAVE = 4
 EDGES: tuple[float, ...] = tuple(16.0 * (2 ** (edge / BINS_PER_OCTAVE) - 1) for edge in range(BINS + 1))
 
 _INNER_EDGES = EDGES[1:-1]
 
-_SERIES = 1e-3  # below this, the first two terms of a power series are as good as a float gets
-_NEGLIGIBLE = 1e-5  # so small a share is no evidence of what comes after: single-precision sums are off by 1e-6
+_SERIES = 1e-3  # below this, the first two terms of a power series are as exact as a float
+_NEGLIGIBLE = 1e-5  # a share this small is no evidence of the lengths beyond: single-precision sums are off by 1e-6
 
 
 def bin_of(tokens: int) -> int:
-    """The bin of a number of tokens, 0 or more; what is beyond the last edge is in the last bin."""
+    """The bin of a number of tokens, 0 or more; numbers beyond the last edge are in the last bin."""
     return bisect_right(_INNER_EDGES, tokens)
 
 
 def _at_edges() -> Histogram:
-    """Linear maps of weights to what holds at each edge: the weight that reaches it, and the tokens before it."""
+    """Two linear maps from weights by bin to values at each edge: the weight that reaches it, and the weighted tokens
+    before it."""
     reach = np.tri(BINS, BINS + 1)
     before = np.zeros((BINS, BINS + 1))
     before[:, 1:] = ((reach[:, :-1] + reach[:, 1:]) / 2 * np.diff(EDGES)).cumsum(axis=1)
@@ -45,7 +46,7 @@ _BEFORE = BINS + 1  # where the second map begins
 
 
 class Remaining:
-    """Tokens that a trajectory generates and is returned from some moment to its end; immutable.
+    """Tokens that a trajectory generates and gets from tools from some moment to its end; immutable.
 
     `weights` are by bin, each 0 or more, with any sum above 0.
     """
@@ -54,8 +55,8 @@ class Remaining:
 
     def __init__(self, weights: Histogram) -> None:
         self._weights = weights
-        self._at = weights.dot(_AT_EDGES)  # not `@`, which takes longer to begin than to multiply
-        self._past = 0.0  # tokens, already outlived
+        self._at = weights.dot(_AT_EDGES)  # not `@`, whose overhead exceeds the multiplication
+        self._past = 0.0  # tokens already outlived
         self._past_before = 0.0
         self._past_reach = self._at.item(0)
         if not self._past_reach > 0:
@@ -70,9 +71,9 @@ class Remaining:
         return cls(weights)
 
     def after(self, tokens: float) -> Remaining:
-        """What remains once `tokens` more have passed, of those that needed more than these.
+        """The distribution of what remains once `tokens` more have passed, given that more are needed.
 
-        Where none did, nothing is known but the past, and what remains is taken to be about as much again.
+        If no evidence needed more, the remaining tokens are assumed to be about as many as those that have passed.
         """
         past = self._past + tokens
         before, reach = self._raw(past)
@@ -88,15 +89,15 @@ class Remaining:
         return self.cut(tokens)[1]
 
     def cut(self, tokens: float) -> tuple[float, float]:
-        """Mean of the smaller of what remains and `tokens`, and the probability that more than these remain."""
+        """Mean of the remaining tokens capped at `tokens`, and the probability that more than `tokens` remain."""
         if tokens <= 0:
             return 0.0, 1.0
         before, reach = self._raw(self._past + tokens)
         return (before - self._past_before) / self._past_reach, reach / self._past_reach
 
     def interrupted(self, rate: float, tokens: float = math.inf) -> tuple[float, float]:
-        """Of something that comes with `rate` (above 0) a token, whenever: the probability that it comes before the end
-        and within `tokens`; and if so, the mean tokens that have passed, 0 where it cannot.
+        """Probability that an interruption comes before the end and within `tokens`, and the mean tokens passed by
+        then, 0 where it cannot come. Interruptions are a Poisson process with `rate` (above 0) per token.
 
         The integrals of rate * exp(-rate * x) * P(more than x remain), and of x times that, bin by bin.
         """
@@ -108,7 +109,7 @@ class Remaining:
         reach = np.interp(points, edges, self._at[:_BEFORE]) / self._past_reach
         x, wide, first = points[:-1] - start, np.diff(points), reach[:-1]
         slope, by = np.diff(reach) / wide, rate * wide
-        # Moments of rate * exp(-rate * u) for u up to `wide`; what is small would be the difference of large terms.
+        # Moments of rate * exp(-rate * u) for u up to `wide`; small ones would be the difference of large terms.
         stays = np.exp(-by)
         one = np.where(by < _SERIES, by * wide * (1 / 2 - by / 3), -np.expm1(-by) / rate - wide * stays)
         two = np.where(by < _SERIES, by * wide**2 * (1 / 3 - by / 4), 2 / rate * one - wide**2 * stays)
@@ -124,13 +125,15 @@ class Remaining:
             raise ValueError(f"q is {q}; a share lies between 0 and 1")
         wanted = (1 - q) * self._past_reach
         reach = self._at[:_BEFORE]
-        bin_ = max(0, min(BINS, int(np.searchsorted(-reach, -wanted, side="right"))) - 1)  # the last that so many reach
+        # The bin of the last edge that the weight `wanted` reaches.
+        bin_ = max(0, min(BINS, int(np.searchsorted(-reach, -wanted, side="right"))) - 1)
         low, high = reach.item(bin_), reach.item(min(BINS, bin_ + 1))
         part = (low - wanted) / (low - high) if low > high else 0.0
         return max(0.0, EDGES[bin_] + part * (EDGES[min(BINS, bin_ + 1)] - EDGES[bin_]) - self._past)
 
     def _raw(self, tokens: float) -> tuple[float, float]:
-        """The weighted tokens before, and the weight that reaches, a length that counts what has been outlived."""
+        """The weighted tokens before the length `tokens`, and the weight that reaches it; `tokens` includes those
+        outlived."""
         item = self._at.item
         bin_ = bisect_right(EDGES, tokens) - 1
         if bin_ >= BINS:
@@ -142,11 +145,12 @@ class Remaining:
 
 
 def redistributed(finished: Histogram, running: Histogram) -> Histogram:
-    """Shares by bin of the lengths of all, when some have `finished` in their bins and others are `running` in theirs.
+    """Shares by bin of the lengths of all trajectories, from the final bins of `finished` ones and the present bins of
+    `running` ones.
 
-    The product-limit estimator (Kaplan and Meier 1958). One that runs counts as at risk below its bin: in it, it may
-    end any time. What is longer than all that have finished is put an octave beyond the longest that runs: as long
-    again. The weights must not all be 0.
+    The product-limit estimator (Kaplan and Meier 1958). A running trajectory counts as at risk below its bin; within
+    its bin it may end any time. The share of lengths beyond all finished ones is put an octave beyond the longest
+    trajectory, that is at about twice its length. The weights must not all be 0.
     """
     at_risk = finished.copy()
     at_risk[:-1] += running[1:]

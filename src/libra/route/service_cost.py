@@ -1,8 +1,8 @@
-"""What it costs to serve the rest of a trajectory on an instance, in expectation.
+"""Expected cost of serving the rest of a trajectory on an instance.
 
-Invariant: a cost depends on the instance, the longer ones that could take over, and what remains; not on where the
-trajectory is. Only the price of bringing its context does. So with the same evidence and loads, what was worth a move
-is not worth moving back.
+Invariant: a cost depends on the instance, the longer ones that could take over, and the remaining tokens, not on the
+trajectory's present instance. Only the price of moving its context does. So with the same evidence and loads, a move
+that was worth its price is never worth reversing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from libra.route.loads import instance_of, loads_of
 from libra.route.policy import Fleet, Instance
 from libra.route.remaining import Remaining
 
-# A turn is stopped to go on elsewhere while its instance has room for one more token: what fills it is cut there.
+# A turn is stopped to continue elsewhere while its instance has room for one more token: a full context would be cut.
 _ROOM = 2
 
-# Seconds to a generated token where an instance does not tell, the same for all of them. Of the order of a 14 B model
-# on one A100, whose 28 GB of weights at 2 TB/s are read in 14 ms.
+# Seconds per generated token assumed for every instance that reports none. The order of a 14 B model on one A100, which
+# reads 28 GB of weights at 2 TB/s in 14 ms.
 TOKEN_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationCost:
-    """Seconds in which a context of n tokens is at hand on another instance: `fixed + per_token * n`.
+    """Seconds to move a context of n tokens to another instance: `fixed_seconds + seconds_per_token * n`.
 
-    The default is what the published C-MLFQ states for a move to another node as an upper bound: 40K tokens in less
-    than 733 ms.
+    The default is the upper bound that the published C-MLFQ states for a move to another node: 40K tokens in less than
+    733 ms.
     """
 
     fixed_seconds: float = 0.0
@@ -40,12 +40,12 @@ class MigrationCost:
                 raise ValueError(f"{name} is {seconds}; give seconds, 0 or more and finite")
 
     def __deepcopy__(self, _memo: object) -> MigrationCost:
-        """Itself, as it never changes; by default a copy is written to, which the compiled class refuses."""
+        """Itself, as it is immutable. The default would set attributes of a copy, which the compiled class refuses."""
         return self
 
     def seconds(self, context_tokens: float, load_tokens: float) -> float:
-        """Of the trajectory and of all that it holds up: an instance with a load of m tokens serves m / n others of
-        its size, and they wait as long as it does."""
+        """Seconds that a move costs the trajectory and those that it delays: an instance with a load of m tokens serves
+        m / n others of its size, and each of them waits as long."""
         if context_tokens <= 0:
             return self.fixed_seconds
         others = load_tokens / context_tokens
@@ -54,29 +54,29 @@ class MigrationCost:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What an instance would serve at. Made for one decision: to freeze it would take longer than to weigh it."""
+    """The terms at which an instance would serve a turn. Not frozen, as freezing would cost more than the decision."""
 
     instance: Instance
     load_tokens: int
-    told_seconds: float  # to a generated token, as the instance tells, `TOKEN_SECONDS` if it does not
-    token_seconds: float  # the same, congestion included, and its share of the wait for the prompt of its turn
-    reach: float  # largest context that it is asked to hold; infinite where there is no longer bucket
+    told_seconds: float  # per generated token, as the instance reports; `TOKEN_SECONDS` if it reports none
+    token_seconds: float  # the same, with congestion and a token's share of the wait for the turn's prompt
+    reach: float  # largest context that it may hold; infinite where there is no longer bucket
     onward: Offer | None  # the fastest of a longer bucket, which would take over beyond `reach`
 
 
 def offers_of(fleet: Fleet, needed: int, prefix_at: str | None, turn_tokens: float) -> tuple[list[Offer], Offer | None]:
-    """Of each bucket the least loaded instance that holds `needed` tokens, ties by id, longest bucket first; of those
-    that are lent another one; and the instance `prefix_at`, if it is there and holds them. O(instances), unless the
-    fleet is indexed (`loads_of`).
+    """Offers of the least loaded instance of each bucket that holds `needed` tokens, and of the least loaded lent one;
+    ties by id, longest bucket first. Also the offer of the instance `prefix_at`, if it is there and holds them.
+    O(instances), unless the fleet is indexed (`loads_of`).
 
-    An instance that tells its seconds tells them for all the work that it has accepted. One that does not is taken to
-    need `TOKEN_SECONDS` at the mean load of all that hold `needed` tokens, half of them when idle, and half more for
-    each mean load more. What a turn waits for its prompt is divided among its tokens, `turn_tokens` on average (0: not
-    known, and such waits are not counted).
+    An instance reports its seconds for all the work that it has accepted. One that reports none is assumed to need
+    `TOKEN_SECONDS` at the mean load of all that hold `needed` tokens, half of that when idle, and half more for each
+    further mean load. A turn's wait for its prompt is divided among its tokens, `turn_tokens` on average (0: not known,
+    and such waits are not counted).
 
-    The limit of a bucket is no wall: an instance serves whatever its memory holds. A turn that has outgrown the bucket
-    leaves it where another instance is expected to serve it sooner. Were it sent away, what the planner did not foresee
-    would gather in the last bucket while the others idle.
+    The limit of a bucket is not enforced: an instance serves whatever its memory holds. A turn that has outgrown the
+    bucket leaves it only where another instance is expected to serve it sooner. If every such turn had to leave, work
+    that the planner did not foresee would gather in the last bucket while the others idle.
     """
     loads = loads_of(fleet, needed)
     if not loads.instances:
@@ -121,11 +121,11 @@ def _offer(instance: Instance, load: int, per_load: float, onward: Offer | None,
 def service_cost(
     remaining: Remaining, context_tokens: int, offer: Offer, migration: MigrationCost, share: float = 1.0
 ) -> float:
-    """Seconds: the tokens that fit are served here; the others, if any, onward, for which the context has to move. From
-    an instance that is lent it has to, too, if a recall comes before the last of the tokens that fit.
+    """Expected seconds. The tokens that fit are served here, the others onward, for which the context has to move. The
+    context of a lent instance also has to move if a recall comes before the last of the tokens that fit.
 
-    Of the service itself, and of the time in which it may be recalled, only `share` counts, as far ahead as the offers
-    can be relied on; the move counts in full.
+    Only `share` of the service, and of the time in which a recall may come, counts, as offers are reliable only that
+    far ahead; the move counts in full.
     """
     onward, recalls = offer.onward, offer.instance.recall_rate
     if onward is None:
@@ -152,8 +152,8 @@ def cheapest(
 ) -> Offer:
     """The cheapest of one offer or more; ties stay at `home`, where the prefix is, then go by load and id.
 
-    A first placement counts on the offers for all that remains. A move only counts on what it gains in a turn of
-    `turn_tokens`, which are the trajectory's own, for loads change, and with the next return it can be made still.
+    A first placement weighs the offers over all remaining tokens. A move is weighed over one turn of `turn_tokens`, the
+    trajectory's own, because loads change and the move is still possible at the next return.
     """
     mean, share = remaining.mean, 1.0
     chosen = offers[0]
@@ -168,7 +168,7 @@ def cheapest(
         if offer.onward is not None and offer.onward.token_seconds < fastest:
             fastest = offer.onward.token_seconds
         if least is not None and share * fastest * mean + move > least[0]:
-            continue  # it costs at least that, and most of the time that settles it
+            continue  # this lower bound of its cost is enough to reject it most of the time
         cost = move + service_cost(remaining, context_tokens, offer, migration, share)
         if least is None or (cost, offer.load_tokens, offer.instance.id) < least:
             chosen, least = offer, (cost, offer.load_tokens, offer.instance.id)

@@ -1,4 +1,4 @@
-"""Sessions by a hash, as balancers route them that hash a session header (nginx, Envoy, vllm-router)."""
+"""Routing by a hash of the session, as in load balancers that hash a session header (nginx, Envoy, vllm-router)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnReque
 
 
 class SessionHash(StickyPolicy[Live]):
-    """The `sticky` policy: all turns of a trajectory go to one instance, whatever it has to do.
+    """The `sticky` policy: all turns of a trajectory go to one instance, whatever its load.
 
-    The instance is the one with the highest hash of both ids (rendezvous hashing, Thaler and Ravishankar 1998), of
-    those that hold the turn: when instances come or go, no other trajectory moves. O(instances). Told not to follow
-    prefixes, it hashes each turn by itself.
+    Of the instances that hold the turn it is the one with the highest hash of both ids (rendezvous hashing, Thaler and
+    Ravishankar 1998): when an instance comes or goes, all other trajectories stay where they are. O(instances). Without
+    `sticky`, it hashes each turn by itself.
 
     The hash must mix its bits. A linear one, such as CRC, ranks instances alike for half of all sessions: of three
-    instances one would have half of them.
+    instances one would have half of the sessions.
     """
 
     NAME = "sticky"

@@ -1,4 +1,4 @@
-"""What a tool return says of the rest of its trajectory, and what remained after each return of a finished one."""
+"""States of tool returns, and the remaining tokens of finished trajectories after each return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEDIUM_PAYLOAD = 5_000
 
 
 class ToolState(NamedTuple):
-    """What is known of one tool return. A tuple, because every lookup hashes one for each return so far."""
+    """The state of one tool return. A tuple, because every lookup hashes one for each return so far."""
 
     tool: str
     payload: PayloadClass
@@ -31,13 +31,13 @@ def payload_class(returned_tokens: int) -> PayloadClass:
 
 @lru_cache(maxsize=4096)
 def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
-    """The state of a tool return: one object for all that are alike, which are kept and compared often."""
+    """The state of a tool return: one object for all equal states, since these are stored and compared often."""
     return ToolState(tool, payload, status)
 
 
 def remainders(trajectory: Trajectory) -> Iterator[tuple[int, ToolState | None, int]]:
     """The tokens generated and returned from the start on, and from each tool return on: (number of the turn that
-    begins there, state of the return, tokens). `ValueError` if the trajectory is unfinished, so that they are unknown.
+    begins there, state of the return, tokens). Raises ValueError for an unfinished trajectory, where they are unknown.
     """
     require_finished(trajectory)
     remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)

@@ -1,7 +1,7 @@
-"""What a search found, and how sure that is.
+"""The answer of a search, and its certainty.
 
-Invariant: everything on the menu is in an answer once: as a point of the Pareto set, or rejected with its reason. What
-is claimed says whether a bound proves it, or simulation alone.
+Invariant: every candidate of the menu is in an answer once: as a point of the Pareto set, or rejected with a reason. A
+claim says whether a bound proves it, or only simulation supports it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from libra.sizing.objective import Metric
 from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.trial import Trial, statistic
 
-_BUSY = 0.8  # share from which on a network is told of
+_BUSY = 0.8  # share of its bandwidth from which a network is mentioned
 
 By = Literal["bound", "simulation", "dominated"]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A candidate that serves, at the highest rate that it does."""
+    """A candidate at the highest rate that it serves."""
 
     candidate: ServingCandidate
     cost: float  # GPUs, or an hour's price
     bound: float  # requests/s
     trial: Trial
     bottleneck: str
-    tenths: tuple[int, int]  # of their limits that TTFT and TPOT take, rounded up; 0 where nothing limits them
+    tenths: tuple[int, int]  # TTFT and TPOT in tenths of their limits, rounded up; 0 where nothing limits them
     checks: tuple[Check, ...]  # at its rate: on the record, and on draws of it
 
     @property
@@ -46,7 +46,7 @@ class Point:
         return self.trial.rate / self.cost
 
     def dominates(self, other: Point) -> bool:
-        """Whether it is no worse in goodput, nor in TTFT and TPOT by tenths of their limits. Of points that are alike
+        """Whether it is no worse in goodput, nor in TTFT and TPOT by tenths of their limits. Of points that are equal
         in all of these, the one with lower latencies dominates."""
         if (self.value, self.tenths) == (other.value, other.tenths):
             return self.criteria < other.criteria
@@ -55,7 +55,7 @@ class Point:
 
     @property
     def criteria(self) -> tuple[float, float, float]:
-        """The lower the better."""
+        """Negated value, TTFT and TPOT; lower is better."""
         return -self.value, self.trial.ttft, self.trial.tpot
 
 
@@ -71,7 +71,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class NearMiss:
-    """The best of those that a bound leaves possible, and simulation does not."""
+    """The best candidate that a bound allows but that fails in simulation."""
 
     candidate: ServingCandidate
     objective: str
@@ -103,11 +103,11 @@ class SizingAnswer:
 
     @property
     def told(self) -> bool:
-        """Whether there are points, whose rate was given, or is one that the requests are enough for."""
+        """Whether there are points whose rate was given, or for which the requests are enough to determine the rate."""
         return bool(self.points) and (self.question.rate is not None or self.caution() is None)
 
     def claim(self) -> str:
-        """What is known of the best point against the rest of the menu."""
+        """Comparison of the best point with the rest of the menu, and how it is known."""
         if self.points and not self.told:
             return "the requests are too few to tell a rate"
         given = self.question.rate is not None
@@ -127,7 +127,7 @@ class SizingAnswer:
         return text
 
     def caution(self) -> str | None:
-        """Where requests are over so soon that a deployment may serve them and fall behind all the time."""
+        """A warning if there are so few requests that a deployment may serve all in time although its backlog grows."""
         if not self.points:
             return None
         fastest, wait = max((it.trial for it in self.points), key=lambda it: it.rate), self.question.shortest_wait
@@ -136,7 +136,8 @@ class SizingAnswer:
             return None
         return (
             f"at {rate:,.3g} requests/s the {count:,} requests come within {count / rate:.3g} s, and may wait {wait:g}"
-            f" s: who serves them need not keep up for long; give {ceil(LASTING * rate * wait):,} requests or more"
+            f" s: a deployment that cannot keep up may still serve them; give {ceil(LASTING * rate * wait):,} requests"
+            " or more"
         )
 
     def document(self) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class SizingAnswer:
 
 
 def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate, Point]]:
-    """Those that no other dominates, best value first; and of the others one that does."""
+    """Points that no other dominates, best value first; and for each of the others one that dominates it."""
     ordered = sorted(points, key=lambda it: (-it.value, it.tenths, it.criteria))  # none dominates one before it
     kept: list[Point] = []
     beaten: dict[ServingCandidate, Point] = {}
@@ -205,7 +206,7 @@ def pareto(points: Sequence[Point]) -> tuple[list[Point], dict[ServingCandidate,
 
 
 def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float, held: Held) -> Point | None:
-    """None where it serves at no rate."""
+    """The point of a candidate; None if it serves at no rate."""
     one = held.trial
     if one is None:
         return None
@@ -216,7 +217,7 @@ def point_of(question: SizingQuestion, candidate: ServingCandidate, bound: float
 
 
 def tenths(question: SizingQuestion, ttft: float, tpot: float) -> tuple[int, int]:
-    """Of their limits, rounded up; 0 where nothing limits them."""
+    """TTFT and TPOT in tenths of their limits, rounded up and 10 at most; 0 where nothing limits them."""
 
     def of(metric: Metric, seconds: float) -> int:
         its = statistic(question, metric)
@@ -235,7 +236,7 @@ def rival(least: tuple[int, int], kept: Sequence[Point]) -> Point | None:
 
 
 def bottleneck(question: SizingQuestion, candidate: ServingCandidate, trial: Trial) -> str:
-    """The objective that is nearest to its limit, and how full the pool is that it waits for."""
+    """The objective that is nearest to its limit, and the use of the pool that it waits for."""
     near = max(question.objectives, key=lambda it: trial.latency[it.name] / it.limit)
     other = "decode" if near.metric == "ttft" else "prefill"
     its = [both for both in zip(candidate.pools, trial.pools, strict=True) if both[0].role != other]

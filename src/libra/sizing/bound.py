@@ -1,8 +1,8 @@
-"""How fast requests could come at most, and what they would wait at least: without queueing, by prices from below.
+"""Upper bounds on rates and lower bounds on latencies: without queueing, by lower bounds on prices.
 
-Invariant: a rate that is refused here is missed in simulation, too. Work is what requests need on one pool, wherever
-its engines do it; it must be done by the latest instants at which they may be served, but for the dearest of those that
-may miss an objective.
+Invariant: a rate that is refused here is missed in simulation, too. Work is the requests' demand on one pool, on any of
+its engines. It must be done by the latest instants at which the requests may be served, except that of the most
+expensive requests that may miss an objective.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from libra.sizing.trial import SHOWN, statistic
 
 @dataclass(frozen=True, slots=True)
 class RateBound:
-    """What a candidate cannot better."""
+    """Bounds on a candidate: its rate is no higher, its latencies are no lower."""
 
     rate: float  # requests/s; 0: not even one request at a time
     ttft: float  # seconds, by the statistic of `trial.statistic`
     tpot: float
-    reason: str  # what sets the rate
+    reason: str  # limit that sets the rate
 
 
 @dataclass(slots=True)
 class Bounds:
-    """Of all candidates of one question; pools that candidates have in common are looked at once. Prices may be those
-    of the bounds of `others`, whose requests include all of these."""
+    """Bounds of all candidates of one question; pools that candidates share are computed once. Prices may be taken from
+    the bounds `others`, whose requests include all of these."""
 
     question: SizingQuestion
     others: Bounds | None = None
@@ -80,7 +80,7 @@ class Bounds:
         return RateBound(rate, ttft, tpot, reason)
 
     def idle(self, candidate: ServingCandidate) -> tuple[float, float]:
-        """TTFT and TPOT of `RateBound`, or more: of idle engines in simulation."""
+        """TTFT and TPOT on idle engines in simulation, no less than those of `RateBound`."""
         works = [self._on(pool.shape) for pool in candidate.pools]
         prompt, answer = (self._idle.of(candidate.pools[at].shape, works[at].work) for at in (0, -1))
         least = self._latency(candidate, works, prompt.ttft, answer.tpot)
@@ -90,7 +90,7 @@ class Bounds:
         return ttft, tpot
 
     def least(self, candidate: ServingCandidate, objective: Objective) -> float:
-        """Seconds, without any queue; infinite where there is no room for its engines."""
+        """Least value of the objective in seconds, without any queue; infinite where its engines have no room."""
         try:
             taken = self._latency(candidate, [self._on(pool.shape) for pool in candidate.pools])[objective.metric]
         except NoRoomError:
@@ -134,7 +134,7 @@ class Bounds:
         prompt: Array | float = 0.0,
         token: Array | float = 0.0,
     ) -> dict[Metric, Array]:
-        """The least seconds that each request can take, if its prompt and each token take no less than is given."""
+        """The least seconds of each request, if its prompt and each token take no less than `prompt` and `token`."""
         work = self._work
         ttft, tpot = np.maximum(works[0].prompt_seconds, prompt), np.maximum(works[-1].token_seconds, token)
         if len(works) > 1:
@@ -142,7 +142,7 @@ class Bounds:
         return {"ttft": ttft, "tpot": tpot[work.decoded > 0], "latency": ttft + work.decoded * tpot}
 
     def _pool(self, pool: EnginePool) -> tuple[int, str]:
-        """The highest rung that its engines do the work of, and what the work is."""
+        """The highest rung whose work the pool's engines can do, and the work that limits it."""
         if pool not in self._pools:
             work, capacity = self._on(pool.shape), pool.ranks * pool.shape.pipeline_parallel_size
             rung, reason = HIGHEST, "nothing bounds it"
@@ -158,7 +158,7 @@ class Bounds:
         return self._pools[pool]
 
     def _network(self, candidate: ServingCandidate) -> tuple[int, str]:
-        """The highest rung at which KV goes from pool to pool in time."""
+        """The highest rung at which KV is sent from pool to pool in time."""
         net = network(self.question, candidate)
         assert net is not None
         size = self._kv_bytes(candidate)
@@ -182,7 +182,7 @@ class Bounds:
         return seconds
 
     def _highest(self, price: Array, credit: float, deadline: WorkDeadline, capacity: int, below: int) -> int:
-        """The highest rung, `below` at most, at which the work can be done in time; LOWEST - 1 where none is."""
+        """The highest rung, `below` at most, at which the work can be done in time; LOWEST - 1 if there is none."""
         allowance = credit + float(np.sort(price)[max(0, len(price) - deadline.misses) :].sum())
 
         def possible(rung: int) -> bool:
@@ -200,7 +200,7 @@ class Bounds:
 
 
 def refuse_impossible(question: SizingQuestion, bounds: Bounds, candidates: Collection[ServingCandidate]) -> None:
-    """Raises ValueError where an objective is below what anything on the menu takes without a queue."""
+    """Raise ValueError where an objective is below the least latency of the menu without a queue."""
     for objective in question.objectives:
         least = min(bounds.least(it, objective) for it in candidates)
         if objective.limit < least < inf:

@@ -1,7 +1,7 @@
-"""What a search chooses among: pools of alike engines that together serve the requests.
+"""The candidates of a search: pools of equal engines that together serve the requests.
 
-Invariant: a candidate is a value that names everything that the simulator is told of its engines; two that are equal
-are simulated alike.
+Invariant: a candidate is a value with all the simulator's settings of its engines, so equal candidates have equal
+simulations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Architecture = Literal["colocated", "prefill-decode", "attention-ffn"]
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Attention and FFN of an engine on GPUs of their own: it is a group of so many attention ranks, then."""
+    """Attention and FFN of an engine on separate GPUs: the engine is a group of `attention` attention ranks."""
 
     attention: int
     ffn: int
@@ -32,7 +32,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """So many ranks that divide the experts of a model: one engine."""
+    """`size` ranks that divide the experts of a model and form one engine."""
 
     size: int
     all2all_backend: AllToAll = "allgather_reducescatter"
@@ -43,7 +43,7 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What is drafted and accepted; `model` is the draft model's name, where one proposes."""
+    """Drafted tokens and their acceptance; `model` is the name of the draft model, if there is one."""
 
     speculative: Speculative
     model: str | None = None
@@ -55,7 +55,7 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """How one engine is set up, in vLLM's terms. `nodes` is the class of nodes that it stands on."""
+    """Settings of one engine, with vLLM's names. `nodes` is the class of its nodes."""
 
     nodes: str
     tensor_parallel_size: int
@@ -70,14 +70,14 @@ class EngineSetup:
 
     @property
     def ranks(self) -> int:
-        """That schedule by themselves."""
+        """Number of ranks that schedule by themselves."""
         if self.parallel is not None:
             return self.parallel.size
         return 1 if self.apart is None else self.apart.attention
 
     @property
     def rank_devices(self) -> int:
-        """Those that hold the KV of a request, and its links."""
+        """GPUs that hold the KV of a request, and whose links send it."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -123,8 +123,8 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True)
 class ServingCandidate:
-    """A colocated pool, or one that computes prompts and one that generates, where attention and FFN may be apart; a
-    plan may mix several of each."""
+    """A colocated pool, or a prefill and a decode pool; attention and FFN may be on separate GPUs. A plan may mix
+    several pools of each role."""
 
     pools: tuple[EnginePool, ...]
 

@@ -1,10 +1,10 @@
-"""Draws of a record that show what other parts of the same traffic may hold: longer prompts, and longer answers.
+"""Draws of a record that imitate other parts of the same traffic: longer prompts, and longer answers.
 
 Invariant: the same record gives the same draws. A draw has the record's first arrivals, and requests of the record in
 their order, drawn with weights that raise one mean length; a request that is drawn again has a prefix of its own.
 
 The mean lengths of traffic drift by far more than chance explains. The drift is measured between parts of the record
-and shrunk towards that of a public trace, the more the fewer the requests. A draw raises the mean by twice the drift.
+and shrunk towards that of a public trace, more strongly for fewer requests. A draw raises the mean by twice the drift.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from libra.sim.workload.requests import RecordedRequest
 PROMPT_DRIFT, ANSWER_DRIFT = 0.18, 0.25
 _DEVIATIONS = 2.0
 _PARTS = 8  # of a record, between which its own drift is measured
-_PRIOR = 1000  # requests for which the trace's drift counts
+_PRIOR = 1000  # weight of the trace's drift, in requests
 _MOST = 1500  # requests of a draw
-_FEWEST = 0.25  # share of the requests: draws of fewer different ones would repeat a few of them
+_FEWEST = 0.25  # least effective share of the requests: with fewer, a draw would repeat a few of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Draw:
 
 @lru_cache(maxsize=8)
 def draws(record: tuple[RecordedRequest, ...]) -> tuple[Draw, ...]:
-    """Those that serve least first, in general; none for a length that all requests have in common."""
+    """The draws of a record, in general the hardest to serve first; none for a length that all requests share."""
     return tuple(_draws(record))
 
 
@@ -62,8 +62,8 @@ def drift_of(lengths: Array, prior: float) -> float:
 
 
 def _weights(lengths: Array, target: float) -> Array:
-    """[requests] shares, exponential in the length, whose mean length is `target` times the mean, or the longest that
-    leaves `_FEWEST` of the requests. They change the distribution least of all weights with that mean."""
+    """[requests] shares, exponential in the length, whose mean length is `target` times the mean, or the longest whose
+    effective share of requests is `_FEWEST`. Of all weights with that mean they change the distribution least."""
     low, high = 0.0, 64.0
     scaled = lengths / lengths.mean()
 

@@ -1,7 +1,7 @@
 """The engines of a candidate, as the simulator runs them.
 
-Invariant: memory and times are those of the cost model; nothing is assumed here but what a candidate says, vLLM's
-defaults, and that KV goes over the network between nodes.
+Invariant: memory and times are those of the cost model. The only assumptions are the candidate's settings, vLLM's
+defaults, and that KV is sent over the network between nodes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
 
 
 class NoRoomError(ValueError):
-    """An engine cannot be set up like this."""
+    """An engine cannot have these settings."""
 
 
 def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
-    """Raises `NoRoomError` where it cannot run."""
+    """The configuration of an engine. Raises `NoRoomError` if it cannot run."""
     model, nodes = question.model, question.cluster.node_class(shape.nodes)
     if shape.pipeline_parallel_size > model.layers:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
@@ -100,7 +100,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
 
 
 def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[KVTier, ...]:
-    """Raises ValueError that opens with the key where one cannot hold the longest request."""
+    """The KV tiers of an engine. Raises ValueError that opens with `key` if one cannot hold the longest request."""
     return tiers_of(
         shape.kv_tiers,
         key,
@@ -113,14 +113,14 @@ def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[K
 
 
 def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
-    """Of a token, on all devices together."""
+    """KV bytes of a token, on all devices together."""
     tp = shape.tensor_parallel_size
     return tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp)
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
-    """With its host, which works beside the GPU where scheduling is asynchronous. Raises ValueError where the profile
-    lacks the degree."""
+    """The times of an engine and of its host, which overlaps with the GPU where scheduling is asynchronous. Raises
+    ValueError where the profile lacks the degree."""
     nodes = question.cluster.node_class(shape.nodes)
     grid = question.profiles[question.cluster.nodes.index(nodes)].grid(shape.tensor_parallel_size)
     if shape.async_scheduling and grid.host.priced:
@@ -129,8 +129,8 @@ def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
 
 
 def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -> EngineGrid | None:
-    """The times of what proposes drafts beside an engine with these: a model of its own, or a layer like the engine's.
-    Raises `NoRoomError` where the drafter cannot be divided like the engine."""
+    """The times of the drafter of an engine with times `grid`: a separate model, or a layer like the engine's; None
+    without one. Raises `NoRoomError` where the drafter cannot be divided like the engine."""
     if shape.drafts is None or shape.drafts.speculative.method == "ngram":
         return None
     if shape.drafts.model is None:
@@ -144,7 +144,7 @@ def drafter_of(question: SizingQuestion, shape: EngineSetup, grid: EngineGrid) -
 
 
 def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
-    """What ranks that divide experts take, from the source of the profile. Raises `NoRoomError` where it has none."""
+    """Times of ranks that divide experts, from the source of the profile. Raises `NoRoomError` where it has none."""
     nodes = question.cluster.node_class(shape.nodes)
     profile = question.profiles[question.cluster.nodes.index(nodes)]
     if profile.source.startswith("calibration"):
@@ -168,7 +168,7 @@ def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apa
 
 
 def group_cost(question: SizingQuestion, shape: EngineSetup) -> AfdCost:
-    """Of an engine whose attention and FFN are apart; times are from where the profile has its own. Raises
+    """Cost of an engine whose attention and FFN are on separate GPUs; times are from the source of the profile. Raises
     `NoRoomError` where there are none."""
     return _group_cost(
         question.cluster.node_class(shape.nodes),
@@ -211,7 +211,7 @@ def _stages(gpu: GPU, model: ModelSpec, tp: int, ffn: int, source: str) -> Stage
 
 
 def engines(question: SizingQuestion, candidate: ServingCandidate) -> tuple[EngineSpec, ...]:
-    """Raises `NoRoomError` where one cannot run."""
+    """The engines of a candidate. Raises `NoRoomError` where one cannot run."""
     made = []
     for place, pool in enumerate(candidate.pools):
         shape = pool.shape
@@ -252,7 +252,7 @@ def _ranks(question: SizingQuestion, pool: EnginePool, name: str, config: Engine
 
 
 def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork | None:
-    """How KV goes from pool to pool, each GPU with its share of its node's network: as fast as the slower side's."""
+    """The network for KV between pools: each GPU has its share of its node's network, at the slower side's speed."""
     if candidate.architecture == "colocated":
         return None
     apart = [pool for pool in candidate.pools if pool.role != "colocated"]
@@ -264,7 +264,7 @@ def network(question: SizingQuestion, candidate: ServingCandidate) -> KVNetwork 
 
 @lru_cache(maxsize=128)
 def _cost(grid: EngineGrid, config: EngineConfig, drafter: EngineGrid | None) -> GridCost:
-    """Many candidates have the same engines, in other numbers."""
+    """Cached, as many candidates differ only in the number of engines."""
     return GridCost(grid, config, drafter=drafter)
 
 
@@ -279,7 +279,7 @@ def _expert_grid(
 def _expert_cost(
     grid: ExpertGrid, config: EngineConfig, host: HostCost, model: ModelSpec, drafter: EngineGrid | None, alike: bool
 ) -> ExpertCost:
-    """All experts are asked for alike, those of a drafter that is a layer like the model's, too."""
+    """Cost with uniform expert load, also for the experts of a drafter that is a layer like the model's."""
     experts = model.experts
     assert experts is not None
     shares = power_law(experts.count, experts.active, 0.0, grid.layers, 0)

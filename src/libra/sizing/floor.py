@@ -1,12 +1,12 @@
-"""What iterations of one engine take, from below: the prices of a bound.
+"""Lower bounds on the times of one engine's iterations: the prices of a bound.
 
-Invariant: no iteration of the simulated engine takes less than any of its floors says. A floor is affine in what an
-iteration has of outputs, tokens, context and prefill, so that floors of many iterations add up to the floor of the work
-they do, however it is spread over them.
+Invariant: no iteration of the simulated engine takes less than any of its floors. A floor is affine in an iteration's
+outputs, tokens, context and prefill, so the floors of many iterations add up to the floor of their work, however the
+work is spread over them.
 
-A floor of an iteration in which `x` tokens are computed is a line below the cheapest such iteration that there can be;
-what is not convex in `x` is lost. Attention is taken from the cheapest slopes between the grid's points. Overhead of
-the host that overlaps with the GPU is a floor of its own.
+A floor of an iteration in which `x` tokens are computed is a line below the cheapest possible such iteration; parts
+that are not convex in `x` are lost. Attention has the cheapest slopes between the grid's points. Overhead of the host
+that overlaps with the GPU is a floor of its own.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds of an iteration, from below: `iteration`, `output` for each request that gets a token, `token` for each
-    token computed, `context` for each token of context of those that decode, `pair` for each pair of a prefilled token
-    and one that it attends to, less `chunk` for each request that completes its prompt; `drafts` for all that a request
-    verifies."""
+    """Lower bound on the seconds of an iteration: `iteration`, `output` for each request that gets a token, `token` for
+    each computed token, `context` for each token of context of decoding requests, `pair` for each pair of a prefilled
+    token and one that it attends to, minus `chunk` for each request that completes its prompt; `drafts` for all drafts
+    that a request verifies."""
 
     iteration: float
     output: float
@@ -48,33 +48,33 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """All floors of an engine, and the least that single iterations take."""
+    """All floors of an engine, and the least seconds of single iterations."""
 
     floors: tuple[Floor, ...]
     admission: float  # of a request
     admitted_token: float  # of its context
-    prompt: tuple[tuple[Array, float], ...]  # ([tokens + 1] of an iteration with so many tokens of one prompt, pair)
+    prompt: tuple[tuple[Array, float], ...]  # ([tokens + 1] of an iteration with `tokens` tokens of one prompt, pair)
     alone: tuple[tuple[Array, float, float], ...]  # ([tokens + 1] of any iteration, context, chunk)
 
 
 def prices(
     grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
-    """`contexts` are the shortest and the longest that requests have when they decode; `drafter` has the times of what
-    proposes drafts. A request that decodes counts as all the tokens that it may have, `config.tokens_each`."""
+    """Prices of an engine. `contexts` are the shortest and the longest context of decoding requests; `drafter` has the
+    times of the drafter. A decoding request counts with all tokens that it may have, `config.tokens_each`."""
     host = grid.host
     beside, each = (0.0, 0.0) if host.overlapped else (host.iteration, host.request)
     floors, prompt, alone, drafts = [], [], [], config.tokens_each - 1
     for pair, chunk in _attention(grid, config, contexts[1], drafter):
         for slope in _slopes(grid, config, contexts):
             decode = _decode(grid, config, contexts, slope, drafter)
-            # What launching takes at least is no more where attention comes to it.
+            # With the cost of attention added, the lower bound of launching no longer applies.
             launched = not pair and not slope
             least = _least(grid, config, decode, launched=launched) - chunk
             if least[1] >= 0:
                 lines = _hull(least)
                 floors += [Floor(start + beside, each, token, slope, pair, chunk) for start, token in lines]
-                if drafts:  # that count as tokens, even those that a full iteration has no room for
+                if drafts:  # they count as tokens, even those for which a full iteration has no room
                     lines = _hull(np.pad(least, (0, config.max_num_seqs * drafts), "edge"))
                     floors += [
                         Floor(start + beside, each, token, slope, pair, chunk, drafts * token) for start, token in lines
@@ -100,15 +100,15 @@ def prices(
 def prices_of_rank(
     grid: ExpertGrid, config: EngineConfig, contexts: tuple[int, int], drafter: EngineGrid | None = None
 ) -> Prices:
-    """Of one of several ranks that divide experts: its own part, and what all do together. That is shared by all their
-    tokens, so a token costs each rank what it adds; and it takes no less than if there were no others. What experts
-    take for drafts, and those of a drafter, is left out."""
+    """Prices of one of several ranks that divide experts: its own part, and the part that all do together. All tokens
+    share the latter, so a token costs each rank its increment; and it takes no less than without the other ranks. Times
+    of experts for drafts, and of a drafter's experts, are left out."""
     own = prices(replace(grid.own, host=NO_HOST), config, contexts, drafter)
     ranks, most = grid.gpus // grid.own.tp, config.max_num_batched_tokens
     tokens = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, ranks * most, 256).astype(int)]))
     seconds: Array = grid.layers * grid.layer_seconds(tokens / grid.gpus) * (1 - _ROUNDING)
-    seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # tables fall here and there
-    before = np.concatenate([seconds[:1], seconds[:-1]])  # of as many tokens, or of fewer
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # tables are not monotone
+    before = np.concatenate([seconds[:1], seconds[:-1]])  # of the same number of tokens, or of fewer
     lines = hull_lines(tokens.astype(float), before, _LINES)
     alone: Array = np.concatenate([before[:1], np.interp(np.arange(1, most + 1), tokens, before)])
 
@@ -116,7 +116,7 @@ def prices_of_rank(
         found: Array = least + (alone[: len(least)] if surely else alone[1])
         return found
 
-    drafts = config.speculative is not None  # of which an iteration may have fewer than it counts
+    drafts = config.speculative is not None  # an iteration may have fewer than are counted
 
     return Prices(
         tuple(
@@ -132,11 +132,11 @@ def prices_of_rank(
 
 
 def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int]) -> Prices:
-    """Of an attention rank: its own part with the least that FFN and links can take beside it, and its share of what
-    these do for all ranks.
+    """Prices of an attention rank: its own part with the least possible times of FFN and links added, and its share of
+    their work for all ranks.
 
-    Of an iteration's lines each is a floor, with the fewest tokens that there can be, and without padding. A rank's own
-    part is rounded to whole ticks for each token of context in every layer, so that much is taken off.
+    Each of an iteration's lines is a floor, with the fewest possible tokens and without padding. A rank's own part is
+    rounded to whole ticks for each token of context in every layer, so this rounding is subtracted.
     """
     config = replace(config, capture_sizes=())
     found = []
@@ -155,7 +155,7 @@ def group_prices(cost: AfdCost, config: EngineConfig, contexts: tuple[int, int])
 
 def _of_line(grid: EngineGrid, factor: int, more: float) -> EngineGrid:
     terms = grid.terms.slowed(factor)
-    more /= max(1.0, terms.linear or 0.0, terms.decode)  # which are of the rank's part only
+    more /= max(1.0, terms.linear or 0.0, terms.decode)  # these factors are for the rank's own part only
     decode = tuple(
         tuple(factor * (one - batch * context / TICKS) + more for context, one in zip(grid.contexts, row, strict=True))
         for batch, row in zip(grid.batches, grid.decode, strict=True)
@@ -180,10 +180,11 @@ def _below(floor: Floor) -> Floor:
 def _attention(
     grid: EngineGrid, config: EngineConfig, longest: int, drafter: EngineGrid | None
 ) -> Iterator[tuple[float, float]]:
-    """(pair, chunk): the attention of any chunk takes `pair` for each of its pairs of tokens, less `chunk`, or more.
+    """Yield (pair, chunk): the attention of any chunk takes at least `pair` for each of its pairs of tokens, minus
+    `chunk`.
 
-    Tables fall here and there, most of all for short chunks after long prefixes: the dearer the pair, the more has to
-    be taken off a chunk. One that counts as a request that decodes has none.
+    Tables are not monotone, most of all for short chunks after long prefixes: a larger `pair` needs a larger `chunk`.
+    A chunk that counts as a decoding request has no attention.
     """
     most = config.max_num_batched_tokens
     tokens = np.arange(1, most + 1)
@@ -201,7 +202,7 @@ def _attention(
 
 
 def _slopes(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -> tuple[float, ...]:
-    """Prices of a token of context to try: the dearest that keeps close to the grid, and none."""
+    """Prices of a token of context to try: 0, and the highest that stays close to the grid."""
     tokens = float(config.kv_blocks * config.block_size)
     lines = iteration_lines(grid, config.max_num_seqs, contexts=contexts, kv_tokens=max(tokens, contexts[0]))
     return (0.0, lines[0].per_context_token)
@@ -210,11 +211,11 @@ def _slopes(grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int]) -
 def _decode(
     grid: EngineGrid, config: EngineConfig, contexts: tuple[int, int], slope: float, drafter: EngineGrid | None
 ) -> Array:
-    """[requests + 1] seconds of the device in an iteration in which so many requests decode, beyond `slope` for each
-    token of context and without the linear layers of drafts; infinite for none.
+    """[requests + 1] seconds of the device in an iteration in which `requests` requests decode, beyond `slope` for each
+    token of context and without the linear layers of drafts; infinite for 0 requests.
 
-    A batch that is padded has a shorter mean context than its requests, but half of theirs at least; contexts that
-    differ count as if they were up to twice as long as they can be.
+    A padded batch has a shorter mean context than its requests, but at least half of it; contexts that differ count as
+    up to twice as long as they can be.
     """
     terms = grid.terms
     sizes = _sizes(config)
@@ -234,7 +235,7 @@ def _decode(
 
 
 def _sizes(config: EngineConfig) -> Array:
-    """[requests] of the CUDA graphs that run 1 request, 2, .. that decode."""
+    """[requests] sizes, in requests, of the CUDA graphs that run 1, 2, ... decoding requests."""
     each = config.tokens_each
     sizes: Array = np.array(
         [-(-padded(requests * each, config.capture_sizes) // each) for requests in range(1, config.max_num_seqs + 1)]
@@ -243,15 +244,15 @@ def _sizes(config: EngineConfig) -> Array:
 
 
 def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: bool, chunked: bool = False) -> Array:
-    """[tokens + 1] seconds of the device in any iteration that computes so many tokens or more, whoever they belong to;
-    with `chunked`, of those among them that have a chunk of a prompt; with `launched`, as long as launching takes."""
+    """[tokens + 1] least seconds of the device in any iteration that computes `tokens` tokens or more, of prompts or of
+    decoding requests. `chunked`: only iterations with a chunk of a prompt; `launched`: launching is a lower bound."""
     terms, host = grid.terms, grid.host
     seqs, most, each = config.max_num_seqs, config.max_num_batched_tokens, config.tokens_each
     run = np.array([padded(tokens, config.capture_sizes) for tokens in range(most + 1)])
     unpadded = linear_layers(grid, int(run[-1]))
     linear = unpadded[run]
     linear[0] = 0.0
-    tokens = np.minimum(np.arange(seqs + 1) * each, most)  # of so many requests that decode
+    tokens = np.minimum(np.arange(seqs + 1) * each, most)  # of 0, 1, ... decoding requests
     drafts = linear[tokens] - unpadded[np.concatenate([[0], np.minimum(_sizes(config), most)])]
     decode = decode + drafts
     if terms.linear is None:
@@ -260,18 +261,18 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
     else:
         saved = np.concatenate([[0.0], terms.decode * grid.decode_seconds_at(_sizes(config), [0])[:, 0]]) + drafts
         together = terms.linear * linear
-    # Beside decoding requests a chunk pays only what it adds to their linear layers.
+    # Together with decoding requests a chunk costs only what it adds to their linear layers.
     cheaper = np.minimum.accumulate(np.concatenate([[0.0], np.minimum(0.0, decode[1:] - saved[1:])]))
     beside = cheaper[np.minimum((np.arange(most + 1) - 1) // each, seqs).clip(0)]
     if each > 1:
-        beside[most] = cheaper[seqs]  # drafts that there is no room for are left out
+        beside[most] = cheaper[seqs]  # drafts without room are left out
     mixed = together + beside
     if launched and (host.piecewise or host.eager):
         largest = config.capture_sizes[-1] if config.capture_sizes else 0
         launching = np.where(np.arange(most + 1) <= largest, host.piecewise, host.eager)
         mixed = np.maximum(mixed, launching)
     least = mixed.copy()
-    if chunked:  # one of as many tokens as a request that decodes has counts as such a request
+    if chunked:  # a chunk with the tokens of a decoding request counts as one
         least[each] = min(least[each], decode[1:].min())
     else:
         np.minimum.at(least, tokens[1:], decode[1:])
@@ -279,8 +280,8 @@ def _least(grid: EngineGrid, config: EngineConfig, decode: Array, *, launched: b
 
 
 def _hull(least: Array) -> list[tuple[float, float]]:
-    """Lines below `least`, none of them negative anywhere. Looked at where it matters: between two of the points it
-    rises, so that the later one is given what the first token after the earlier one takes."""
+    """Lines below `least`, which are nowhere negative. They are fitted to some of its points. It rises between two
+    points, so the later one gets the value of the first token after the earlier one."""
     most = len(least) - 1
     points = np.unique(np.concatenate([np.arange(1, min(most, 64) + 1), np.arange(64, most + 1, 32), [most]]))
     points = points[points <= most]

@@ -1,7 +1,7 @@
-"""What a search knows so far: points, rejections with their reasons, and what is left to simulate.
+"""State of a search: points, rejections with their reasons, and candidates left to simulate.
 
-Invariant: a candidate is left out only where a bound, or a pool of it in simulation, shows that it misses the rate that
-is given, or that a point serves more and is no slower.
+Invariant: a candidate is left out only if a bound, or one of its pools in simulation, shows that it misses the given
+rate, or that a point serves more and is no slower.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from libra.sizing.ladder import LOWEST, STEPS, Asking, rate_of, rung_above
 from libra.sizing.pools import Pools
 from libra.sizing.question import SizingQuestion
 
-_WAVE = 4  # candidates that are simulated between two looks at what is left
-_NEXT = 4  # candidates that may be the next best
+_WAVE = 4  # candidates that are simulated before the rest is checked again
+_NEXT = 4  # candidates considered for the next best
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Progress:
 
 
 class Found:
-    """What is known so far."""
+    """Points, rejections and bounds of a search so far."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Found:
         self.reasons: dict[ServingCandidate, Rejection] = {}
         self.runs = 0
         self.front: list[Point] = []
-        self.rivals: dict[ServingCandidate, Point | None] = {}  # no slower, and of the highest value
+        self.rivals: dict[ServingCandidate, Point | None] = {}  # the point of the highest value that is no slower
 
     def waves(self) -> Iterator[list[Asking]]:
-        """Candidates to simulate, and their bounds: those that the bound promises most of come first."""
+        """Yield waves of candidates to simulate, fastest on idle engines first, then those with the best bounds."""
         question = self.question
         left = []
         for candidate, bound in self.bounded.items():
@@ -77,7 +77,8 @@ class Found:
                 yield wave
 
     def _is_out(self, candidate: ServingCandidate) -> bool:
-        """Whether a bound, or one of its pools, proves it to be no better than what is found; then it is rejected."""
+        """Reject the candidate if a bound, or one of its pools, shows that it is no better than a point found; return
+        whether it is rejected."""
         question, bound = self.question, self.bounded[candidate]
         proven = rival(tenths(question, bound.ttft, bound.tpot), self.front)
         if proven is not None and proven.value > self._promised(candidate):
@@ -87,7 +88,7 @@ class Found:
         while not self._is_short(candidate, better):
             if better is None or question.rate is not None:
                 break
-            # At the rate that it has to serve, it is slower than where it idles, and others are no slower than that.
+            # At the rate that it has to serve, it is slower than on idle engines, so more points are no slower.
             served = rate_of(rung_above(better.value * question.cost(candidate)))
             ttft, tpot = self.bounds.idle(candidate)
             ttft = max(ttft, self.pools.ttft(candidate, served))
@@ -99,8 +100,8 @@ class Found:
         return candidate in self.reasons
 
     def _is_short(self, candidate: ServingCandidate, better: Point | None) -> bool:
-        """Whether a bound or a pool says that it does not serve the rate that is given, or as much as `better`; then it
-        is rejected."""
+        """Reject the candidate if a bound or a pool shows that it serves less than the given rate, or than `better`;
+        return whether it is rejected."""
         question, rate = self.question, self.question.rate
         if better is not None and better.value > self._promised(candidate):
             self._reject(candidate, "dominated", f"is slower than {better.candidate}, and cannot serve more")
@@ -122,7 +123,7 @@ class Found:
         return tenths(self.question, *self.bounds.idle(candidate))
 
     def _most(self, candidate: ServingCandidate) -> float:
-        """Requests/s that it serves at most, if its prefill engines alone serve no less."""
+        """Upper bound on the candidate's requests/s; without a given rate, also by its prefill engines alone."""
         bound = self.bounded[candidate].rate
         return bound if self.question.rate is not None else min(bound, self.pools.highest(candidate, bound))
 
@@ -161,7 +162,7 @@ class Found:
         return SizingAnswer(self.question, tuple(front), rejected, runs, len(possible), near)
 
     def _promised(self, candidate: ServingCandidate) -> float:
-        """Requests/s per cost that a bound allows."""
+        """Requests/s per cost that the bound allows."""
         return min(self.bounded[candidate].rate, self.question.rate or inf) / self.question.cost(candidate)
 
     def _reject(self, candidate: ServingCandidate, by: By, reason: str, rate: float | None = None) -> None:
@@ -171,11 +172,11 @@ class Found:
     def _near_miss(
         self, best: Point, possible: Sequence[ServingCandidate], rates: Mapping[ServingCandidate, float]
     ) -> NearMiss | None:
-        """By how much the next best misses an objective where it would be better than the best; None where none of the
-        next ends.
+        """The next best candidate, and its worst miss of an objective at a rate where it would be better than the best
+        point. None if no simulation of the next best ends.
 
-        Of deployments that were asked for their goodput it is the one with the most; of those that failed at one rate,
-        the one that is nearest to its objectives, of the few that the bound promises most of.
+        Without a given rate it is the one with the highest goodput. With one it is the nearest to its objectives, of
+        the few with the highest bounds.
         """
         question = self.question
 
@@ -188,7 +189,7 @@ class Found:
         return min(misses, key=lambda it: it.seconds / it.limit, default=None)
 
     def _worst_miss(self, best: Point, candidate: ServingCandidate) -> NearMiss | None:
-        """Of the objective that it is farthest from; None where a simulation of it does not end."""
+        """The miss of the objective that the candidate exceeds most; None where a simulation of it does not end."""
         rate = self.question.rate or best.value * self.question.cost(candidate) * 2 ** (1 / STEPS)
         trials = checked(self.question, candidate, rate)
         self.runs += len(trials)

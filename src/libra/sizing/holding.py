@@ -1,7 +1,7 @@
 """The rate at which a candidate keeps its objectives: on the record, and on draws of it.
 
-Invariant: what holds was simulated at its rate on the record and on each of its draws, and missed nothing. It depends
-on the question and the candidate alone.
+Invariant: a rate that holds was simulated on the record and on each of its draws, and missed nothing. It depends only
+on the question and the candidate.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 RECORD = "the record"
-_COARSE = 4  # rungs to which a guess tells the rate
-_BRIEFLY = 16  # times the shortest wait for which requests come in a guess
-_FEWEST = 50  # requests of a guess
+_COARSE = 4  # resolution of a guess, in rungs
+_BRIEFLY = 16  # duration of the arrivals in a guess, in multiples of the shortest allowed wait
+_FEWEST = 50  # least requests of a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The record at the rate that holds, and all checks at that rate. Without a trial: the objective that is missed."""
+    """The trial on the record at the rate that holds, and all checks at that rate; or the objective that is missed."""
 
     trial: Trial | None
     checks: tuple[Check, ...] = ()
     missed: str = ""
     runs: int = 0
-    too_little: bool = False  # it serves less than it has to in order to matter
+    too_little: bool = False  # whether it serves less than `Asking.least`
 
 
 def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[ServingCandidate, RateBound]:
-    """The least of the bounds on the record and on its draws; latencies are those of the record."""
+    """The least of the bounds on the rate over the record and its draws; latencies are those of the record."""
     question = bounds.question
     drawn = {it.name: Bounds(replace(question, requests=it.requests), bounds) for it in draws(question.requests)}
     found = {}
@@ -71,8 +71,8 @@ def held_bounds(bounds: Bounds, candidates: Iterable[ServingCandidate]) -> dict[
 
 
 def held_rate(question: SizingQuestion, asking: Asking) -> Held:
-    """At the highest rung, or the rate that the question gives, at which the record and all draws of it are served;
-    one that serves less than `asking.least` need not be found."""
+    """Find the highest rung at which the record and all its draws are served, or check the rate that the question
+    gives. Rungs below `asking.least` are not tried."""
     runs = _Runs(question, asking.candidate)
     return _at_rate(question, runs, question.rate) if question.rate is not None else _highest(question, runs, asking)
 
@@ -87,7 +87,7 @@ def _at_rate(question: SizingQuestion, runs: _Runs, rate: float) -> Held:
 
 
 def _highest(question: SizingQuestion, runs: _Runs, asking: Asking) -> Held:
-    """From the rung that matters upwards on the first draw, then downwards on the others and on the record."""
+    """Search on the first draw from a guess, or from a near bound; then downwards on the others and on the record."""
     lowest = rung_above(asking.least) if asking.least else LOWEST
     if asking.near:
         rung = rung_of(asking.bound)
@@ -114,13 +114,13 @@ def _on(name: str, missed: str) -> str:
 
 
 def checked(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> dict[str, Trial]:
-    """The record and its draws at a rate, to their end, whatever they miss."""
+    """Trials of the record and its draws at a rate, which go on after a miss."""
     runs = _Runs(question, candidate)
     return {name: runs.lasting(name, rate, to_the_end=True) for name in runs.names}
 
 
 class _Runs:
-    """Simulations of one candidate: of the record and of its draws, those first that are served least."""
+    """Simulations of one candidate on the draws of the record, the hardest first, and on the record."""
 
     def __init__(self, question: SizingQuestion, candidate: ServingCandidate) -> None:
         self.question, self.candidate, self.made = question, candidate, 0
@@ -130,7 +130,7 @@ class _Runs:
         self._repeated: dict[tuple[str, int], tuple[RecordedRequest, ...]] = {}
 
     def guess(self, bound: float) -> Trial | None:
-        """About the highest rung at which the first draw is served, by runs that are over soon; None where none is."""
+        """The trial at about the highest rung at which the first draw is served, by short runs; None without one."""
         first = self.names[0]
         asked = self._questions[first]
 
@@ -142,7 +142,7 @@ class _Runs:
         return around(brief, rung, bound, _COARSE)[0]
 
     def lasting(self, name: str, rate: float, *, to_the_end: bool = False) -> Trial:
-        """For as long as the search of a rate takes it to last; at a rate that is given, once."""
+        """A trial long enough for a lasting rate; with the rate that the question gives, of the requests once."""
         asked = self._questions[name]
         least = 1 if asked.rate is not None else sustained_arrivals(asked, rate)
         return self._trial(asked, self._record(name, least), rate, to_the_end=to_the_end)

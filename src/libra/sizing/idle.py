@@ -1,7 +1,7 @@
-"""Latencies on idle engines, in simulation: tighter than what prices prove.
+"""Simulated latencies on idle engines: tighter lower bounds than those that prices prove.
 
-Assumption: a request is served no faster beside others than alone, but for `SLACK`. Requests without prefixes count, as
-a cached prefix makes a request faster: of each request only the tokens that no cache has.
+Assumption: a request is served no faster together with others than alone, up to `SLACK`. A cached prefix makes a
+request faster, so each request is simulated with only the tokens that no cache has.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from libra.sizing.request_work import RequestWork
 from libra.sizing.trial import latencies, statistic
 
 SLACK = 0.01
-_APART = 10.0  # seconds between two requests for each token of the first: no engine is so slow
+_APART = 10.0  # seconds between two requests for each token of the first, more than any engine needs
 
 
 @dataclass(frozen=True, slots=True)
 class IdleLatency:
-    """[requests] seconds on an idle engine; 0 of those that were not simulated."""
+    """[requests] seconds on an idle engine; 0 for requests that were not simulated."""
 
     ttft: Array
     tpot: Array
@@ -33,13 +33,14 @@ class IdleLatency:
 
 @dataclass(slots=True)
 class IdleEngines:
-    """Of the requests of one question, the few that decide its percentiles are simulated, each by itself."""
+    """Simulates, each by itself, the few requests of a question that decide its percentiles."""
 
     question: SizingQuestion
     _known: dict[EngineSetup, IdleLatency] = field(init=False, default_factory=dict)
 
     def of(self, shape: EngineSetup, work: RequestWork) -> IdleLatency:
-        """Groups of ranks, and engines with drafts, which depend on a request's number, are not simulated."""
+        """Latencies on an engine of this shape. Groups of ranks are not simulated, nor are engines with drafts, since
+        drafts depend on a request's number."""
         if shape not in self._known:
             self._known[shape] = self._simulated(replace(shape, kv_tiers=()), work)
         return self._known[shape]
@@ -67,6 +68,6 @@ class IdleEngines:
         return IdleLatency((1 - SLACK) * ttft, (1 - SLACK) * tpot)
 
     def _few(self, metric: Metric, count: int) -> int:
-        """Requests that decide a percentile: those that may exceed it, and one; none decides a mean."""
+        """Number of requests that decide a percentile: those that may exceed it, and one more; 0 for a mean."""
         allowed = statistic(self.question, metric).allowed(count)
         return 0 if allowed is None else allowed + 1

@@ -1,8 +1,8 @@
-"""The ladder of rates, and how high on it candidates serve in simulation.
+"""The ladder of rates, and the highest rungs that candidates serve in simulation.
 
-Invariant: candidates are compared by rungs that all have in common; what is found of one does not depend on the others,
-nor on the process that simulates it, nor on its bound, as long as the bound holds. A rate that lasts is one that a
-candidate serves with the record once, too.
+Invariant: all candidates are compared on the same rungs. The result of one does not depend on the others, nor on the
+process that simulates it, nor on its bound, as long as the bound holds. A candidate also serves every lasting rate with
+the record once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from libra.sizing.candidate import ServingCandidate
 from libra.sizing.question import BRIEF, LASTING, SizingQuestion
 from libra.sizing.trial import Trial, trial
 
-STEPS = 16  # rates of an octave that are told apart
+STEPS = 16  # rungs of an octave
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s
-FIRST = 2 * STEPS  # rung that is tried first where there is no bound
+FIRST = 2 * STEPS  # first rung to try without a bound
 _ARRIVALS = 20_000  # requests that are enough for a rate to count as lasting
-_ENOUGH = 4_000  # of a search, which has many candidates, unless they are over within `BRIEF`
+_ENOUGH = 4_000  # the same in a search, which has many candidates, unless they end within `BRIEF`
 
 
 def rate_of(rung: int) -> float:
@@ -39,19 +39,19 @@ def rung_of(rate: float) -> int:
 
 
 def rung_above(rate: float) -> int:
-    """The lowest rung that is no lower, but for rounding."""
+    """The lowest rung whose rate is `rate` or more, up to rounding."""
     return ceil(STEPS * log2(rate) - 1e-6)
 
 
 def highest_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """At the highest rung at which it serves the record once; None where it serves at none. Rungs above `bound` are
-    missed."""
+    """The trial at the highest rung at which a candidate serves the record once; None if it serves at none. Rungs above
+    `bound` count as missed."""
     rung = FIRST if bound == inf else rung_of(min(max(bound, rate_of(LOWEST)), rate_of(HIGHEST)))
     return around(partial(trial, question, candidate), rung, bound)[0]
 
 
 def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: float = inf) -> Trial | None:
-    """As `highest_rate`, of rates that last: from the highest rate at which the record is served once, downwards. Long
+    """As `highest_rate`, for lasting rates: from the highest rate at which the record is served once, downwards. Long
     runs at rates that are missed end early."""
     once = highest_rate(question, candidate, bound)
     if once is None or _lasting_arrivals(question, once.rate) <= len(question.requests):
@@ -60,13 +60,13 @@ def lasting_rate(question: SizingQuestion, candidate: ServingCandidate, bound: f
 
 
 def lasting_trial(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """The requests come again and again: a record that is over soon is served although the backlog grows."""
+    """A trial with repeated requests: a short record may be served although the backlog grows."""
     return trial(question, candidate, rate, requests=repeated(question.requests, _lasting_arrivals(question, rate)))
 
 
 def sustained_arrivals(question: SizingQuestion, rate: float) -> int:
-    """Requests of a run that sustains a rate, unless the record has more: they come for `LASTING` times the longest
-    wait that is allowed, or are `_ENOUGH` and come for `BRIEF` times the shortest one; `_ARRIVALS` at most."""
+    """Least number of requests of a run that sustains a rate: they arrive for `LASTING` times the longest allowed wait,
+    or are `_ENOUGH` and arrive for `BRIEF` times the shortest one; `_ARRIVALS` at most."""
     brief = ceil(rate * BRIEF * question.shortest_wait)
     return min(max(min(_lasting_arrivals(question, rate), _ENOUGH), brief), _ARRIVALS)
 
@@ -78,9 +78,9 @@ def _lasting_arrivals(question: SizingQuestion, rate: float) -> int:
 def around(
     asked: Callable[[float], Trial], rung: int, bound: float = inf, resolution: int = 1, lowest: int = LOWEST
 ) -> tuple[Trial | None, str]:
-    """At the highest rung that passes, to `resolution` rungs: from `rung` in steps that double, downwards until one
-    passes or upwards until one is missed, then by bisection. Rungs above `bound` are missed, those below `lowest` are
-    not tried."""
+    """The trial at the highest rung that passes, to `resolution` rungs, and the last missed objective. The search
+    starts at `rung` in steps that double, downwards until a rung passes or upwards until one is missed, and ends by
+    bisection. Rungs above `bound` count as missed, those below `lowest` are not tried."""
     low, high, step = lowest - 1, HIGHEST + 1, resolution
     rung, passed, missed = max(rung, lowest), None, ""
     while high - low > resolution:
@@ -102,8 +102,8 @@ def around(
 
 
 def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float) -> Trial:
-    """The last of runs with twice as many requests each: a rate that is far too high is missed with few requests, where
-    thousands at once would take long."""
+    """The last of runs with twice the requests of the one before: a rate that is far too high is missed with few
+    requests, while thousands at once would take long."""
     most, least = _lasting_arrivals(question, rate), len(question.requests)
     while True:
         least = min(2 * least, max(most, len(question.requests)))
@@ -113,18 +113,18 @@ def _growing(question: SizingQuestion, candidate: ServingCandidate, rate: float)
 
 
 def repeated(requests: Sequence[RecordedRequest], least: int) -> tuple[RecordedRequest, ...]:
-    """The record again and again, at its own rate, until it has `least` requests or more."""
+    """The record repeated at its own rate until it has `least` requests or more."""
     return workload.repeated(requests, max(1, -(-least // len(requests))))
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A candidate to simulate, with rates that it cannot reach, and that it has to reach in order to matter."""
+    """A candidate to simulate, with an upper bound on its rate, and the rate that it has to serve to matter."""
 
     candidate: ServingCandidate
-    bound: float = inf  # requests/s, at most
-    least: float = 0.0
-    near: bool = False  # whether it may serve about as much as the bound
+    bound: float = inf  # requests/s
+    least: float = 0.0  # requests/s
+    near: bool = False  # whether its rate may be close to the bound
 
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ _Find = Callable[[SizingQuestion, Asking], T]
 def simulator(
     question: SizingQuestion, jobs: int, find: _Find[T]
 ) -> Iterator[Callable[[Sequence[Asking]], Iterable[tuple[Asking, T]]]]:
-    """Gives what `find` finds of candidates, in their order, in `jobs` processes."""
+    """Yield a function that maps `find` over candidates, in their order, in `jobs` processes."""
     if jobs <= 1:
         yield lambda wave: ((one, find(question, one)) for one in wave)
         return

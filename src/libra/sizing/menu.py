@@ -1,7 +1,6 @@
-"""The menu: what candidates may be made of.
+"""The menu: settings from which candidates are made.
 
-Invariant: a menu file is exactly what it should be, or is refused in one line that names the key. Candidates come in
-one order, each once.
+Invariant: a menu file is valid, or is refused in one line that names the key. Candidates have a fixed order, each once.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]
 _Price = Annotated[float, Field(gt=0, le=MOST_PRICE)]
 _Tiers = Annotated[tuple[KVTierSection, ...], Field(min_length=1)]  # the nearest first
-# Engines of a pool that are told apart: some eighth of an octave.
+# Numbers of engines of a pool to try: steps of about a quarter of an octave above 8.
 COUNTS = (*range(1, 9), *(base << octave for octave in range(1, 9) for base in (5, 6, 7, 8)))
 
 
 class AfdMenu(Section):
-    """Groups of an engine whose attention and FFN are apart: all pairs of which one is a multiple of the other, and
-    whose FFN ranks divide the experts."""
+    """Groups of an engine with attention and FFN on separate GPUs: all pairs of numbers of ranks of which one is a
+    multiple of the other, and whose FFN ranks divide the experts."""
 
     attention: _Counts = (8, 16, 32)
     ffn: _Counts = (8, 16)
@@ -45,7 +44,7 @@ class AfdMenu(Section):
 
 
 class MenuFile(Section):
-    """Names are vLLM's. What is left out has these values, or all that there are."""
+    """The keys of a menu file, with vLLM's names. Keys left out have these defaults; null: all possible values."""
 
     architectures: Annotated[tuple[Architecture, ...], Field(min_length=1)] = ("colocated", "prefill-decode")
     nodes: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # classes of nodes
@@ -69,8 +68,8 @@ class MenuFile(Section):
         return self
 
     def cluster(self, given: Cluster) -> Cluster:
-        """The classes of it that may be taken. Raises ValueError where it lacks one, or one is priced that is left
-        out."""
+        """The cluster with only the menu's classes of nodes. Raises ValueError if it lacks one, or if a class is priced
+        that the menu leaves out."""
         try:
             taken = (
                 given
@@ -94,11 +93,11 @@ class MenuFile(Section):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Models that propose drafts."""
+        """Names of the draft models."""
         return tuple(dict.fromkeys(it.model for it in self.speculative if it is not None and it.model is not None))
 
     def drafts(self) -> list[Drafts | None]:
-        """Raises ValueError that names the entry."""
+        """The entries of `speculative`. Raises ValueError that names a wrong entry."""
         made: list[Drafts | None] = []
         for place, given in enumerate(self.speculative):
             try:
@@ -108,7 +107,7 @@ class MenuFile(Section):
         return made
 
     def tiers(self) -> list[tuple[DescribedTier, ...]]:
-        """Raises ValueError that names the entry."""
+        """The entries of `kv_tiers`. Raises ValueError that names a wrong entry."""
         for place, given in enumerate(self.kv_tiers):
             for number, it in enumerate(given or ()):
                 if it.shared:
@@ -120,7 +119,7 @@ class MenuFile(Section):
 
 
 DEFAULT = MenuFile()
-_MOST = 2_000  # shapes of engines: any two may be a prefill and a decode engine, in many numbers
+_MOST = 2_000  # shapes of engines; the number of prefill/decode pairs grows with its square
 
 
 def load_menu(path: Path) -> MenuFile:
@@ -135,9 +134,9 @@ class ServingMenu:
     file: MenuFile = DEFAULT
 
     def candidates(self, question: SizingQuestion) -> Iterator[ServingCandidate]:
-        """Those that there are GPUs for. With a rate, pools have every number of engines; without one, as many as there
-        are GPUs for, since what a GPU serves hardly depends on it. Raises ValueError where the file names what the
-        cluster or the profiles do not have."""
+        """Yield the candidates within GPUs and budget. With a rate, pools have every number of engines; without one,
+        the largest possible, since the rate per GPU hardly depends on it. Raises ValueError if the file names values
+        that the cluster or the profiles do not have."""
         file = self.file
         shapes = self.shapes(question)
         if "colocated" in file.architectures:
@@ -155,8 +154,9 @@ class ServingMenu:
                 yield from self._apart(question, one, replace(other, apart=apart))
 
     def _roles(self, shapes: list[EngineSetup]) -> tuple[list[EngineSetup], list[EngineSetup]]:
-        """Engines for prompts, and those that generate: the former have few requests at a time, the latter few prompt
-        tokens, no pipeline, for vLLM pulls KV into none, and no tiers: they pull prompts whole."""
+        """Shapes of prefill and of decode engines. Prefill engines run few requests at a time, so only the largest
+        `max_num_seqs` counts. Decode engines have few prompt tokens, so only the largest `max_num_batched_tokens`
+        counts; they have no pipeline, into which vLLM does not pull KV, and no tiers, as they pull whole prompts."""
         seqs, tokens = max(self.file.max_num_seqs), max(self.file.max_num_batched_tokens)
         prefill = dict.fromkeys(replace(it, max_num_seqs=seqs) for it in shapes)
         decode = dict.fromkeys(
@@ -165,7 +165,7 @@ class ServingMenu:
         return list(prefill), list(decode)
 
     def _groups(self, model: ModelSpec) -> list[Apart]:
-        """Raises ValueError where the model cannot be divided into any."""
+        """The menu's groups that can divide the model. Raises ValueError if none can."""
         pairs = list(product(self.file.afd.attention, self.file.afd.ffn, self.file.afd.micro_batches))
         refusals = [afd_refusal(model, *it) for it in pairs]
         found = [Apart(*it) for it, refused in zip(pairs, refusals, strict=True) if refused is None]
@@ -174,7 +174,7 @@ class ServingMenu:
         return list(dict.fromkeys(found))
 
     def shapes(self, question: SizingQuestion) -> list[EngineSetup]:
-        """Each once. Raises ValueError where there are too many to look at."""
+        """The shapes of engines, each once. Raises ValueError if there are too many."""
         found = list(dict.fromkeys(islice(self._shapes(question), 10 * _MOST)))
         if len(found) > _MOST:
             raise ValueError(
@@ -237,7 +237,7 @@ class ServingMenu:
                     yield EngineSetup(name, tp, 1, seqs, tokens, asynchronous, parallel=ranks, drafts=draft)
 
     def _check_reach(self, model: ModelSpec, profile: EngineProfile, degrees: Sequence[int]) -> None:
-        """Raises ValueError where batches are larger than any that there are times for."""
+        """Raise ValueError if batches are larger than those for which the profile has times."""
         grids = [it for it in profile.engines if it.tp in degrees]
         for key, given, reach in (
             ("max_num_seqs", self.file.max_num_seqs, [it.most_sequences for it in grids]),
@@ -281,8 +281,8 @@ def _fits(question: SizingQuestion, candidate: ServingCandidate) -> bool:
 
 
 def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
-    """Raises ValueError, as the menu has nothing for the question: `InfeasiblePlanError` where more GPUs or money would
-    give it something."""
+    """Raise ValueError, as the menu has no candidate for the question: `InfeasiblePlanError` if it has one with more
+    GPUs or money."""
     more = list(menu.candidates(replace(question, gpus=None, budget=None, rate=1.0)))  # every number of engines
     if not more:
         raise ValueError(
@@ -294,7 +294,7 @@ def refuse_empty(question: SizingQuestion, menu: ServingMenu) -> NoReturn:
 
 
 def refuse_too_dear(question: SizingQuestion, menu: ServingMenu) -> None:
-    """Raises `InfeasiblePlanError` where there are no GPUs, or no money, for a single engine of the menu."""
+    """Raise `InfeasiblePlanError` if GPUs or budget are too few for any single engine of the menu."""
     singles = [ServingCandidate((EnginePool("colocated", it, 1),)) for it in menu.shapes(question)]
     if singles and not any(_fits(question, it) for it in singles):
         raise _nothing_so_small(question, singles)

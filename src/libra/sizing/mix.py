@@ -1,8 +1,8 @@
-"""Engines of many shapes and GPU types for a rate of requests: planned, simulated, planned again where that misses.
+"""Engines of many shapes and GPU types for a rate of requests: planned, simulated, and planned again after a miss.
 
-Invariant: a mix that is returned served the requests within every objective in its own simulation; its cost is the
-least for what single engines serve, proven by the solver. Many engines together serve more than each for itself, so a
-cheaper mix may exist that no sum of single engines shows.
+Invariant: a returned mix served the requests within every objective in its own simulation. Its cost is the least for
+the rates that single engines serve, proven by the solver. Many engines together serve more than the sum of single
+engines, so a cheaper mix may exist.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from libra.sizing.objective import Objective
 from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial, trial
 
-_AMPLE = 16  # engines of the other role, where one role is asked what it serves
-_BOUNDED = 4_000  # requests, at least, by which what one engine serves is bounded
-_ARRIVALS = 20_000  # requests that a plan is simulated with, unless there are more
-_PLANS = 40  # that are simulated before it is given up
+_AMPLE = 16  # engines of the other role, while one engine's rate is measured
+_BOUNDED = 4_000  # least number of requests in bounds on the rate of one engine
+_ARRIVALS = 20_000  # least number of requests in the simulation of a plan
+_PLANS = 40  # simulated plans after which the search gives up
 
 
 class NoMixError(ValueError):
@@ -40,10 +40,10 @@ class NoMixError(ValueError):
 class ServingMix:
     question: SizingQuestion
     candidate: ServingCandidate
-    options: tuple[ServingOption, ...]  # with what single engines serve
+    options: tuple[ServingOption, ...]  # with the rates that single engines serve
     plan: ServingPlan
     trial: Trial
-    missed: tuple[str, ...]  # plans before it, and the objective that each missed
+    missed: tuple[str, ...]  # earlier plans, each with the objective that it missed
     solver_seconds: float  # CPU time of all plans
 
     def claim(self) -> str:
@@ -68,7 +68,7 @@ class ServingMix:
 
 
 class Weighted(LeastLoaded):
-    """The instance that has least to do for its speed."""
+    """The instance with the least load relative to its rate."""
 
     NAME = "least-loaded-by-rate"
     REASON = "least loaded for its rate"
@@ -93,10 +93,10 @@ def plan_mix(
     note: Callable[[str], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ServingMix:
-    """The cheapest mix that serves the question's rate; `tell` is told now and then how far it is.
+    """The cheapest mix that serves the question's rate; `tell` gets progress messages.
 
     Raises `InfeasiblePlanError` where there are too few GPUs, `NoMixError` where plans keep missing an objective, and
-    ValueError where the question names no rate.
+    ValueError where the question gives no rate.
     """
     rate = question.rate
     if rate is None:
@@ -135,9 +135,10 @@ def plan_mix(
 def single_engines(
     question: SizingQuestion, menu: ServingMenu, jobs: int = 1, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[tuple[ServingOption, ...], tuple[EngineSetup, ...]]:
-    """What one engine of each shape serves in each role for long, found by simulation with more than enough engines of
-    the other role; those that serve nothing are left out, and of tiers all but those that serve most. A role that takes
-    the KV of others, or gives it, is priced at the slowest network of the menu."""
+    """The lasting rate of one engine of each shape in each role, simulated with ample engines of the other role.
+
+    Engines that serve nothing are left out, and of KV tiers all but those with the highest rate. Sending and receiving
+    KV is priced at the slowest network of the menu."""
     if "attention-ffn" in menu.file.architectures:
         raise ValueError("architectures has attention-ffn: a plan does not mix such groups; leave it out, or --plan")
     if "prefill-decode" in menu.file.architectures and len(menu.file.speculative) > 1:
@@ -178,7 +179,7 @@ def single_engines(
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
     with simulator(alone, jobs, _served) as simulate:
         for done, (single, served) in enumerate(simulate(asking), start=1):
-            tell(f"{done} of {len(asking)} single engines asked what they serve")
+            tell(f"{done} of {len(asking)} single engines simulated")
             if served is None:
                 continue
             role, shape = asked[single.candidate]

@@ -1,4 +1,4 @@
-"""Service level objectives: what latency may be, and for how many requests.
+"""Service level objectives: limits of latencies, and the number of requests that may exceed them.
 
 Invariant: an objective is met or missed by all requests together, as `sim.outcome` defines the metric: percentiles are
 nearest-rank, TPOT is of requests of two tokens or more. A request that did not finish misses every objective.
@@ -45,19 +45,19 @@ class Objective:
         return f"{self.metric}_{self.statistic}"
 
     def allowed(self, requests: int) -> int | None:
-        """How many of so many requests may exceed the limit; None: a mean says nothing of single ones."""
+        """Number of requests, of `requests`, that may exceed the limit; None for a mean, which limits no single one."""
         percent = PERCENTS.get(self.statistic)
         return None if percent is None else requests + -percent * requests // 100
 
     def value(self, seconds: Sequence[float] | NDArray[np.float64]) -> float:
-        """The statistic; infinite where one that counts is."""
+        """The statistic of `seconds`; infinite if a value that it depends on is."""
         percent = PERCENTS.get(self.statistic)
         if percent is None:
             return fsum(seconds) / len(seconds)
         return float(np.sort(np.asarray(seconds))[-(-percent * len(seconds) // 100) - 1])
 
     def tails(self, requests: int) -> tuple[tuple[float, int], ...]:
-        """What must hold if it is met: (limit, how many requests may exceed it)."""
+        """Necessary conditions of the objective: (limit, number of requests that may exceed it)."""
         allowed = self.allowed(requests)
         if allowed is not None:
             return ((self.limit, allowed),)
@@ -84,7 +84,7 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
 
 
 def check_objectives(objectives: Iterable[Objective]) -> tuple[Objective, ...]:
-    """Raises ValueError where one is given twice, or where nothing limits how long requests may wait."""
+    """Check and return objectives. Raises ValueError if one is given twice, or if none limits the wait of requests."""
     made = tuple(objectives)
     names = [it.name for it in made]
     for name in names:

@@ -1,7 +1,7 @@
-"""A point of an answer as a file of engines: to be simulated again, changed and kept.
+"""Writes a point of an answer as a file of engines, which can be simulated again, changed and kept.
 
-Invariant: what is written gives, with the question's requests at the point's rate, as often as the search repeated
-them, the figures of the search's own simulation to the last digit; what cannot be written so is refused by name.
+Invariant: with the question's requests at the point's rate, repeated as in the search, the file gives the figures of
+the search's own simulation to the last digit. A part that cannot be written exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _WIDTH = 120
 
 
 def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ...]:
-    """A file of engines for each point of the answer, in their order: `point-1.yaml` is the best. Makes the directory.
-    Raises ValueError where it has such files already, which may have been changed, and as `engines_text`."""
+    """Write a file of engines for each point of the answer, in their order: `point-1.yaml` is the best. Makes the
+    directory. Raises ValueError if it has such files already, which may have been changed, and as `engines_text`."""
     directory = Path(directory)
     check_engines_directory(directory)
     paths = [directory / f"{_PREFIX}{number}.yaml" for number in range(1, len(answer.points) + 1)]
@@ -46,7 +46,7 @@ def write_engines(answer: SizingAnswer, directory: Path | str) -> tuple[Path, ..
 
 
 def check_engines_directory(directory: Path) -> None:
-    """Raises ValueError unless `write_engines` can write there without taking the place of anything."""
+    """Raise ValueError unless `write_engines` can write there without overwriting a file."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory}: is no directory; give one to write engine files to")
     there = next(it for it in (directory, *directory.absolute().parents) if it.exists())
@@ -58,7 +58,7 @@ def check_engines_directory(directory: Path) -> None:
 
 
 def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -> str:
-    """What simulates the file at `path` as the search did."""
+    """The command that simulates the file at `path` as the search did."""
     origin = _origin(question)
     requests = "REQUESTS" if origin.requests is None else shlex.quote(origin.requests)
     scale = repr(point.trial.rate / question.natural_rate)
@@ -68,7 +68,7 @@ def simulate_command(question: SizingQuestion, point: Point, path: Path | str) -
 
 
 def engines_text(question: SizingQuestion, point: Point, path: Path | str) -> str:
-    """The file, which is to be at `path`. Raises ValueError where a model, GPU or profile cannot be named."""
+    """The text of the file to write at `path`. Raises ValueError where a model, GPU or profile cannot be named."""
     candidate, link = point.candidate, network(question, point.candidate)
     document: dict[str, Any] = {"engines": [_engines(question, pool) for pool in candidate.pools], "route": ROUTE}
     if link is not None:
@@ -123,13 +123,13 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
 
 
 def _node(nodes: NodeClass) -> dict[str, Any]:
-    """As a cluster file has it."""
+    """The keys of a node, as in a cluster file."""
     inter, intra = (written(it, RATES) for it in (nodes.inter_bandwidth, nodes.intra_bandwidth))
     return {"gpus": nodes.gpus, "inter_bandwidth": inter, "intra_bandwidth": intra}
 
 
 def _link(net: Fabric) -> dict[str, float]:
-    """Of each GPU."""
+    """The network of each GPU."""
     return {"bandwidth": net.network / net.gpus, "latency": net.network_latency}
 
 
@@ -146,7 +146,7 @@ def _drafts(question: SizingQuestion, drafts: Drafts) -> dict[str, Any]:
 
 
 def _model(given: str, model: ModelSpec) -> str:
-    """A name, or a path that is right from everywhere. Raises ValueError where neither gives the model."""
+    """The name of a model, or an absolute path. Raises ValueError where neither gives the model."""
     named = str(Path(given).absolute()) if Path(given).exists() else model.name
     try:
         same = load_model(named) == model
@@ -161,7 +161,7 @@ def _model(given: str, model: ModelSpec) -> str:
 
 
 def _profile(question: SizingQuestion, shape: EngineSetup) -> str:
-    """Experts that are divided have times from where the profile of whole engines has its own."""
+    """The profile of an engine. Divided experts need times from the same source as the profile of whole engines."""
     given = _file(_origin(question).profile, "auto", "tables", "roofline")
     if (shape.parallel is None and shape.apart is None) or given not in ("auto", "tables"):
         return given
@@ -188,5 +188,5 @@ def _origin(question: SizingQuestion) -> Origin:
 
 
 def _printable(text: str) -> str:
-    """Of one line, as YAML takes it."""
+    """The text as one line of printable characters for a YAML comment."""
     return "".join(it if it.isprintable() else "?" for it in text)

@@ -1,4 +1,5 @@
-"""What pools of a pair serve at most: each is simulated with ample engines of the other role, once for all its pairs.
+"""Upper bounds on the rates of a pair's pools: each is simulated with ample engines of the other role, once for all
+pairs.
 
 Assumption: more or faster engines of the other role, and more engines of one shape, never make a candidate miss an
 objective at a rate that it serves.
@@ -22,7 +23,7 @@ from libra.sizing.question import SizingQuestion
 from libra.sizing.trial import Trial, trial
 
 AMPLE = 16  # engines of the other role
-_FIRST = 2 * STEPS  # rung that is tried first
+_FIRST = 2 * STEPS  # first rung to try without a bound
 
 _Asked = tuple[RoleName, EngineSetup, EngineSetup | None, int]  # role, shape, ample shape before it, engines
 
@@ -38,9 +39,9 @@ class PoolMiss:
 
 
 class Pools:
-    """Of the pairs of one question: prefill engines serve prompts alone, without anything that follows; decode engines
-    have the fastest prefill engines of a pair's class and drafts before them. The draw of the requests is the one that
-    is hardest for the role, in general."""
+    """Pools of the pairs of one question. Prefill engines serve only prompts; decode engines get them from ample
+    engines of the fastest prefill shape with the same class of nodes and drafts as the pair's. The requests are those
+    of the draw that is hardest for the role, in general."""
 
     def __init__(self, question: SizingQuestion, bounds: Bounds, candidates: Iterable[ServingCandidate]) -> None:
         self.question, self.runs = question, 0
@@ -56,8 +57,8 @@ class Pools:
             self._fastest[shape] = min(alike, key=lambda it: paces[it])
 
     def highest(self, candidate: ServingCandidate, bound: float) -> float:
-        """Requests/s that the prefill engines of a pair serve at most, on the ladder; infinite without any. The search
-        begins below `bound`."""
+        """Highest rate in requests/s, on the ladder, that the prefill engines of a pair serve; infinite for a colocated
+        candidate. The search begins below `bound`."""
         if candidate.architecture == "colocated":
             return inf
         pool = candidate.pools[0]
@@ -73,7 +74,7 @@ class Pools:
         return rate_of(self._highest[pool])
 
     def miss(self, candidate: ServingCandidate, rate: float) -> PoolMiss | None:
-        """Of a pool that misses an objective at this rate or below; None where no pool is known to."""
+        """The miss of a pool that misses an objective at this rate or below; None if no pool does."""
         if candidate.architecture == "colocated":
             return None
         prefill, decode = candidate.pools
@@ -82,8 +83,8 @@ class Pools:
         return next((it for it in found if it is not None), None)
 
     def ttft(self, candidate: ServingCandidate, rate: float) -> float:
-        """Seconds that the TTFT of a pair takes at least at this rate, by the statistic of `trial.statistic`: that of
-        its prefill engines alone, on the record, but for `SLACK`."""
+        """Lower bound on the TTFT of a pair at this rate, in seconds, by the statistic of `trial.statistic`: that of
+        its prefill engines alone on the record, reduced by `SLACK`."""
         if candidate.architecture == "colocated":
             return 0.0
         pool = candidate.pools[0]

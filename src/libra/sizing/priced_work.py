@@ -1,9 +1,9 @@
-"""What the requests take on one engine, from below: the floors of its iterations, and how many iterations there are.
+"""Lower bounds on the seconds of requests on one engine: from floors and numbers of its iterations.
 
-Invariant: no schedule of the simulated engine does the work in less. A request's price has a part for the iterations
-that it takes part in, of which each has a fixed cost: they are at least as many as what the engine holds allows
-(`max_num_seqs`, `max_num_batched_tokens`, KV), and as TPOT allows, for the mean time of an iteration, weighted by
-tokens, is no longer than that. Of those that may miss an objective the dearest are left out.
+Invariant: no schedule of the simulated engine does the work in less time. A request's price has a share of the fixed
+costs of its iterations. The number of iterations is bounded below by the engine's capacity (`max_num_seqs`,
+`max_num_batched_tokens`, KV), and by TPOT: the mean time of an iteration, weighted by tokens, is no longer than TPOT.
+The most expensive requests are left out, up to the number that may miss an objective.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PricedWork:
 
     @cached_property
     def prompt_seconds(self) -> Array:
-        """Of each prompt alone: chunk by chunk, each in an iteration that takes what the cheapest such does. The stages
-        of a pipeline may have a chunk each."""
+        """Seconds of each prompt alone: chunk by chunk, each in the cheapest possible iteration. The stages of a
+        pipeline may have a chunk each."""
         work, most = self.work, self.config.max_num_batched_tokens
         seconds = np.zeros(len(work))
         for least, pair in self.prices.prompt:
@@ -47,21 +47,21 @@ class PricedWork:
 
     @cached_property
     def first_seconds(self) -> float:
-        """The iteration that makes the first token of a prompt whose KV was pulled."""
+        """Seconds of the iteration that makes the first token of a prompt whose KV was pulled."""
         return max((float(least[1]) for least, _ in self.prices.prompt), default=0.0)
 
     @cached_property
     def token_seconds(self) -> Array:
-        """Mean of each request's iterations after the first token."""
+        """Mean seconds per token of each request's iterations after the first token."""
         work = self.work
-        # Where a chunk may take the place of a verification, it has a token at least.
+        # If a chunk may replace a verification, it has at least one token.
         rows = 1 if self._preempts else self.config.tokens_each
         seconds = np.zeros(len(work))
         context = np.where(work.decoded > 0, work.own / np.maximum(1, work.iterations), 0.0)
         for least, slope, chunk in self.prices.alone:
             if slope and self._preempts:
                 continue
-            # Prompts that are completed beside it may take less than nothing in tables, but have tokens.
+            # Prompts that complete in the same iteration may have negative prices from tables, but add tokens.
             prompts = np.arange(1 + (len(least) - 1) // int(work.new.min())) if chunk else np.zeros(1, dtype=int)
             tokens = np.maximum(min(rows, len(least) - 1), prompts * int(work.new.min()))
             cheapest = (least[tokens] - chunk * prompts).min()
@@ -71,16 +71,16 @@ class PricedWork:
 
     @cached_property
     def _preempts(self) -> bool:
-        """Whether blocks may run out while `max_num_seqs` requests run; with tiers others hold some, too, whose
-        KV is loaded."""
+        """Whether blocks may run out while `max_num_seqs` requests run; with tiers, requests whose KV is being loaded
+        hold blocks, too."""
         ahead = self.config.lookahead + 2 * (self.config.tokens_each - 1)
         blocks = np.sort(-(-(self.work.longest + ahead) // BLOCK) + 1)
         holders = len(blocks) if self.config.kv_tiers else self.config.max_num_seqs
         return bool(blocks[-holders:].sum() > self.config.kv_blocks)
 
     def demands(self, role: RoleName, deadline: WorkDeadline) -> Iterator[tuple[Array, float, str]]:
-        """(seconds of each request, seconds that come off all of them together, what they are of): each the dearest of
-        its kind."""
+        """Yield (seconds of each request, credit in seconds for all together, limit that bounds the iterations): the
+        largest over floors and limits, if it is above 0."""
         best: dict[str, tuple[float, Array, float]] = {}
         for floor in self.prices.floors:
             price, credit = self._priced(floor, "prefill" if deadline.of == "prompt" else role)
@@ -94,12 +94,12 @@ class PricedWork:
             yield dearest[1][1], dearest[1][2], dearest[0]
 
     def _priced(self, floor: Floor, role: RoleName) -> tuple[Array, float]:
-        """What requests take beyond the fixed cost of iterations.
+        """Seconds of requests beyond the fixed cost of iterations, and a credit for all together.
 
-        A preempted request gets its next token with the chunk that computes its context again: that pays for the token,
-        but not for the context. There are no more preemptions than blocks that requests grow by, twice over for a
-        prompt that is under way. With drafts they grow by the same block again and again, so every iteration pays only
-        what such a chunk does.
+        A preempted request gets its next token with the chunk that computes its context again. The chunk pays for the
+        token, but not for the context. There are no more preemptions than blocks by which requests grow, counted twice
+        because of prompts in progress. With drafts requests may grow by the same block repeatedly, so every iteration
+        is priced as such a chunk.
         """
         work = self.work
         price = np.full(len(work), floor.output + self.prices.admission)
@@ -119,12 +119,12 @@ class PricedWork:
         return price, credit
 
     def _step(self, floor: Floor) -> float:
-        """What a request takes in each iteration after its first token, beyond its context."""
+        """Seconds of a request in each iteration after its first token, without its context."""
         replaced = self._preempts and self.config.speculative is not None
         return floor.output + floor.token + (-floor.chunk if replaced else floor.drafts)
 
     def _iterations(self, floor: Floor, role: RoleName, deadline: WorkDeadline) -> Iterator[tuple[str, Array]]:
-        """How many iterations each request accounts for at least."""
+        """Yield lower bounds on the iterations that each request accounts for, with the name of the limit."""
         work, config = self.work, self.config
         seqs, most = config.max_num_seqs, config.max_num_batched_tokens
         prompts = role == "prefill" or deadline.of == "prompt"
@@ -142,8 +142,8 @@ class PricedWork:
         # Tokens that follow a preemption have no context to pay; prompts must not make an iteration cheaper.
         each = self._step(floor) + (0.0 if self._preempts else floor.context * work.contexts[0])
         if deadline.tpot < inf and each > 0 and floor.token * work.new.min() >= floor.chunk:
-            # Of an iteration of d requests, 1 >= (2 - d / together) * d / together; whatever `together` is, and tight
-            # where it is d. What all d add up to follows from the time that they may take.
+            # An iteration of d requests counts 1 >= (2 - d / together) * d / together for any `together`, with equality
+            # at d. The sum of d over all iterations follows from the time that TPOT allows them.
             beyond = (deadline.tpot * work.decoded - floor.iteration * work.iterations) / each
             together = max(1.0, float(beyond.sum() / work.iterations.sum()))
             if together < seqs:

@@ -1,6 +1,6 @@
-"""What a search is asked.
+"""The question of a search: model, cluster, requests and objectives.
 
-Invariant: a question that exists can be answered, if only by "nothing on the menu can": its parts fit each other.
+Invariant: a question in memory is consistent, so it has an answer, if only "nothing on the menu can".
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from libra.sizing.candidate import ServingCandidate
 from libra.sizing.objective import Objective, check_objectives
 
 MOST_PRICE = 1e12  # of a GPU, in whatever unit
-LASTING = 32  # times the longest wait that is allowed: a rate that is served for so long counts as lasting
-BRIEF = 8  # times the shortest one: requests that are over before that say little
+LASTING = 32  # times the longest allowed wait: a rate that is served for that time counts as lasting
+BRIEF = 8  # times the shortest allowed wait: requests that end within that time do not determine a rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the parts of a question were read, as they were given: for files that name them."""
+    """Sources of the parts of a question, as given by the user, for files that name them."""
 
     model: str  # a file, its directory, or a name
     profile: str  # auto, tables, roofline, or a file
@@ -46,11 +46,11 @@ class Origin:
 class SizingQuestion:
     """Which deployments of `model` on GPUs of `cluster` serve `requests` within `objectives`?
 
-    Without `rate` (requests/s) each is asked how fast requests may come, in the order and with the gaps of the record,
-    all scaled alike; with it, whether it serves that many. `gpus` and `budget` are the most that one may take; the
-    latter is in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared
-    by cost, else by GPUs. `profiles` are those of the cluster's classes, in their order; `drafters` are known by the
-    names that a menu has for them. `origin` is needed where a point is to be written as a file of its engines.
+    Without `rate` (requests/s) the search finds the highest rate of each deployment, with all gaps of the record scaled
+    by one factor; with it, whether each serves that rate. `gpus` and `budget` are limits of one deployment; `budget` is
+    in the unit of `prices`, an hour's price of a GPU by class of nodes. With prices, deployments are compared by cost,
+    else by GPUs. `profiles` are those of the cluster's classes, in their order; `drafters` are keyed by their names in
+    the menu. `origin` is needed to write a point as a file of its engines.
     """
 
     cluster: Cluster
@@ -102,17 +102,17 @@ class SizingQuestion:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds that a request may take to its first token, or to its end, by the objective that allows most."""
+        """Longest limit, in seconds, of an objective for the first token or the end of a request."""
         return max(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
     def shortest_wait(self) -> float:
-        """The same by the objective that allows least: a backlog that keeps growing misses that one first."""
+        """Shortest such limit, in seconds: a growing backlog misses that objective first."""
         return min(it.limit for it in self.objectives if it.metric != "tpot")
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest context: what engines must hold."""
+        """Tokens of the longest context, which engines must hold."""
         return max(it.prompt_tokens + it.output_tokens for it in self.requests)
 
     @property
@@ -126,7 +126,7 @@ class SizingQuestion:
         return sum(count * self.prices[name] for name, count in candidate.by_class().items())
 
     def refusal(self, candidate: ServingCandidate) -> str | None:
-        """Why there are no GPUs for it."""
+        """The reason why the candidate exceeds GPUs or budget; None if it does not."""
         for name, count in candidate.by_class().items():
             if count > self.cluster.node_class(name).devices:
                 return f"needs {count:,} GPUs of {name}, of {self.cluster.node_class(name).devices:,}"

@@ -1,6 +1,6 @@
-"""What the requests of a question need, as columns, and until when they must have had it.
+"""The work of a question's requests, as columns, and its deadlines.
 
-Invariant: what is used of an objective is what it says of all but the requests that may miss it.
+Invariant: deadlines use only conditions that an objective imposes on all requests but those that may miss it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from libra.sizing.question import SizingQuestion
 
 
 class RequestWork:
-    """What the requests are, as columns."""
+    """The work of requests, as columns."""
 
     def __init__(self, question: SizingQuestion, *, loaded: bool = False) -> None:
-        """`loaded`: a tier may have prefixes, and then whole prompts, of which only the last token is computed."""
+        """`loaded`: a KV tier may hold prefixes, even whole prompts, of which only the last token is then computed."""
         requests = question.requests
         first = requests[0].arrival
         # Seconds at one request a second.
@@ -40,18 +40,18 @@ class RequestWork:
         self.new = prompt - shared  # tokens of prompts that no prefix cache has
         self.pairs = self.new * shared + self.new * (self.new + 1) / 2
         self.decoded = self.output - 1  # tokens after the first
-        self.own = self.decoded * self.new + self.decoded * (self.decoded + 1) / 2  # tokens of context, all added up
+        self.own = self.decoded * self.new + self.decoded * (self.decoded + 1) / 2  # sum of contexts over tokens
         self.longest = prompt + self.output
         self.contexts = (int(self.new.min()) + 1, int(self.longest.max()))
-        self.iterations = self.decoded  # that generate them, at least
+        self.iterations = self.decoded  # least iterations that generate the decoded tokens
 
     def __len__(self) -> int:
         return len(self.arrival)
 
     def with_drafts(self, speculative: Speculative) -> RequestWork:
-        """As many verifications as the draws of the simulator take at least: an iteration that has fewer drafts, or
-        none, has no more tokens than one that verifies all. How they are spread is not known: a context has grown by
-        a token for each iteration before, and lacks at most `tokens_each` for each that is left."""
+        """The work with the least verifications for the draws of the simulator: an iteration with fewer drafts, or
+        none, gains no more tokens than one that verifies all. The order of gains is unknown: a context has grown by at
+        least a token for each earlier iteration, and lacks at most `tokens_each` for each remaining one."""
         drawn, draws, each = copy(self), Draws(speculative), speculative.tokens_each
         drawn.iterations, drawn.own = np.zeros(len(self)), np.zeros(len(self))
         for request, (new, decoded) in enumerate(zip(self.new, self.decoded.astype(int), strict=True)):
@@ -67,8 +67,8 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkDeadline:
-    """All but `misses` requests have had what they need `seconds` after their arrival; those among them that generate
-    do so at `tpot` seconds a token."""
+    """All but `misses` requests are served `seconds` after their arrival; those of them that generate do so at `tpot`
+    seconds a token. `of`: the deadline of the prompt alone, or of the whole request."""
 
     of: Literal["prompt", "finish"]
     seconds: Array
@@ -77,7 +77,7 @@ class WorkDeadline:
 
 
 def deadlines(question: SizingQuestion, work: RequestWork) -> Iterator[WorkDeadline]:
-    """What objectives say of when requests are served."""
+    """Yield the deadlines that follow from the objectives."""
     several = int((work.decoded > 0).sum())
     tails: dict[Metric, list[tuple[float, int]]] = {"ttft": [], "tpot": [], "latency": []}
     for objective in question.objectives:

@@ -1,7 +1,7 @@
-"""Which deployments serve requests within objectives: what a bound leaves is simulated, best bound first.
+"""Search for deployments that serve requests within objectives: candidates that a bound does not exclude are simulated.
 
-Invariant: the answer depends on the question and the menu alone, not on how many processes find it; and the Pareto set
-is the one that simulating everything would give, under the assumptions of `pools` and `idle`.
+Invariant: the answer depends only on the question and the menu, not on the number of processes. The Pareto set is the
+one that simulating all candidates would give, under the assumptions of `pools` and `idle`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def search(
 
     Cluster, model, requests and menu are values or files; `slo` is such as `ttft_p99=1,tpot_p99=0.05`. The other
     arguments are those of `SizingQuestion` and `engine_profiles`; `jobs` is the number of processes. Raises ValueError
-    where the question has no answer to look for.
+    where the question cannot have an answer.
     """
     file = menu if isinstance(menu, MenuFile) else load_menu(Path(menu))
     return answer(
@@ -85,7 +85,7 @@ def question_of(
     host: str = "default",
     note: Callable[[str], None] = lambda _: None,
 ) -> SizingQuestion:
-    """What `search` asks, read from files where they are given; of the cluster, the classes that the menu names."""
+    """The question of `search`, read from files where paths are given, with the menu's classes of the cluster."""
     there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
     shape = model if isinstance(model, ModelSpec) else load_model(model)
     recorded = read_requests(requests) if isinstance(requests, Path | str) else tuple(requests)
@@ -112,8 +112,8 @@ def question_of(
 def answer(
     question: SizingQuestion, menu: ServingMenu, *, jobs: int = 1, progress: Callable[[Progress], None] | None = None
 ) -> SizingAnswer:
-    """Raises ValueError where the menu is empty for the question, or an objective below what any of it can do: of these
-    `InfeasiblePlanError` where more GPUs or money would give it something."""
+    """Answer the question. Raises ValueError if the menu is empty for it, or if no candidate can meet an objective:
+    `InfeasiblePlanError` if the menu is empty only for lack of GPUs or money."""
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; give the number of processes, 1 or more")
     candidates = list(menu.candidates(question))

@@ -1,7 +1,7 @@
-"""A candidate in simulation, at one rate of requests.
+"""Simulation of a candidate at one rate of requests.
 
-Invariant: requests are the record's, in its order, and only the time between them is scaled: candidates and rates are
-compared on one draw. A trial that is stopped early has missed an objective whatever would have come.
+Invariant: requests are the record's, in its order, and only the time between them is scaled, so candidates and rates
+are compared on one draw. A trial is stopped early only if it will miss an objective in any case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUTE = DEFAULT_DECODE_ROUTE  # of requests, and of prompts that were computed
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Shares of 1, means over the pool's engines and the makespan."""
+    """Use of a pool: shares of 1, as means over the pool's engines and the makespan, and the number of preemptions."""
 
     busy: float
     kv: float
@@ -41,12 +41,12 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of it. A trial that was stopped, or never ends, has only what was missed."""
+    """Result of a trial. One that was stopped, or that would never end, has only `missed`."""
 
     rate: float  # requests/s
-    missed: str  # name of the objective, or why all of them are; empty: none
-    latency: dict[str, float]  # seconds, by objective; empty where it was stopped
-    ttft: float  # seconds, as the statistic that is asked for, else p99
+    missed: str  # name of a missed objective, or the reason why all are missed; empty: none
+    latency: dict[str, float]  # seconds, by objective; empty if it was stopped
+    ttft: float  # seconds, by the statistic of the first objective of the metric, else p99
     tpot: float
     pools: tuple[PoolUse, ...]
     network: float  # share of the bandwidth of the busier side
@@ -58,7 +58,7 @@ class Trial:
 
 
 class _MissedError(Exception):
-    """More requests have missed an objective than may."""
+    """More requests have missed an objective than are allowed to."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -73,9 +73,9 @@ def trial(
     routes: tuple[Policy, Policy] | None = None,
     to_the_end: bool = False,
 ) -> Trial:
-    """Raises `NoRoomError` where an engine cannot run, ValueError where the rate is too low to be simulated. `requests`
-    take the place of the question's, and come at the same rate; `routes`, of requests and of prompts that were
-    computed, that of the least load; `to_the_end`: also where an objective is missed before that."""
+    """Simulate a candidate at `rate` requests/s. `requests` replace the question's, at the same rate. `routes` are the
+    policies for requests and for computed prompts, by default the least loaded. `to_the_end`: go on after a miss.
+    Raises `NoRoomError` if an engine cannot run, and ValueError if the rate is too low to simulate."""
     records = question.requests if requests is None else requests
     scale = rate / question.natural_rate
     if seconds(records[-1].arrival) >= scale * LONGEST:
@@ -125,7 +125,7 @@ def _cluster(
 
 
 def statistic(question: SizingQuestion, metric: Metric) -> Objective:
-    """By which a candidate's TTFT or TPOT is told: that of the first objective, else the 99th percentile."""
+    """The statistic by which TTFT or TPOT is reported: that of its first objective, else the 99th percentile."""
     return next((it for it in question.objectives if it.metric == metric), Objective(metric, "p99", 1.0))
 
 
@@ -138,7 +138,7 @@ class _Watched:
         self._workload, self._lenient = workload, lenient
         several = sum(it.output_tokens > 1 for it in records)
         counts = {it: several if it.metric == "tpot" else len(records) for it in objectives}
-        # What is left: requests that may miss it, or of a mean the seconds that all may have together.
+        # The rest of the allowance: requests that may still miss it, or for a mean the seconds left for all together.
         self._left = {it: it.allowed(count) for it, count in counts.items()}
         self._seconds = {it: it.limit * count for it, count in counts.items()}
 
@@ -166,7 +166,7 @@ class _Watched:
 
 
 def _took(request: Request, metric: Metric) -> float | None:
-    """Seconds; infinite of a request that did not finish, None where the metric is not of such requests."""
+    """Seconds of a request; infinite if it did not finish, None if the metric does not apply to it."""
     if metric == "tpot" and request.output_tokens < 2:
         return None
     if request.status != "finished" or request.first_token is None or request.finish is None:

@@ -1,1 +1,1 @@
-"""Why a plan is what it is, and what would change it."""
+"""Explanations of a plan: the reasons for it, and changes that would improve it."""

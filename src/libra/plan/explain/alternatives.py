@@ -1,8 +1,8 @@
-"""The same question with one thing changed: a constraint relaxed, a decision forbidden, another split of the devices.
+"""Problems with one thing changed: a constraint relaxed, a decision forbidden, another split of the devices.
 
-Invariant: an alternative differs from the problem in the one thing that is named. A relaxed problem allows every plan
-that the given one allows, a restricted one no other. Of each split, training and generation are the fastest there are,
-each by itself.
+Invariant: an alternative differs from the problem only in the change that it names. A relaxed problem allows every plan
+of the given one, a restricted problem only plans of the given one. Training and generation of each split are the
+fastest possible, each by itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def relaxations(
 ) -> Iterator[Alternative]:
     """Every constraint that can be relaxed, by one unit or, where it has none, altogether.
 
-    `larger[pool]` is the problem priced anew with one more node in the pool; for a pool without it the node is added
-    and the menu stays, so that larger training layouts are missing. `staler` is the problem priced anew with one more
-    version of staleness; without it the menu stays, though more trajectories are then under way.
+    `larger[pool]` is the problem priced again with one more node in the pool; for a pool without it the node is added
+    and the menu stays, so that larger training layouts are missing. `staler` is the problem priced again with one more
+    version of staleness; without it the menu stays, though more trajectories are then in flight.
     """
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
@@ -58,7 +58,7 @@ def relaxations(
         )
     longest = problem.longest_context
     shorter = max((peak for peak in problem.peaks if peak < longest), default=longest)
-    # The work stays, and so do the classes: what it would be were trajectories cut is another problem.
+    # The work and the classes stay: shorter trajectories would be another problem.
     own = [option for option in problem.engines if option.shape not in problem.lent]
     if any(shorter <= option.holds < longest for option in own):
         what = f"longest context {shorter:,} instead of {longest:,} tokens, for the same work"
@@ -69,7 +69,7 @@ def relaxations(
 
 
 def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternative]:
-    """The decisions of an allocation that fits, each forbidden."""
+    """Problems that each forbid one decision of an allocation that fits."""
     option = own_training(problem, allocation)
     others = tuple(other for other in problem.training if other != option)
     yield Alternative("train on other devices or in another layout", replace(problem, training=others))
@@ -92,21 +92,21 @@ def without_strays(problem: Problem) -> Problem:
 
 
 def _without_longest(problem: Problem) -> Problem:
-    """The problem in which engines have their work, and no trajectory takes longer than its share of it."""
+    """The problem without waits for longest trajectories; engines keep their work."""
     engines = tuple(replace(option, generates=(), waits=()) for option in problem.engines)
     return replace(problem, engines=engines, expected=(False,) * len(problem.expected))
 
 
 def _holding(problem: Problem, at_least: int) -> Problem:
-    """The problem in which every engine of one's own that holds so many tokens holds the longest context, too."""
+    """The problem in which every engine that is not lent and holds `at_least` tokens holds the longest context, too."""
     longest, lent = problem.longest_context, problem.lent
     engines = (replace(o, holds=longest) if o.shape not in lent and o.holds >= at_least else o for o in problem.engines)
     return replace(problem, engines=tuple(engines))
 
 
 def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:
-    """By pool and devices that train; where there are more than `most` splits, evenly spread ones, ends included, and
-    the one of the plan's `own` option.
+    """Splits by pool and devices that train. If there are more than `most`, evenly spread ones including both ends, and
+    that of the plan's `own` option.
 
     Splits that leave no engine for the longest context are left out.
     """
@@ -124,7 +124,7 @@ def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST
 
 
 def _generation(problem: Problem, option: TrainingOption) -> float:
-    # No step is shorter than its share of what follows generation: seconds that bound nothing, and start the search.
+    # No step is shorter than its share of what follows generation, so these seconds bound nothing.
     fixed = option.after_rollout + option.publish
     floor = fixed / (1 + problem.staleness)
     unbound = replace(option, seconds=floor, publish=fixed - floor, tail=None)
@@ -134,7 +134,7 @@ def _generation(problem: Problem, option: TrainingOption) -> float:
 
 
 def _fastest(problem: Problem) -> list[TrainingOption]:
-    """One option for each pool and number of devices."""
+    """The fastest option for each pool and number of devices."""
     pools = [pool.name for pool in problem.pools]
     fastest: dict[tuple[int, int], TrainingOption] = {}
     for option in problem.training:

@@ -1,4 +1,4 @@
-"""Why a plan is what it is, and what would change it: the problem solved again with one thing changed at a time."""
+"""Explains a plan by solving its problem again with one thing changed at a time."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _DIFFERS = re.compile(r"[^\s,]*[\d*-][^\s,]*(?: [^\s,]*[\d*-][^\s,]*)*")  # numb
 
 
 def explain_plan(plan: Plan) -> Explanation:
-    """What bounds the plan, the next best ones, what binds and what one more node of each class would buy.
+    """The bottleneck of a plan, the next best plans, binding constraints, and the gain of one more node of each class.
 
-    Nothing but the plan is needed: all follows from its request. Raises ValueError where it does not answer that.
+    Everything follows from the plan's request. Raises ValueError if the plan does not answer its request.
     """
     request = plan.request
     menu = request.menu()
@@ -58,7 +58,7 @@ def explain_plan(plan: Plan) -> Explanation:
 
 
 def bound_and_pools(plan: Plan) -> tuple[Bound, tuple[PoolView, ...]]:
-    """What the plan's step consists of, and what devices do, without solving anything."""
+    """The parts of the plan's step, and the use of devices, without solving anything."""
     menu = plan.request.menu()
     return bound_of(menu.problem, plan.allocation), pool_views(menu.problem, plan.allocation, menu.rejected)
 
@@ -76,10 +76,11 @@ def explain(
 ) -> Explanation:
     """Explain a solution of the problem by solving it again, with one thing changed at a time.
 
-    `larger[pool]` is the problem priced anew with one more node in that pool; without it the node is added to the menu
-    as it is, on which larger training layouts are missing. `staler` is the problem priced anew with one more version of
-    staleness; without it prices stay as they are. `fewer_nodes` and `smallest` are known to who can price other
-    clusters, `lenders` to who has the menu. Raises ValueError if the solution's allocation does not fit the problem.
+    `larger[pool]` is the problem priced again with one more node in that pool; without it the node is added and the
+    menu stays, so that larger training layouts are missing. `staler` is the problem priced again with one more version
+    of staleness; without it prices stay as they are. A caller that can price other clusters gives `fewer_nodes` and
+    `smallest`, one that has the menu gives `lenders`. Raises ValueError if the solution's allocation does not fit the
+    problem.
     """
     allocation, step = solution.allocation, price(problem, solution.allocation).step
 
@@ -133,7 +134,7 @@ def explain(
 
 
 def by_kind(rejected: Iterable[Rejected]) -> tuple[RejectedKind, ...]:
-    """By the first clause of the reason, whatever its numbers; the commonest kind first."""
+    """Group rejected options by the first clause of the reason, without its numbers; the commonest kind first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for each in rejected:
         kind = _DIFFERS.sub("…", each.reason.partition(";")[0])

@@ -1,7 +1,7 @@
-"""The values that an explanation consists of.
+"""The values of an explanation.
 
-Invariant: every number is the price of an allocation that fits, or the answer of a solver that was asked again with one
-thing changed; nothing is estimated. The values hold no solver object, and `dataclasses.asdict` makes JSON of them.
+Invariant: every number is the price of an allocation that fits, or the answer of a solver to the problem with one thing
+changed; nothing is estimated. The values hold no solver object, and `dataclasses.asdict` turns them into JSON values.
 Times are seconds, losses and gains are fractions of the plan's step.
 """
 
@@ -15,12 +15,12 @@ from libra.plan.solution import Bottleneck, Prediction, Proof, StepPart
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What bounds the step, and what it consists of (`libra.plan.options.price.step_parts`)."""
+    """The bottleneck of the step, and its parts (`libra.plan.options.price.step_parts`)."""
 
     by: Bottleneck
     parts: tuple[tuple[StepPart, float], ...]  # seconds that add up to the step, the largest first
     batches: int  # 1 + staleness, by which the parts of a sum are divided
-    slack: float  # the share that the step could be shorter by before something else bounds it
+    slack: float  # share by which the step could be shorter before something else bounds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,21 @@ class BucketView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What the devices of one pool do. Where training is colocated the same devices do both, one after the other, and
-    `idle` counts those that do nothing in one of the two."""
+    """The use of the devices of one pool. Colocated devices generate and train one after the other; `idle` counts those
+    that are idle in one of the two phases."""
 
     name: str
     devices: int
     training: int
     generating: int
     idle: int
-    why_idle: str  # empty where none is
-    serves: bool = False  # users: idle is what is not borrowed
+    why_idle: str  # empty if no device is idle
+    serves: bool = False  # whether the pool serves users; its devices that are not borrowed count as idle
 
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """A plan as far as plans are compared: who trains, how many engines of each shape, and the step."""
+    """The properties by which plans are compared: training, engines of each shape, and the step."""
 
     layout: str
     replicas: int
@@ -78,40 +78,40 @@ class Otherwise:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """A constraint relaxed by one unit and the problem solved again. It binds if that step is shorter than is proven
-    possible without; less is within the solver's tolerance."""
+    """The problem solved again with a constraint relaxed by one unit. The constraint binds if the step is below the
+    proven bound of the original problem; a smaller gain is within the solver's tolerance."""
 
     change: str
     family: Family | None  # of constraints, see `libra.plan.problem`
     node_of: str | None  # the pool, if the change is one more node
     step: float
-    seconds: float  # that the step gets shorter by
+    seconds: float  # by which the step gets shorter
     gain: float
     binds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SmallerCluster:
-    """The best plan for fewer nodes; `step` is None where there is none, and `seconds` that it is longer by."""
+    """The best plan for fewer nodes; `step` and `seconds` are None if there is none."""
 
-    nodes: tuple[tuple[str, int, int], ...]  # class, nodes left, of how many
+    nodes: tuple[tuple[str, int, int], ...]  # class, nodes left, nodes before
     devices: int  # given back
     step: float | None
-    seconds: float | None
+    seconds: float | None  # by which the step gets longer
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Seconds of a step: with the router as it is, and were all work to reach its own bucket."""
+    """Seconds of a step with the given router, and with a perfect one, which brings all work to its own bucket."""
 
     step: float
-    same_plan: float  # of the explained plan, with such a router
-    best_plan: float  # of the best plan for such a router
+    same_plan: float  # of the explained plan, with a perfect router
+    best_plan: float  # of the best plan for a perfect router
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedKind:
-    """Options that were rejected for the same kind of reason; in the kind an ellipsis stands for what differs."""
+    """Options that were rejected for the same kind of reason; an ellipsis in `kind` stands for the differing parts."""
 
     kind: str
     options: tuple[tuple[str, str], ...]  # name, reason
@@ -121,8 +121,8 @@ class RejectedKind:
 class Split:
     """One training option, and the best generation on the devices that it leaves.
 
-    `generation` is the step that engines and the longest trajectory would keep if training bounded nothing, but
-    delayed publication as it does. Synchronous training waits for it, `step` is then a sum; else `step` is the larger.
+    `generation` is the step that engines and the longest trajectory keep if training delays publication but bounds
+    nothing. Synchronous training waits for it, so `step` is then a sum; else `step` is the larger of the two.
     """
 
     layout: str
@@ -135,19 +135,19 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LenderView:
-    """A pool that serves, and what its loan is worth. Seconds are of a step."""
+    """A pool that serves, and the value of its loan. Seconds are of a step."""
 
     pool: str
     engines: int  # that the plan borrows
-    use: tuple[float, ...]  # certified shares of the SLO's tpot, one for each shape of them
-    share: float  # of their devices' time that is counted on, while it is lent
+    use: tuple[float, ...]  # certified shares of the SLO's tpot, one for each borrowed shape
+    share: float  # of the borrowed devices' time that the plan counts on, while it is lent
     away: float  # probability that nothing is lent in the coming period
     step: float  # with the loan
-    average: float  # over all that traffic may take away, of all lenders
+    average: float  # over all recalls, by all lenders, that traffic may cause
     recalled: float  # of the same plan while this pool lends nothing
     without: float  # of the best plan without this pool
-    kept: float  # with it, training as it would be without
-    why_not: str  # empty where engines are borrowed
+    kept: float  # of the best plan that trains as the one without this pool
+    why_not: str  # reason why no engine is borrowed; empty if some are
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Explanation:
     pools: tuple[PoolView, ...]
     runners_up: tuple[PlanView, ...]  # best first; fewer than three where there are no more plans
     otherwise: tuple[Otherwise, ...]
-    reliefs: tuple[Relief, ...]  # what helps most first
+    reliefs: tuple[Relief, ...]  # largest gain first
     fewer_nodes: tuple[SmallerCluster, ...]  # one node less of each class
     smallest: SmallerCluster | None  # with the same step; None where no node can be given back
     routing: Routing

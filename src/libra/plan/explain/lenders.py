@@ -1,7 +1,7 @@
-"""What each pool that serves is worth to a plan: the problem solved again without it.
+"""The value of each serving pool to a plan: the problem solved again without the pool.
 
 Invariant: a pool that lends nothing has a reason: nothing there can be counted on, it would not help, or it is away too
-often. Without lenders there is always a plan, as some engine of one's own holds every context.
+often. Without lenders there is always a plan, as some of the plan's own engines hold every context.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _view(menu: Menu, allocation: Allocation, pool: Pool) -> LenderView:
 
 
 def _why_not(menu: Menu, allocation: Allocation, pool: Pool, lends: bool) -> str:
-    """Why a plan borrows nothing of a pool."""
+    """The reason why a plan borrows nothing from a pool."""
     if not lends:
         return "; ".join(f"{it.name}: {it.reason}" for it in menu.rejected if it.name.startswith(f"{pool.name}/"))
     cases, mine = loan_cases(menu), price(menu.problem, allocation)

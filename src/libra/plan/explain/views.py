@@ -1,8 +1,8 @@
-"""What an allocation that fits shows of itself, without solving anything: what its step consists of, what each bucket
-and each pool does, and why devices idle.
+"""Views of an allocation that fits, without solving anything: the parts of its step, the work of each bucket and pool,
+and reasons for idle devices.
 
-Invariant: a reason to idle holds for every engine of the pool: it is what keeps all of them from serving any class
-within the plan's step, or says that they could and that it would not help.
+Invariant: a reason to idle holds for every engine of the pool. It says what keeps all of them from serving any class
+within the plan's step, or that they could serve some but would not shorten it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from libra.plan.problem import EngineOption, Problem
 
 
 def plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanView:
-    """The allocation beside a plan whose step is `step` seconds."""
+    """The allocation compared with a plan whose step is `step` seconds."""
     predicted, training = price(problem, allocation), own_training(problem, allocation)
     return PlanView(
         layout=allocation.layout,
@@ -77,7 +77,7 @@ def bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, 
 
 
 def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Rejected] = ()) -> tuple[PoolView, ...]:
-    """`rejected` are shapes that are no option, named `POOL/...`."""
+    """The use of each pool's devices. `rejected` are shapes that are no option, named `POOL/...`."""
     used = devices_used(problem, allocation)
     views = []
     for pool in problem.pools:
@@ -93,7 +93,7 @@ def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Reje
 
 
 def _in_turns(devices: int, training: int, generating: int, layout: str, why: str) -> str:
-    """Devices that do nothing in a phase of a colocated step; `why`: they do not generate."""
+    """Text for devices that are idle in a phase of a colocated step; `why` is the reason why they do not generate."""
     phases = []
     if generating < devices:
         phases.append(f"{devices - generating:,} through the rollout: {why}")
@@ -129,7 +129,7 @@ def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Seq
 
 
 def _serves(problem: Problem, allocation: Allocation, engines: tuple[EngineOption, ...]) -> bool:
-    """Whether such engines, with all devices of their pool, could serve some class within the allocation's step."""
+    """Whether `engines`, with all devices of their pools, could serve some class within the allocation's step."""
     changed = replace(problem, engines=engines)
     training, step = own_training(problem, allocation), price(problem, allocation).step
     need = RangeTable(changed, tried=False).engines(training, step)

@@ -1,6 +1,6 @@
-"""The same request for another cluster or recipe: from words such as `gpus=64`, with nodes more or less, or staler.
+"""A request changed to another cluster or recipe: by text such as `gpus=64`, or with more nodes, fewer, or staler.
 
-Invariant: what is not named stays as it is, and a name that means nothing is refused with the names that do.
+Invariant: only the named values change, and an unknown name is refused with the known ones.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from libra.plan.plan import Plan, make_plan
 from libra.plan.planner import rooflines
 from libra.plan.problem import InfeasiblePlanError, Problem
 
-SAME_STEP = 1e-3  # relative: steps that a smaller cluster and the plan's have in common
+SAME_STEP = 1e-3  # relative difference below which steps of a smaller cluster and of the plan count as equal
 
 
 def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tuple[Cluster, Recipe]:
-    """`gpus=N` (of the whole cluster), `CLASS=N` (nodes of a class, or of a pool that serves) or `KEY=VALUE` of the
-    recipe, one after another.
+    """Apply assumptions in order: `gpus=N` (of the whole cluster), `CLASS=N` (nodes of a class, or of a serving pool)
+    or `KEY=VALUE` of the recipe.
 
     Raises `ConfigError` that names the assumption.
     """
@@ -83,7 +83,7 @@ def _value(text: str) -> Any:
 
 
 def held_fixed(before: Recipe, after: Recipe) -> str:
-    """Names what stays as in the plan, though a plan from the log would change it; empty if nothing does."""
+    """A note on what stays as in the plan although a plan from the log would change it; empty if nothing does."""
     if before.batch == after.batch:
         return ""
     return (
@@ -181,7 +181,7 @@ def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> Sm
 
 
 def one_version_more(request: ClusterRequest) -> Problem | None:
-    """The problem with one more version of staleness; None where devices change sides and there can be none."""
+    """The problem with one more version of staleness; None for colocated devices, which allow none."""
     recipe = request.recipe
     if recipe.mode == "colocated":
         return None
@@ -190,7 +190,7 @@ def one_version_more(request: ClusterRequest) -> Problem | None:
 
 
 def one_node_more(request: ClusterRequest) -> dict[str, Problem]:
-    """By class of nodes, the problem with one more of its nodes. Where even that trains nothing, it is left out."""
+    """The problem with one more node, by class of nodes; left out where even that cannot train or generate."""
     larger: dict[str, Problem] = {}
     for nodes in request.cluster.nodes:
         cluster = override(request.cluster, {nodes.name: nodes.count + 1})

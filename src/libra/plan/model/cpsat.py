@@ -2,11 +2,10 @@
 
 Notation and names of constraints are those of `libra.plan.problem`. Invariant: for a given step the prices have become
 integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`), so all coefficients are devices or engines, nothing is
-rounded, and every answer is exact. `libra.plan.model.solve` chooses the lengths of the step that are asked about.
+rounded, and every answer is exact. `libra.plan.model.solve` chooses the lengths of the step to solve for.
 
 A candidate c is a training option that keeps the step, and a shape of the first range. `need` is the larger table, for
-routers that are possible; `kept` is the smaller one, for routers that are known, and holds where the buckets are those
-that run now.
+possible routers; `kept` is the smaller one, for known routers, and holds where the buckets are the running ones.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _weighted_sum = cp_model.LinearExpr.weighted_sum
 
 
 class StepModel:
-    """`kept[c]` is None where candidate c cannot keep the present buckets, and `present`, their ranges, where no
-    candidate can. No solution `contains` one of `excluding`."""
+    """Variables and constraints for one length of the step. `kept[c]` is None if candidate c cannot keep the present
+    buckets; `present`, their ranges, is None if no candidate can. No solution `contains` one of `excluding`."""
 
     def __init__(
         self,
@@ -217,15 +216,15 @@ class StepModel:
 
 
 def contains(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
-    """Whether an allocation is the other one with nothing less: as many engines of every shape or more, and training on
-    the same pool with as many devices or more. Both fit the problem."""
+    """Whether an allocation has at least the engines of the other of every shape, and trains on the same pool with at
+    least as many devices. Both fit the problem."""
     mine, others = (training_option(problem, a) for a in (allocation, other))
     assert mine is not None and others is not None
     return _trains_alike(mine, others) and allocation.engines_by_shape >= other.engines_by_shape
 
 
 def _trains_alike(option: TrainingOption, other: TrainingOption) -> bool:
-    """On the same pool, with as many devices or more. Layouts are no difference: the relaxation looks at one only."""
+    """Whether `option` has the same pool and at least as many devices; of its layouts the relaxation keeps only one."""
     return option.pool == other.pool and option.devices >= other.devices
 
 

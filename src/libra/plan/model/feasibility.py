@@ -1,12 +1,12 @@
-"""Whether a problem has a plan at all, and why not: named constraints that conflict, none of which could be left out.
+"""Feasibility of a problem: a minimal set of named constraints that conflict, if no plan exists.
 
 Invariant: `conflict` is empty exactly when a plan exists that may leave devices idle. Otherwise all its constraints
 together admit no plan, and leaving out any one of them admits one. It is found by a deletion filter (Chinneck and
 Dravnieks 1991, Locating minimal infeasible constraint sets in linear programs): drop one constraint after the other,
-and keep those that turn out to be needed.
+and keep those without which a plan exists.
 
 Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict: given time, one engine that
-holds the longest context serves everything. Whether a plan leaves no device idle is for the solvers to find out.
+holds the longest context serves everything. The solvers determine whether a plan leaves no device idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import product
 
 from libra.plan.problem import EngineOption, Family, InfeasiblePlanError, Problem, TrainingOption
 
-_REMEDIES: Mapping[Family, str] = {  # of what conflicts by itself
+_REMEDIES: Mapping[Family, str] = {  # for a constraint that conflicts by itself
     "one_training": "add devices, or give what training keeps less memory",
     "every_class_once": "add devices with more memory",
     "longest_context": "lower the longest context, or add devices or shapes with more memory",
@@ -27,7 +27,7 @@ _REMEDIES: Mapping[Family, str] = {  # of what conflicts by itself
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Something that the problem demands: of which family, of which pool (where it is one pool's), and in words."""
+    """A constraint of the problem: its family, its text, and its pool if it is about one pool."""
 
     family: Family
     text: str
@@ -35,7 +35,7 @@ class Constraint:
 
 
 def require_feasible(problem: Problem) -> None:
-    """Raise `InfeasiblePlanError` naming what conflicts, unless a plan exists that may leave devices idle."""
+    """Raise `InfeasiblePlanError` naming the conflict, unless a plan exists that may leave devices idle."""
     conflicting = conflict(problem)
     if not conflicting:
         return
@@ -50,7 +50,7 @@ def require_feasible(problem: Problem) -> None:
 
 
 def all_devices_conflict() -> InfeasiblePlanError:
-    """What to raise when plans exist, but each leaves a device idle that may not."""
+    """The error for problems whose every plan leaves a device idle, where none may."""
     return InfeasiblePlanError(
         "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
         " allow idle devices, or add smaller engine shapes or training options"
@@ -62,7 +62,7 @@ def conflict(problem: Problem) -> tuple[Constraint, ...]:
     needed = constraints(problem)
     if has_plan(problem, needed):
         return ()
-    # What is tried first is dropped first: a pool that is large enough must not be named for being finite.
+    # Earlier constraints are dropped first. Pools come first, so that a pool that is large enough is not named.
     for constraint in needed:
         others = tuple(other for other in needed if other != constraint)
         if not has_plan(problem, others):
@@ -71,7 +71,7 @@ def conflict(problem: Problem) -> tuple[Constraint, ...]:
 
 
 def constraints(problem: Problem) -> tuple[Constraint, ...]:
-    """Every constraint that could be part of a conflict. Where an option is missing altogether, that alone is one."""
+    """Every constraint that could be part of a conflict. If there is no training option or no engine, only that one."""
     if not problem.training:
         return (Constraint("one_training", "some layout must train the model; none fits any pool"),)
     if not problem.engines:
@@ -125,13 +125,13 @@ def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: Engine
 
 
 def ample_step(problem: Problem) -> float:
-    """Seconds in which any training option trains and one engine of any option serves all, and as many to spare."""
+    """Twice the seconds in which any training option trains and one engine of any option serves all trajectories."""
     train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
     generate = max(
         option.stall + max(sum(row) for row in option.work) + sum(option.refill) + math.sqrt(sum(option.refresh))
         for option in problem.engines
     )
-    # A trajectory may be on any two of them.
+    # A trajectory may stay on any two engines, one after the other.
     classes = range(len(problem.peaks))
     longest = max(max(*option.residence, *map(option.stays.alone, classes)) for option in problem.engines)
     return 2 * (train + generate + 2 * longest)

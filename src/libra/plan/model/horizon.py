@@ -1,11 +1,11 @@
 """Plans several periods at once, where changing from one allocation to another costs time.
 
-Invariant: among sequences of the candidates none takes less time, steps and switches together. What is not among the
-candidates is not considered: each period's best allocation, its best allocation with the training of each other
-period's, what runs now, and what the caller adds.
+Invariant: no sequence of the candidates takes less time, including steps and switches. The candidates are each period's
+best allocation, its best allocation with the training of each other period's, the running allocation, and those that
+the caller adds.
 
-With c(p, a) the seconds of period p under allocation a, and s(p, a, b) those lost on going from a to b when p begins,
-the shortest time to be in b during p is (Bellman 1957)
+With c(p, a) the seconds of period p under allocation a, and s(p, a, b) those lost by changing from a to b when p
+begins, the shortest time to be in b during p is (Bellman 1957)
 
     t(p, b) = c(p, b) + min over a of  t(p - 1, a) + s(p, a, b)
 """
@@ -21,23 +21,23 @@ from libra.plan.model.solve import solve
 from libra.plan.options.price import devices_used, infeasibility, price, training_option
 from libra.plan.problem import InfeasiblePlanError, Problem
 
-# Seconds lost on going from one allocation to another, given the problem of the period that begins.
+# Seconds lost by changing from one allocation to another, given the problem of the period that begins.
 SwitchSeconds = Callable[[Problem, Allocation, Allocation], float]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How many devices of a pool have to be able to do what. A change of layout is no change of role."""
+    """Number of devices of a pool by role over all periods. A change of layout is no change of role."""
 
     pool: str
     core: int  # train in every period
-    hybrid: int  # train in some periods, and do not in others
-    rollout: int  # train in none
+    hybrid: int  # train in some periods only
+    rollout: int  # train in no period
 
 
 @dataclass(frozen=True, slots=True)
 class HorizonPlan:
-    """What to run in each period; times are seconds."""
+    """The allocation of each period; times are seconds."""
 
     allocations: tuple[Allocation, ...]  # [period]
     step_seconds: tuple[float, ...]  # [period] predicted, of one optimiser step
@@ -55,9 +55,9 @@ def plan_horizon(
 ) -> HorizonPlan:
     """The sequence of allocations, one for each period of `steps[p]` steps, with the least total time.
 
-    Nothing is lost on starting where `current` is None. An allocation is held only in periods whose problem it fits:
-    let the problems offer the same shapes and layouts (`sharing_layouts` of `libra.plan.options.cluster_request`).
-    `candidates` are considered besides. Raises ValueError when there is no period or one has no step,
+    The start costs nothing if `current` is None. An allocation is held only in periods whose problem it fits: let the
+    problems offer the same shapes and layouts (`sharing_layouts` of `libra.plan.options.cluster_request`).
+    `candidates` are considered in addition. Raises ValueError when there is no period or one has no step,
     InfeasiblePlanError when a period has no plan.
     """
     if not problems or len(problems) != len(steps):
@@ -87,8 +87,8 @@ def plan_horizon(
 
 
 def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[Allocation, ...]:
-    """The best allocation of each period, near to the one before where there is a choice, and its best allocations with
-    the training options that others of these have."""
+    """The best allocation of each period, of equal ones the nearest to that of the period before, and its best
+    allocations with the training options of the other periods' best ones."""
     best: list[Allocation] = []
     for problem in problems:
         best.append(solve(replace(problem, current=best[-1] if best else current)).allocation)
@@ -101,7 +101,7 @@ def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[All
             try:
                 found.append(solve(replace(problem, training=(option,), current=own)).allocation)
             except InfeasiblePlanError:
-                continue  # this period cannot train so
+                continue  # this period has no plan with that training option
     return tuple(dict.fromkeys(found))
 
 
@@ -109,8 +109,8 @@ def shortest_path(
     held: Sequence[Sequence[float]], switch: Callable[[int, int, int], float], start: int | None
 ) -> tuple[int, ...]:
     """[period] the candidate to hold. `held[p][a]` are the seconds of period p under candidate a, infinite where it
-    cannot be held; `switch(p, a, b)` those lost on going from a to b when p begins, 0 being taken for a = b. Before the
-    first period `start` is held; None: any may be begun with at no cost. Among equals the path that stays is taken."""
+    cannot be held; `switch(p, a, b)` those lost by changing from a to b when p begins, assumed 0 for a = b. Before the
+    first period `start` is held; None: starting with any costs nothing. Of equal paths the one that stays is taken."""
     many = range(len(held[0]))
     reached = [0.0 if start in (None, a) else math.inf for a in many]
     came: list[list[int]] = []
@@ -136,8 +136,8 @@ def shortest_path(
 
 
 def pool_sizes(problems: Sequence[Problem], allocations: Sequence[Allocation]) -> tuple[PoolSizes, ...]:
-    """Core, hybrid and rollout devices that the allocations ask for; the pools are those of the last problem. A device
-    that idles could generate."""
+    """Core, hybrid and rollout devices of the allocations; the pools are those of the last problem. Idle devices count
+    as rollout, or as hybrid where they train in other periods."""
     trained = [devices_used(problem, each) for problem, each in zip(problems, allocations, strict=True)]
     sizes = []
     for pool in problems[-1].pools:

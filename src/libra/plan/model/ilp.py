@@ -1,12 +1,12 @@
-"""The allocation problem for a step of given length, as an integer linear program: a second opinion on
+"""The allocation problem for a step of given length, as an integer linear program: an independent check of
 `libra.plan.model.cpsat`, with which it shares `need`, but no model, bound or search. PuLP writes it, CBC solves it.
 
 Notation and names of constraints are those of `libra.plan.problem`. Each candidate has a path of its own, along which
-its x[c] flows from the first class to the end of the last. So nothing has to be switched off where another candidate is
-chosen: there is no large constant, all coefficients are devices or engines, and the linear relaxation is tight.
+its x[c] flows from the first class to the end of the last. So no constraint needs to be switched off for other
+candidates: there is no large constant, all coefficients are devices or engines, and the linear relaxation is tight.
 
-A candidate c is a training option that keeps the step, and a shape of the first range, with routers that are possible;
-or with those that are known, in which case it has only the ranges of the present buckets (`keep_buckets`).
+A candidate c is a training option that keeps the step, and a shape of the first range, with possible routers; or with
+known routers, in which case it has only the ranges of the present buckets (`keep_buckets`).
 
 Invariant: every answer is priced by `libra.plan.options.price` before it counts.
 """
@@ -34,8 +34,7 @@ from libra.plan.transition import joins
 def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = True) -> Solution:
     """The best allocation, its step at most `tolerance` (relative) longer than the shortest before the tie-break.
 
-    Raises `InfeasiblePlanError` when no allocation can serve the problem, and RuntimeError for an answer of CBC that is
-    none.
+    Raises `InfeasiblePlanError` when no allocation can serve the problem, and RuntimeError if CBC's answer is invalid.
     """
     require_feasible(problem)
     ample = max(SHORTEST, ample_step(problem))
@@ -167,7 +166,7 @@ class StepProgram:
         return self._allocation() if self._optimal() else None
 
     def simplest(self) -> Allocation | None:
-        """The allocation with the fewest moves, then devices, then buckets: solved for one after the other."""
+        """The allocation with the fewest moves, then devices, then buckets, by one solve for each."""
         fewest = {"devices": self._devices(), "buckets": self._buckets()}
         if self.problem.current is not None:
             fewest = {"moves": self._moves(self.problem.current), **fewest}

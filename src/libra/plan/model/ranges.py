@@ -1,8 +1,8 @@
-"""What every range of classes would ask of every engine option, so that a step of given length is kept.
+"""The fewest engines of every shape for every range of classes with which a step of given length is kept.
 
-Invariant: for a given length of the step all that pricing knows of engines is one integer for each shape and range: the
-fewest engines that keep the step. A range is classes `first..last`, both included; it may end only where the next class
-is longer. The numbers agree with `libra.plan.options.price` to a relative 1e-9, on the side of fewer engines.
+Invariant: for a given length of the step, prices of engines reduce to one integer for each shape and range: the fewest
+engines that keep the step. A range is classes `first..last`, both included; it may end only where the next class is
+longer. The numbers agree with `libra.plan.options.price` to a relative 1e-9, on the side of fewer engines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Range = tuple[int, int, int]  # shape, first class, last class
 
 NEVER = 2**30  # engines: more than any pool has; the shape cannot serve the range in time, or at all
 
-_SLACK = 1e-9  # relative: a step that is just kept must not miss an engine for rounding
+_SLACK = 1e-9  # relative: rounding must not add an engine to a step that is just kept
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -32,8 +32,8 @@ Counts = Ints
 class RangeTable:
     """All ranges of one problem, for one router history: `tried` is whether the ranges run already.
 
-    What no step changes is kept by entry: an option, and a range that exists and whose longest context it holds. What
-    depends on the shape of the first range is in `_Times`.
+    Values that do not depend on the step are kept by entry: an option, and a range that exists and whose longest
+    context it holds. Values that depend on the shape of the first range are in `_Times`.
     """
 
     def __init__(self, problem: Problem, tried: bool) -> None:
@@ -55,7 +55,7 @@ class RangeTable:
         self._refresh = self._by_entry(_asked(_rows(options, "refresh"), routers)[:, 0])
         self._refreshes = bool(self._refresh.any())
         self._stall = np.array([option.stall for option in options])[:, None]
-        # What longer classes leave in a first range.
+        # Stays of longer classes, which begin in a first range and then leave it.
         self._leaving = [problem.elsewhere.begun_on(option.stays, self._recall) for option in options]
         self._times: dict[int | None, _Times] = {}
         forgets = np.array([bool(option.refill) for option in options])
@@ -66,8 +66,8 @@ class RangeTable:
         )
 
     def engines(self, training: TrainingOption, step: float, begin: int | None = None) -> Counts:
-        """[shape, first, last] fewest engines with which a step of `step` seconds is kept while training so, where
-        trajectories begin on the shape `begin`; None: on whichever is best for each range, so that no plan needs fewer.
+        """[shape, first, last] fewest engines with which a step of `step` seconds is kept with this training option.
+        Trajectories begin on the shape `begin`; None: on the best shape for each range, so that no plan needs fewer.
 
         `NEVER` where no number of engines keeps it, or the range does not exist.
         """
@@ -88,7 +88,7 @@ class RangeTable:
         return table if len(self._starts) == len(table) else np.minimum.reduceat(table, self._starts)
 
     def _times_of(self, begin: int | None) -> _Times:
-        """Each worked out once: a search needs few of the shapes."""
+        """The times for trajectories that begin on the shape `begin`, cached: a search needs few of the shapes."""
         if begin not in self._times:
             shapes = self.problem.shapes if begin is None else (self.problem.shapes[begin],)
             own = [option.stays for option in self._options]
@@ -101,20 +101,20 @@ class RangeTable:
         return self._times[begin]
 
     def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
-        """[router, entry] engines n whose caches forget: all returns, or as many as n forget, the larger root of
-        usable * n^2 - (asked - refill) * n - refill * filled = 0."""
+        """[router, entry] engines n whose caches evict contexts: enough to refill at all returns, or, if fewer, the
+        larger root of usable * n^2 - (asked - refill) * n - refill * filled = 0, to refill at those that n evict."""
         linear = asked - self._refill
         root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
         return np.asarray(np.minimum(asked + self._refill, root / 2) / usable)
 
     def _by_entry(self, table: Floats) -> Floats:
-        """[router, entry] of what is [option, router, first, last]."""
+        """[router, entry] values of a table [option, router, first, last]."""
         option, first, last = self._entries
         return np.ascontiguousarray(table[option, :, first, last].T)
 
     def ranks(self, fixed: Floats, step: float) -> Floats:
-        """[training option] for options that take `fixed` seconds after a step's last trajectory. Those of equal rank
-        leave `engines` the same table, and one of a higher rank asks for no more."""
+        """[training option] rank of options that take `fixed` seconds after a step's last trajectory. Options of equal
+        rank have the same table of `engines`, and one of a higher rank needs no more."""
         limit = self._limit(fixed, step)
         if self.problem.synchronous or self.problem.shared:
             return limit
@@ -122,12 +122,12 @@ class RangeTable:
         return np.searchsorted(np.unique(every), limit, side="right").astype(float)
 
     def _limit(self, fixed: Floats | float, step: float) -> Floats:
-        """Seconds that a trajectory may take."""
+        """The most seconds that a trajectory may take."""
         return np.asarray((1 + self.problem.staleness) * step * (1 + _SLACK) - fixed)
 
     def _usable(self, times: _Times, limit: float, step: float) -> Floats:
         """[0 for a first range, 1 for others; option, last] seconds that an engine may work in a step whose
-        trajectories take at most `limit`; not above 0 where it keeps no step. More of them the longer the step is."""
+        trajectories take at most `limit`; 0 or less where it keeps no step. They increase with the step."""
         within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
         left = (within if self.problem.synchronous else limit) - times.waits  # to generate in
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -142,13 +142,13 @@ class RangeTable:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the longest trajectories of options: of those that begin there, and of those that go on there."""
+    """Seconds of the longest trajectories of options, for those that begin there and for those that continue there."""
 
     possible: NDArray[np.bool_]  # [entry] whether a first range may be of its shape
     residence: Floats  # [entry]
-    # Those that are wholly on an option's engines, those that go on there, and those that leave.
-    generates: Floats  # [line, which of these, option, class]
-    waits: Floats
+    # By kind: trajectories that stay on an option's engines, that continue there, and that leave.
+    generates: Floats  # [line, kind, option, class]
+    waits: Floats  # [line, kind, option, class]
 
 
 def _times(
@@ -170,14 +170,14 @@ def _times(
 
 
 def _longest_beyond(seconds: Floats, nothing: float) -> Floats:
-    """[option, class] the largest entry of the classes after each one."""
+    """[option, class] the largest entry of the classes after each one; `nothing` after the last."""
     none = np.full((len(seconds), 1), nothing)
     after = np.concatenate((seconds[:, 1:], none), axis=1)
     return np.asarray(np.maximum.accumulate(after[:, ::-1], axis=1)[:, ::-1])
 
 
 def most_buckets(problem: Problem) -> int:
-    """No allocation has more buckets: every bucket has a class."""
+    """Upper bound on the buckets of an allocation, as every bucket has a class."""
     classes = len(problem.peaks)
     return classes if problem.most_buckets is None else min(classes, problem.most_buckets)
 
@@ -205,8 +205,8 @@ def make_allocation(
     keeps: bool = False,
 ) -> Allocation:
     """The allocation of ranges (shape, first, last) with the engines that they need; `spare[shape]` more are in the
-    last bucket of their shape. Limits in tokens are the longest contexts of classes, or, where the present buckets are
-    kept, theirs."""
+    last bucket of their shape. Limits in tokens are the longest contexts of classes, or, with `keeps`, those of the
+    present buckets."""
     counts = [int(need[r]) for r in cover]
     for s, more in enumerate(spare):
         last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
@@ -236,16 +236,16 @@ def _ranges_held(problem: Problem, options: Sequence[EngineOption]) -> NDArray[n
 
 
 def _rows(options: Sequence[EngineOption], field: str) -> Floats:
-    """[option, 1, class] one row of prices; 0 of options without."""
+    """[option, 1, class] one row of prices; 0 for options without them."""
     nothing = (0.0,) * len(options[0].residence)
     return np.array([getattr(option, field) or nothing for option in options])[:, None, :]
 
 
 def _asked(costs: Floats, routers: Floats) -> Floats:
-    """[option, row, router, first, last] what the range's bucket is asked for.
+    """[option, row, router, first, last] the work of the range's bucket.
 
-    `costs` is [option, row, class]. A bucket gets its classes' work as far as the router brings it there; the first
-    one also gets all that goes astray.
+    `costs` is [option, row, class]. A bucket gets the share of its classes' work that the router brings there; the
+    first one also gets the rest of all classes.
     """
     rows = costs[:, :, None, :] * routers  # [option, row, router, class]
     strays = (costs[:, :, None, :] * (1 - routers)).sum(axis=-1)
@@ -255,7 +255,7 @@ def _asked(costs: Floats, routers: Floats) -> Floats:
 
 
 def _sums(costs: Floats) -> Floats:
-    """[..., first, last] sums over ranges of what is given by class."""
+    """[..., first, last] sums over ranges of `costs` by class."""
     upto = np.cumsum(np.concatenate((np.zeros((*costs.shape[:-1], 1)), costs), axis=-1), axis=-1)
     return np.asarray(upto[..., None, 1:] - upto[..., :-1, None])
 

@@ -1,7 +1,7 @@
-"""What can be said without a solver: what is in none of the plans that keep a step of given length.
+"""A relaxation that excludes, without a solver, options and ranges that are in no plan with a step of given length.
 
-Invariant: whatever the relaxation leaves out is in no plan that keeps the step; what remains may still not make one. It
-replaces the families `devices[p]` by one weighted sum over all pools (a surrogate constraint: any weights are valid)
+Invariant: everything that the relaxation excludes is in no plan that keeps the step; the rest need not contain a plan.
+It replaces the families `devices[p]` by one weighted sum over all pools (a surrogate constraint: any weights are valid)
 and drops `one_bucket_per_shape`. The least sum of a cover of all classes is then a shortest path (Bellman 1958), and a
 range through which no path is short enough is in no plan.
 """
@@ -19,22 +19,22 @@ from libra.plan.model.ranges import NEVER, Counts, Floats, Range, RangeTable, mo
 from libra.plan.options.price import fixed_seconds
 from libra.plan.problem import Problem, TrainingOption
 
-_ROUNDS = 6  # of new weights, when no weights so far settle the question
+_ROUNDS = 6  # updates of the weights, while a pool is overdrawn
 _UNREACHED = 1e15  # weighted devices: more than any cluster has
-_MORE = 1 + 1e-9  # times as much room: more than rounding takes
+_MORE = 1 + 1e-9  # factor on room that exceeds rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A training option and the engines that each shape then needs for each range; NEVER where a range is excluded. The
-    solver has one for each shape of the first range."""
+    """A training option, and the engines that each shape then needs for each range; NEVER where a range is excluded.
+    The solver has one candidate for each shape of the first range."""
 
     training: TrainingOption
     engines: Counts  # [shape, first, last]
 
 
 class Relaxation:
-    """Bounds for one problem; `table` must not ask any range for more engines than a plan would need there."""
+    """Bounds for one problem; `table` must not have more engines for any range than a plan needs there."""
 
     def __init__(self, problem: Problem, table: RangeTable) -> None:
         self.problem = problem
@@ -45,7 +45,7 @@ class Relaxation:
         self._available = np.array([float(pool.devices) for pool in problem.pools])
         self._weights = np.ones(len(self._pools))
         self._most_buckets = most_buckets(problem)
-        # Training options, fewest devices first, and what is the same of them for every step.
+        # Training options, fewest devices first, and their properties that do not depend on the step.
         possible = [option for option in problem.training if option.devices <= problem.pool(option.pool).devices]
         self._training = sorted(possible, key=lambda option: (option.devices, option.seconds, option.layout))
         self._seconds = np.array([option.seconds for option in self._training])
@@ -57,15 +57,15 @@ class Relaxation:
 
     @property
     def weights(self) -> Floats:
-        """[shape] what one engine weighs: its devices, dearer in pools that were overdrawn."""
+        """[shape] weight of one engine: its devices, which weigh more in pools that were overdrawn."""
         return np.asarray(self._uses @ self._weights)
 
     def candidates(self, step: float) -> Iterator[Candidate]:
-        """Training options that may keep the step, fewest devices first, each with what is left of its ranges. None: no
-        plan keeps it. They are found as they are asked for, before the next step is.
+        """Yield training options that may keep the step, fewest devices first, each with its remaining ranges. If there
+        are none, no plan keeps the step. The iterator is lazy: finish with it before the next call.
 
-        Of options that leave generation the same choices and are equally far from what runs, only the one with the
-        fewest devices is kept, unless no device may idle.
+        Of options that leave generation the same choices and are equally far from the running allocation, only the one
+        with the fewest devices is kept, unless no device may idle.
         """
         kept = self._promising(step)
         for _ in range(_ROUNDS if len(self._pools) > 1 else 0):
@@ -81,18 +81,18 @@ class Relaxation:
 
     @property
     def devices(self) -> Floats:
-        """[shape] of one engine."""
+        """[shape] devices of one engine."""
         return np.asarray(self._uses.sum(axis=1, dtype=float))
 
     def least_devices(self, candidate: Candidate) -> float:
-        """No plan with the candidate has fewer, those of training included."""
+        """Lower bound on the devices of a plan with the candidate, including those of training."""
         cheapest = _weighed(candidate.engines, self.devices).min(axis=0)
         return candidate.training.devices + float(_least_before(cheapest, self._most_buckets)[-1, -1])
 
     def with_devices(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-        """What is left of the candidates in plans of at most so many devices, those of training included."""
+        """The candidates reduced to plans of at most `most` devices, including those of training."""
         left = list(candidates)
-        # Besides, no pool is overdrawn: devices of those that were count more, and so does the room there.
+        # In addition no pool may be overdrawn: devices of pools that were overdrawn weigh more, as does the room there.
         for more in (np.zeros(len(self._pools)), self._weights / self._weights.min() - 1):
             allowed = (most - it.training.devices + float(self._room(it.training) @ more) * _MORE for it in left)
             reduced = (self._within(it, 1 + more, room) for it, room in zip(list(left), allowed, strict=True))
@@ -100,13 +100,13 @@ class Relaxation:
         return left
 
     def reduced(self, candidate: Candidate) -> Candidate | None:
-        """The candidate without ranges that are in no plan by now; None where it is in none itself."""
+        """The candidate without ranges that are in no plan; None if the candidate is in none itself."""
         return next(self._reduced([candidate], self._weights), None)
 
     def _promising(self, step: float) -> Iterator[Candidate]:
-        """Of options that differ to generation, those that leave room for its least cover, fewest devices first. More
-        of a higher rank leaves, the less is asked for, so the cover of a group's highest rank bounds all of the group,
-        and most options need no table of their own."""
+        """Yield the options that leave room for the least cover, fewest devices first, one of each that are equal to
+        generation. An option of a higher rank needs no more engines, so the cover of a group's highest rank bounds
+        those of the group, and most options need no table of their own."""
         weights = self._weights
         rooms = (self._rooms @ weights) * _MORE
         tables: dict[float, tuple[Counts, float]] = {}
@@ -123,7 +123,7 @@ class Relaxation:
         ranks = self._table.ranks(self._fixed, step)
         _, different = np.unique(np.array([self._kinds[quick], ranks[quick]]), axis=1, return_index=True)
         left = quick[np.sort(different)]
-        # Groups of options by rank, in a heap by the first that each has.
+        # Groups of options of similar rank, in a heap by their first option.
         groups = [(-1, left[np.argsort(ranks[left], kind="stable")])] if len(left) else []
         while groups:
             _, group = heappop(groups)
@@ -139,7 +139,8 @@ class Relaxation:
                     heappush(groups, (int(half.min()), half))
 
     def _distance(self, option: TrainingOption) -> object:
-        """Options of equal distance from what runs need the fewest moves where they need the fewest devices."""
+        """Distance from the running allocation: of options of equal distance, the one with the fewest devices needs the
+        fewest moves."""
         current = self.problem.current
         if self.problem.use_all_devices:
             return option.layout, option.replicas
@@ -148,7 +149,7 @@ class Relaxation:
         return "current" if option.layout == current.layout else option.replicas
 
     def _reduced(self, candidates: Iterable[Candidate], weights: Floats) -> Iterator[Candidate]:
-        """What other weights leave of candidates."""
+        """Yield candidates reduced by other weights."""
         for candidate in candidates:
             allowed = float(self._room(candidate.training) @ weights) * _MORE
             left = self._within(candidate, weights, allowed)
@@ -156,7 +157,8 @@ class Relaxation:
                 yield left
 
     def _within(self, candidate: Candidate, weights: Floats, allowed: float) -> Candidate | None:
-        """What is left of a candidate where generation may take so many weighed devices; None where that is nothing."""
+        """The candidate reduced to plans whose generation takes at most `allowed` weighted devices; None if there are
+        none."""
         room = self._room(candidate.training)
         most = np.where(self._uses > 0, room // np.maximum(self._uses, 1), np.inf).min(axis=1)
         counts = np.where(candidate.engines <= most[:, None, None], candidate.engines, NEVER)
@@ -171,14 +173,14 @@ class Relaxation:
         return Candidate(candidate.training, np.where(through <= allowed, counts, NEVER))
 
     def _room(self, option: TrainingOption) -> Floats:
-        """Devices of each pool that are left to generate."""
+        """Devices of each pool that are left for generation."""
         room = self._available.copy()
         if not self.problem.colocated:
             room[self._pools.index(option.pool)] -= option.devices
         return room
 
     def _reweigh(self, candidate: Candidate) -> bool:
-        """Make the devices of overdrawn pools dearer; whether any pool is overdrawn on the cheapest path."""
+        """Increase the weights of devices in overdrawn pools; return whether the cheapest path overdraws any pool."""
         room = np.maximum(1.0, self._room(candidate.training))
         use = np.zeros(len(self._pools))
         for shape, first, last in cheapest_cover(candidate.engines, self.weights, self._most_buckets):
@@ -189,8 +191,8 @@ class Relaxation:
 
 
 def cheapest_cover(engines: Counts, weights: Floats, most_buckets: int) -> list[Range]:
-    """Ranges (shape, first, last), at most so many, that cover all classes with the least sum of engines times weight;
-    some need `NEVER` engines if there is no such cover."""
+    """At most `most_buckets` ranges (shape, first, last) that cover all classes with the least sum of engines times
+    weight; some need `NEVER` engines if there is no such cover."""
     cost = _weighed(engines, weights)
     shapes, cheapest = cost.argmin(axis=0), cost.min(axis=0)
     before = _least_before(cheapest, most_buckets)
@@ -203,13 +205,13 @@ def cheapest_cover(engines: Counts, weights: Floats, most_buckets: int) -> list[
 
 
 def _weighed(engines: Counts, weights: Floats) -> Floats:
-    """[shape, first, last] devices that ranges take, each shape's by its weight."""
+    """[shape, first, last] weighted devices of ranges; `_UNREACHED` for excluded ones."""
     return np.where(engines < NEVER, engines * weights[:, None, None], _UNREACHED)
 
 
 def _least_before(cost: Floats, most_buckets: int) -> Floats:
-    """[buckets, class] least cost to cover the classes before each one, and at last all, with at most so many buckets;
-    `cost` is [first, last]."""
+    """[buckets, class] least cost to cover the classes before each one, and in the last column all, with at most
+    `buckets` buckets; `cost` is [first, last]."""
     least = np.full((most_buckets + 1, cost.shape[0] + 1), _UNREACHED)
     least[:, 0] = 0.0
     for b in range(1, most_buckets + 1):
@@ -218,5 +220,5 @@ def _least_before(cost: Floats, most_buckets: int) -> Floats:
 
 
 def _least_after(cost: Floats, most_buckets: int) -> Floats:
-    """[buckets, class] the same for the classes from each one on, and after the last."""
+    """[buckets, class] least cost to cover the classes from each one on, and after the last."""
     return _least_before(cost[::-1, ::-1].T, most_buckets)[:, ::-1]

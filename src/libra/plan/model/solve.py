@@ -1,8 +1,8 @@
 """The shortest step and the simplest plan that keeps it, with a proof.
 
-Invariant: a longer step never needs more devices, so what cannot be done within t proves t as a lower bound, and the
-shortest step is found by bisection. `libra.plan.model.relaxation` answers most questions, and leaves out what
-cannot be part of a plan; `libra.plan.model.cpsat` answers the others, and chooses among equals.
+Invariant: a longer step never needs more devices. So if no plan keeps a step of t seconds, t is a lower bound, and the
+shortest step is found by bisection. `libra.plan.model.relaxation` answers most questions, and excludes options and
+ranges that cannot be part of a plan; `libra.plan.model.cpsat` answers the others, and breaks ties.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from libra.plan.options.price import infeasibility, price, solution, total_devic
 from libra.plan.problem import InfeasiblePlanError, Problem
 from libra.plan.solution import Solution
 
-STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
-SHORTEST = 1e-6  # seconds; steps are not told apart below it
-ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
+STEP_TOLERANCE = 3e-4  # relative; the tie-break accepts a step longer by at most this to save moves or devices
+SHORTEST = 1e-6  # seconds; shorter steps are not distinguished
+ROUNDING = 1e-8  # relative difference of an allocation's price from the step for which it was found
 
 _BISECTION = 1e-4  # relative distance of proven and disproven steps at which the search ends
 _SHORTCUTS = 8  # candidates that are tried without a search, before one is made
-_Choice = tuple[Candidate, Counts | None]  # what it needs if present buckets are kept; None where it cannot
+# A candidate, and the engines that it needs if the present buckets are kept; None where it cannot keep them.
+_Choice = tuple[Candidate, Counts | None]
 
 _NO_TIME = "no plan was found within deterministic_limit; raise it"
 _NO_OTHER = "there is no plan but the excluded ones"
@@ -48,8 +49,8 @@ def solve(
     clock; when it runs out, the best plan so far is returned with status `feasible`. Raises `InfeasiblePlanError` when
     no allocation can serve the problem, and RuntimeError when the limit runs out before any was found.
 
-    No answer `contains` one of `excluding`, allocations that fit. Without `tie_break` any allocation with the shortest
-    step will do, which is quicker.
+    No answer `contains` one of `excluding`, allocations that fit. Without `tie_break` the answer is any allocation with
+    the shortest step, which is found faster.
     """
     require_feasible(problem)
     search = _Search(problem, deterministic_limit, seed, excluding)
@@ -65,8 +66,8 @@ def solve(
 
 
 def what_runs(problem: Problem, step: float) -> Allocation | None:
-    """The running allocation, if it fits and keeps the step. Then nothing changes: engines that are not needed stay,
-    too, as stopping them gains nothing."""
+    """The running allocation, if it fits and keeps the step; else None. It needs no change: engines that are not needed
+    stay, too, as stopping them gains nothing."""
     current = problem.current
     if current is None or infeasibility(problem, current) is not None:
         return None
@@ -74,7 +75,7 @@ def what_runs(problem: Problem, step: float) -> Allocation | None:
 
 
 class _Search:
-    """Asks one problem for steps of different lengths, within one deterministic budget."""
+    """Solves one problem for steps of different lengths, within one deterministic budget."""
 
     def __init__(
         self, problem: Problem, deterministic_limit: float, seed: int, excluding: Sequence[Allocation] = ()
@@ -84,12 +85,12 @@ class _Search:
         self._untried = RangeTable(problem, tried=False)
         self._present = present_ranges(problem)
         self._tried = RangeTable(problem, tried=True) if self._present is not None else None
-        # Routers that are known ask for no more than routers that might be, so the bounds hold for both.
+        # Known routers need no more engines than possible ones, so the bounds hold for both.
         self._relaxation = Relaxation(problem, self._tried or self._untried)
         self.complete = True  # every search so far was finished, not cut short
 
     def shortest_step(self) -> tuple[Allocation, float]:
-        """The allocation with the shortest step that was found, and a proven lower bound on any step."""
+        """The allocation with the shortest step found, and a proven lower bound on any step."""
         disproven, trial = 0.0, max(SHORTEST, min(option.seconds for option in self._problem.training))
         found = self._within(trial)
         ample = max(trial, ample_step(self._problem))
@@ -109,7 +110,7 @@ class _Search:
         return found, disproven
 
     def is_answer(self, allocation: Allocation) -> bool:
-        """Whether it fits, and is none of the excluded ones with more."""
+        """Whether the allocation fits, and contains none of the excluded ones."""
         return infeasibility(self._problem, allocation) is None and not any(
             contains(self._problem, allocation, excluded) for excluded in self._excluding
         )
@@ -120,7 +121,7 @@ class _Search:
         return self._solve(choices, simplest=True) or otherwise
 
     def _within(self, step: float) -> Allocation | None:
-        """Some allocation that keeps the step, or None: there is none, or (`complete` says) none was found."""
+        """Some allocation that keeps the step. None: there is none, or, if not `complete`, none was found."""
         choices: list[_Choice] = []
         for choice in self._choices(step):
             choices.append(choice)
@@ -131,7 +132,8 @@ class _Search:
         return self._solve(choices)
 
     def _choices(self, step: float) -> Iterator[_Choice]:
-        """Candidates, and what each needs if the present buckets are kept; none when no plan keeps the step."""
+        """Yield candidates, each with the engines that it needs if the present buckets are kept. If there are none, no
+        plan keeps the step."""
         for candidate in self._relaxation.candidates(step):
             for begin in range(len(self._problem.shapes)):
                 choice = self._begun(candidate, begin, step)
@@ -139,7 +141,7 @@ class _Search:
                     yield choice
 
     def _begun(self, candidate: Candidate, begin: int, step: float) -> _Choice | None:
-        """The candidate with a first range of the shape `begin`, reduced again; None where no plan is left."""
+        """The candidate with a first range of the shape `begin`, reduced again; None if no plan is left."""
         training, possible = candidate.training, candidate.engines < NEVER
         if not possible[begin, 0].any():
             return None
@@ -152,8 +154,8 @@ class _Search:
         return Candidate(training, np.where(left.engines < NEVER, untried, NEVER)), left.engines
 
     def _fewest_devices(self, choices: list[_Choice], step: float, otherwise: Allocation) -> list[_Choice]:
-        """What may be part of a plan with the fewest devices, as `otherwise` says how many will do; all, where moves
-        count more or no device may idle."""
+        """The choices reduced to plans that may have the fewest devices; those of `otherwise` are an upper bound. All
+        choices where moves count more or no device may idle."""
         if not choices or self._problem.current is not None or self._problem.use_all_devices:
             return choices
         candidates = [candidate for candidate, _ in choices]
@@ -169,7 +171,7 @@ class _Search:
         return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict()
 
     def _cheapest(self, candidate: Candidate, step: float, weights: Floats) -> Allocation | None:
-        """The cover with the least weight, if it happens to be a plan: often it is, and no search is needed."""
+        """The cover with the least weight, if it is a plan, else None. It often is, and no search is needed."""
         if self._problem.use_all_devices:
             return None
         cover = cheapest_cover(candidate.engines, weights, most_buckets(self._problem))
@@ -181,7 +183,8 @@ class _Search:
         return allocation if price(self._problem, allocation).step <= step * (1 + ROUNDING) else None
 
     def _solve(self, choices: Sequence[_Choice], simplest: bool = False) -> Allocation | None:
-        """An allocation of one of the choices, if so the simplest; None: there is none, or none was found."""
+        """An allocation of one of the choices, with `simplest` the simplest one. None: there is none, or none was
+        found."""
         if not choices:
             return None
         candidates, kept = zip(*choices, strict=True)
@@ -196,7 +199,7 @@ class _Search:
         solver.parameters.max_presolve_iterations = 1
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.symmetry_level = 0
-        # It would leave the process without a handler, so that Ctrl-C kills it from then on.
+        # The solver would leave the process without a handler, so that Ctrl-C would kill it from then on.
         solver.parameters.catch_sigint_signal = False
         status = solver.solve(model.cp)
         self._left -= solver.response_proto.deterministic_time

@@ -1,1 +1,1 @@
-"""What can be chosen, each option with its price."""
+"""The options of a plan, with their prices."""

@@ -1,4 +1,4 @@
-"""The planning question for a cluster of GPUs.
+"""The planning request for a cluster of GPUs.
 
 Invariant: a request holds everything that pricing needs, with the profiles' values; pricing it again gives the same
 problem, on any machine.
@@ -47,13 +47,13 @@ class ClusterRequest:
     classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
     profiles: tuple[EngineProfile, ...]  # one for each class of nodes, in their order
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
-    # Layouts, by class of nodes, that are on the menu whatever is faster: what runs must have a price to be compared.
+    # Layouts, by class of nodes, that are on the menu even if others are faster, so that running ones have a price.
     held: Held = ()
     lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster, each with its traffic of the coming period
     lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender: of this model on its GPUs
     kind: Literal["cluster"] = "cluster"
-    # [class] share of the work after the first tool return that the router was seen to bring to its own bucket; empty:
-    # not measured, and taken to be all of it.
+    # [class] measured share of the work after the first tool return that the router brings to its own bucket; empty:
+    # not measured, and assumed to be 1.
     recall: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -153,12 +153,12 @@ class ClusterRequest:
         return *self.profiles, *self.lent_profiles
 
     def lending_nodes(self, lender: Lender) -> NodeClass:
-        """The nodes that a lender serves on. Raises ValueError where the cluster has no such pool."""
+        """The nodes on which a lender serves. Raises ValueError where the cluster has no such pool."""
         return self.cluster.serving_pool(lender.pool).nodes
 
     def menu(self, factors: BatchFactors = BATCH) -> Menu:
-        """Everything that could be chosen, priced, and which engines cannot, with the reason (`rejected_layouts`: which
-        layouts). `factors` correct the price of rollout where a step waits for its whole batch."""
+        """The menu of priced options, and the rejected engines with reasons (`rejected_layouts` has the layouts).
+        `factors` correct the price of rollout where a step waits for its whole batch."""
         recipe, model, classes = self.recipe, self.model, self.classes
         engines: list[EngineOption] = []
         training: list[TrainingOption] = []
@@ -191,8 +191,8 @@ class ClusterRequest:
             lent += beside
             rejected_engines += rejected
         lending = [self.lending_nodes(lender) for lender in self.lenders]
-        # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
-        # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
+        # A first turn that outgrows the first bucket continues in a longer one, and starts there if its length is
+        # predicted. So all buckets must have time for both: early work in the first bucket, or in each class's own.
         foreseeing = (1.0,) * len(classes)
         routers = reach(classes, self.router_hits)
         colocated = recipe.mode == "colocated"
@@ -231,8 +231,8 @@ class ClusterRequest:
 
     @property
     def switch_seconds(self) -> float:
-        """For colocated devices to change sides, once: training state, spread over all devices, goes to the host, and
-        an engine's weights come from it."""
+        """Seconds of one change of colocated devices between training and generation: training state, spread over all
+        devices, goes to the host, and an engine's weights come from it."""
         state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
@@ -240,11 +240,11 @@ class ClusterRequest:
 
 
 def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
-    """The requests, each of which holds the layouts on all of their menus and what any of them holds already, so that
-    what runs has a price beside what would be new: a menu by itself lists, for each number of devices, the layout that
-    is fastest for its own trajectories.
+    """The requests with the same held layouts: those on any of their menus or held by any of them.
 
-    They may differ in classes and in what runs; raises ValueError where they differ in cluster, model or recipe.
+    So a running layout has a price on every menu; a menu by itself lists, for each number of devices, only the layout
+    that is fastest for its own trajectories. Requests may differ in classes and in the running allocation; raises
+    ValueError where they differ in cluster, model or recipe.
     """
     for field in ("cluster", "model", "recipe"):
         if any(getattr(request, field) != getattr(requests[0], field) for request in requests):
@@ -258,7 +258,8 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
 
 
 def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str:
-    """Of each class of nodes its largest engine, which comes nearest, and the smallest change with which one fits."""
+    """The error text: the largest engine of each class of nodes, which is the nearest to fitting, and the smallest
+    change with which one fits."""
     model = request.model
     largest = {each.name.rpartition("/")[0]: each for each in rejected}
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
@@ -268,7 +269,7 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
+    """Yield changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
     if recipe.gpu_memory_utilization < _USUAL_UTILIZATION:
         more = recipe.model_copy(update={"gpu_memory_utilization": _USUAL_UTILIZATION})

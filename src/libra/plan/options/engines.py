@@ -1,8 +1,8 @@
-"""Every way to generate on one class of nodes, priced for one request.
+"""Priced engine options on one class of nodes for one request.
 
-Invariant: an option is listed only if an engine of it can serve some class, and before `BatchFactors` correct it its
-price is never below what the profile says for the classes it serves, to the tolerance that
-`libra.cost.lines.iteration_lines` states.
+Invariant: an option is listed only if an engine of it can serve some class. Before `BatchFactors` correct it, its price
+is never below the profile's times for the classes it serves, within the tolerance of
+`libra.cost.lines.iteration_lines`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
-# Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
-# the one before: tools hardly count there.
+# Slowdowns between which the seconds of the longest trajectory are interpolated. The last gives the slope beyond the
+# one before, where tools hardly count.
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
 def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, taken: float = 0.0) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 when the weights leave no room. `taken` bytes of each
-    GPU are another engine's."""
+    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 if the weights leave no room. `taken` bytes of each
+    GPU belong to another engine."""
     return kv_tokens(
         model,
         nodes.gpu.memory,
@@ -60,8 +60,9 @@ def engine_options(
 ) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
-    All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
-    as many as memory lasts for. Options of a degree differ in the numbers of sequences near which they are priced.
+    All trajectories of a step start when weights are published, so a lower `max_num_seqs` would only make them wait:
+    engines have the largest that memory allows. Options of a degree differ in the number of sequences near which they
+    are priced.
     """
     options: list[EngineOption] = []
     rejected: list[Rejected] = []
@@ -102,8 +103,8 @@ def shape_options(
     slowed: float = 1.0,
     recalls: float = 0.0,
 ) -> list[EngineOption]:
-    """Options of engines with `kv` tokens of memory, none of which `holds` a longer context. All that they do takes
-    `slowed` times as long, and `recalls` a second put out whatever they have under way."""
+    """Options of engines with `kv` tokens of KV memory and contexts of up to `holds` tokens. All their times are
+    multiplied by `slowed`, and `recalls` per second lose the contexts of all trajectories in flight."""
     served = [cls for cls in classes if cls.peak_context <= holds]
     running = running_batch(served, overlapping=recipe.staleness > 0)
     engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds, running)
@@ -130,7 +131,7 @@ def shape_options(
 
 @dataclass(frozen=True, slots=True)
 class PricedEngine:
-    """What an engine takes, as the planner looks at it."""
+    """Times of an engine, as the planner prices it."""
 
     timing: EngineTiming
     grid: EngineGrid  # of whole iterations
@@ -145,7 +146,7 @@ def priced_engine(
     holds: int,
     running: RunningBatch = EVEN,
 ) -> PricedEngine:
-    """Of an engine with `kv` tokens of memory that holds contexts of up to `holds`; `running` is what decodes on it."""
+    """Price an engine with `kv` tokens of KV memory and contexts of up to `holds`; `running` is its decode batch."""
     contexts = [c.context_sum / c.generated for c in classes if c.peak_context <= holds and c.generated] or [1.0]
     max_num_seqs = min(int(kv / max(1.0, min(contexts))), grid.batches[-1])
     host = grid.host
@@ -173,20 +174,20 @@ def _batch_prices(
     factors: BatchFactors,
     recalls: float,
 ) -> dict[str, Any]:
-    """The prices of an option by one timing: what work, caches and the longest trajectory take."""
-    batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
+    """The prices of an option by one timing: work, caches and the longest trajectory."""
+    batches = 1 + recipe.staleness  # in flight; a step can wait for the longest trajectory of each
     expected = [recipe.batch * cls.share for cls in classes]
     members = MemberSeconds.of(timing, classes).corrected(factors)
     stays = members.means(len(classes))
-    # By Little's law, count * stay / step trajectories of a class are under way.
+    # By Little's law, count * stay / step trajectories of a class are in flight.
     refresh, again = [0.0] * len(classes), [0.0] * len(classes)
     if recipe.kv_on_update == "refresh" and recipe.staleness:
         for j, (count, cls, stay) in enumerate(zip(expected, classes, stays, strict=True)):
             refill = refill_seconds(timing, cls)
-            # Of the contexts that are alive at an update, those in their last turn are spared.
+            # Of the live contexts at an update, those in their last turn are not prefilled again.
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again[j] = min(max(0.0, cls.turns - 1), float(batches)) * refill
-    # A recall loses the contexts of the trajectories under way, of which a step has count * stay / step.
+    # A recall loses the contexts of the trajectories in flight, of which a step has count * stay / step.
     lost = [
         recalls * count * stay * refill_seconds(timing, cls) if recalls else 0.0
         for count, cls, stay in zip(expected, classes, stays, strict=True)
@@ -203,7 +204,7 @@ def _batch_prices(
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
         return prices
-    # Whatever the staleness: of batches that overlap most trajectories are finished while the longest go on.
+    # One batch for any staleness: of overlapping batches most trajectories are finished while the longest continue.
     caches = [
         count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
         for count, cls in zip(expected, classes, strict=True)
@@ -212,7 +213,7 @@ def _batch_prices(
 
 
 def residences(members: MemberSeconds, draws: float) -> dict[str, Any]:
-    """Seconds of an option's longest of `draws` trajectories, by themselves and beside others."""
+    """Seconds of an option's longest of `draws` trajectories, by themselves and together with others."""
     upto = [members.longest(draws, slowed) for slowed in _SLOWED]
     lines = _chords(upto)
     return {

@@ -1,7 +1,7 @@
-"""The training layouts that are priced.
+"""The space of training layouts that are priced.
 
-Invariant: a layout that the space describes is either in its tables or has a degree, or a shape of its replica, that
-`impossible` names.
+Invariant: a layout of the space is either in its tables or has a degree, or a shape of its replica, that `impossible`
+names.
 
 tp: powers of two inside a node; pp: powers of two and divisors of the layers, up to 16; cp and ep:
 powers of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. Micro-batches: the
@@ -53,7 +53,7 @@ def _expert_degrees(model: ModelSpec) -> list[int]:
 
 
 def impossible(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[str, str]]:
-    """Degrees, and shapes of a replica, that no layout can have: what, and why."""
+    """Yield (name, reason) of degrees, and of shapes of a replica, that no layout can have."""
     for tp in _powers(nodes.gpus):
         refusal = _tp_refusal(model, nodes, tp)
         if refusal:
@@ -86,7 +86,7 @@ def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
     if replica > nodes.devices:
         return f"a replica has {replica} devices; there are {nodes.devices}"
     if replica % nodes.gpus and (nodes.gpus % replica or replica & (replica - 1)):
-        # Blocks of sizes that divide each other always fit in place when they fit by count; engines are powers of two.
+        # Blocks whose sizes divide each other always fit in place if they fit by count; engines are powers of two.
         return (
             f"a replica has {replica} devices, neither a power of two that divides the node's {nodes.gpus} GPUs nor a"
             " multiple of them"
@@ -95,7 +95,7 @@ def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
 
 
 def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable:
-    """All layouts but for dp, which is the least that they can have."""
+    """All layouts with the least dp that they can have."""
     low, high = MICRO_TOKENS
     sizes = [longest]
     while 4 * sizes[-1] <= high:
@@ -114,12 +114,12 @@ def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable
 
 
 def members_of(families: LayoutTable, counts: Sequence[int], batch: int) -> tuple[NDArray[np.intp], LayoutTable]:
-    """Every family with every dp it can have: the family's position, and the layouts."""
+    """Every family with every possible dp: positions of the families, and the layouts."""
     # The least dp of a family makes whole expert groups; others are multiples of it.
     unit = families.replica_devices * families.dp
     dp = np.array(counts)[None, :] / unit[:, None]
     family, count = np.nonzero((dp == np.floor(dp)) & (dp * families.dp[:, None] <= batch) & (dp > 0))
     members = families.take(family).with_dp(dp[family, count] * families.dp[family])
-    # With one rank there is nothing to divide: all shardings are one, and listed once.
+    # With one rank there is nothing to shard: all shardings are equal, and only one is listed.
     alone = (members.dp * members.cp == 1) & (members.sharding > 0)
     return family[~alone], members.take(~alone)

@@ -1,8 +1,8 @@
-"""The menu of training layouts on one class of nodes: what fits, at which price, and why the rest does not.
+"""The menu of training layouts on one class of nodes: layouts that fit, with prices, and reasons for the others.
 
-Invariant: every layout of the priced space is either an option or has its reason among the rejected, which are asked
-for apart: a plan needs none of them. Options, but for those that are held, are strictly faster the more devices they
-use. Times are seconds, sizes bytes.
+Invariant: every layout of the priced space is either an option, or `rejected_layouts` has its reason; a plan does not
+need the reasons, so that is a separate function. Options with more devices are strictly faster, except held ones. Times
+are seconds, sizes bytes.
 
 The priced space is that of `libra.plan.options.layout_space`.
 """
@@ -51,15 +51,15 @@ def training_layouts(
     classes: Sequence[TrajectoryClass],
     held: Sequence[ParallelLayout] = (),
 ) -> Layouts:
-    """Every number of devices of `nodes` with its fastest layout, for one optimiser step over `recipe.batch`
-    trajectories of `classes`; then the layouts that are `held` and fit, whatever is faster.
+    """The fastest layout for each number of devices of `nodes`, for one optimiser step over `recipe.batch` trajectories
+    of `classes`, unless fewer devices are as fast; then the `held` layouts that fit, even if others are faster.
 
     `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
-    where there is only one. No option at all is an answer: `rejected_layouts` says what would help.
+    if there is only one. The result may have no option; `rejected_layouts` then gives the reasons.
     """
     space = _LayoutSpace.of(model, nodes, recipe, classes)
     work = space.work
-    # Replicas of one family are alike, however many there are: more of them join those that run.
+    # Replicas of one family are equal for any number of them, so that more can join the running ones.
     chosen: dict[tuple[str, int], ParallelLayout] = {}
     steps: list[float] = []
     for row in space.kept:
@@ -92,15 +92,15 @@ def training_layouts(
 def priced_step(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass], layout: ParallelLayout
 ) -> TrainStep:
-    """A layout's step on trajectories of `classes`, by its parts."""
+    """The parts of a layout's step on trajectories of `classes`."""
     return train_step(_work(model, nodes, recipe, classes), layout)
 
 
 def rejected_layouts(
     model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]
 ) -> tuple[Rejected, ...]:
-    """Every layout of the priced space that is no option of `training_layouts`, held ones left aside, and why: those of
-    a number of devices by their names, families at all numbers by theirs."""
+    """Every layout of the priced space that is no option of `training_layouts`, apart from held ones, with the reason.
+    A layout rejected at one number of devices has its own name, a family rejected at all numbers the family's."""
     space = _LayoutSpace.of(model, nodes, recipe, classes)
     rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
     fewer, kept = "", set(space.kept)
@@ -137,8 +137,8 @@ class _LayoutSpace:
     owner: NDArray[np.intp]  # [priced] its family
     used: Array  # [priced] devices
     seconds: Array  # [priced] of a step, by its closed form
-    best: Mapping[int, float]  # by row of the fastest layout for each number of devices: its seconds
-    kept: list[int]  # rows of those of them that no smaller number is as fast as
+    best: Mapping[int, float]  # row of the fastest layout for each number of devices -> its seconds
+    kept: list[int]  # rows of `best` that are faster than all with fewer devices
 
     @classmethod
     def of(cls, model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> _LayoutSpace:
@@ -179,9 +179,9 @@ def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[
 def _tail_seconds(
     work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layouts: Sequence[ParallelLayout]
 ) -> list[float | None]:
-    """Where training begins early, what each layout takes once the last trajectory is there: for its group, which has
-    the longest trajectory and others as long as they usually are, and the update. Priced together: one by one they
-    would take most of the time of a menu."""
+    """With early gradients, the seconds of each layout after the last trajectory: for its group, which has the longest
+    trajectory and others of usual length, and the update. None for each layout without. Layouts are priced together:
+    one by one they would take most of the time of a menu."""
     if not recipe.early_gradients or not layouts:
         return [None] * len(layouts)
     usual = batch_of(classes, recipe.samples_per_prompt)
@@ -228,11 +228,11 @@ def _too_large(
     nodes: NodeClass,
     batch: int,
 ) -> dict[int, str]:
-    """Families that do not fit at every dp: at which one they begin to, and what is in the way before."""
+    """Reasons for families that do not fit at every dp: the dp from which they fit, and the obstacle below it."""
     unit, gpu = families.dp, nodes.gpu
     one, endless = (_total(memory(families.with_dp(np.full(len(families), dp)))) for dp in (1.0, _ENDLESS))
     room = gpu.memory - endless
-    # What data-parallel ranks divide falls as 1 / dp; the rest stays.
+    # Memory that data-parallel ranks divide falls as 1 / dp; the rest stays.
     with np.errstate(divide="ignore", invalid="ignore"):
         least = np.where(room > 0, np.ceil(np.maximum(0.0, one - endless) / room - 1e-9), np.inf)
     least = np.maximum(1.0, np.ceil(least / unit)) * unit
@@ -268,7 +268,7 @@ def _remedy(least: float, limit: float, replica: float, devices: int, batch: int
 
 
 def _slower(space: _LayoutSpace) -> dict[int, str]:
-    """Families that fit and that no option is of: by how much the best of another family is faster."""
+    """Reasons for families that fit but have no option: by how much the best of another family is faster."""
     best, used, owner = space.best, space.used, space.owner
     if not best:
         return {}

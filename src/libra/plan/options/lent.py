@@ -1,8 +1,8 @@
-"""Engines on devices that serve users, priced: what a certificate and a forecast make of a lender.
+"""Priced options of engines on devices that serve users, from a lender's certificates and traffic forecast.
 
-Invariant: no option is faster than the share of its device that is certified for the traffic to come, holds more than
-serving leaves inside the certified envelope, or takes steps longer than a certified grant. None holds the longest
-context, so that engines of one's own serve it, and whatever is recalled has somewhere to go on.
+Invariant: no option is faster than the share of its device that is certified for the forecast traffic, holds more than
+serving leaves inside the certified envelope, or takes steps longer than a certified grant. No option holds the longest
+context, so that the plan's own engines serve it, and recalled turns can continue there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def lent_options(
     profile: EngineProfile,
     factors: BatchFactors = BATCH,
 ) -> tuple[tuple[EngineOption, ...], tuple[LentEngine, ...], tuple[Rejected, ...]]:
-    """Options of every certificate of a lender, the engines that they are of, and the certificates that lend nothing to
-    such engines."""
+    """Options of every certificate of a lender, the engines of these options, and rejections of certificates that lend
+    nothing."""
     options: list[EngineOption] = []
     engines: list[LentEngine] = []
     rejected: list[Rejected] = []
@@ -73,7 +73,7 @@ def lent_engine(
     classes: Sequence[TrajectoryClass],
     profile: EngineProfile,
 ) -> LentEngine | Rejected:
-    """What a borrowing engine can do under a certificate, or why it can do nothing."""
+    """The borrowing engine under a certificate, or the reason why there is none."""
     shape, tp = lent_shape(lender, certificate), lender.devices
     if lender.share(certificate) == 0:
         least = min(lender.rates)
@@ -114,16 +114,17 @@ def lent_engine(
 
 
 def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: NodeClass, recipe: Recipe) -> int:
-    """Tokens of KV that serving leaves while it keeps to its envelope: its contexts, and the prompts that wait."""
+    """Tokens of KV that serving leaves inside its envelope, which counts its contexts and waiting prompts."""
     tp, inside = lender.devices, certificate.envelope
-    # Certificates do not tell of a quantisation: serving is taken to have none.
+    # Certificates do not record a quantisation: serving is assumed to have none.
     serving = held_bytes(lender.model, tp, batched_tokens=recipe.max_batched_tokens)
     reserve = (inside.context + inside.queued) * UNQUANTIZED.kv_bytes_per_token(lender.model, tp)
     return engine_kv_tokens(model, nodes, recipe, tp, serving + reserve)
 
 
 def _tokens_within(grid: EngineGrid, grant: float, most: int, context: float) -> int:
-    """As many tokens of context, in sequences of `context` each, as one decode iteration reads within a grant."""
+    """Most tokens of context, at most `most` and in sequences of `context` each, that one decode iteration reads within
+    `grant` seconds."""
 
     def seconds(tokens: int) -> float:
         sequences = min(max(1.0, tokens / context), float(grid.batches[-1]))
@@ -142,10 +143,10 @@ def _mean_context(classes: Sequence[TrajectoryClass]) -> float:
 
 
 def availability(lent: Sequence[LentEngine]) -> tuple[Availability, ...]:
-    """Which shapes are away in the coming period, and the probability of each such case; the likeliest first.
+    """Sets of shapes that may be away in the coming period, with their probabilities; the likeliest first.
 
-    Traffic of several lenders is taken to be high at the same time: day is day for all of them, and it is the cautious
-    assumption, as no lender then stands in for another.
+    Traffic of several lenders is assumed to be high at the same time. They share the time of day, and the assumption is
+    the cautious one, as no lender then replaces another.
     """
     edges = {Fraction(0), Fraction(1)}
     edges |= {Fraction(k, len(engine.lender.rates)) for engine in lent for k in range(len(engine.lender.rates))}

@@ -1,4 +1,4 @@
-"""What a request makes of its classes of trajectories: a menu of priced options.
+"""The menu of priced options of a request, and its classes of trajectories.
 
 Invariant: classes that pass `check_classes` are a distribution: their shares sum to 1, shortest first.
 """
@@ -21,14 +21,15 @@ from libra.route.catalogue import ignores_buckets
 
 SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
 
-# Its devices or degrees do not suit nodes or model; the profile has no times for it; it is too large, layouts at every
-# dp; another is faster wherever it fits. Of lent engines: traffic is beyond what is certified; no grant is long enough.
+# Devices or degrees do not suit nodes or model; the profile has no times for it; it is too large (a layout: at every
+# dp); another is faster wherever it fits. Lent engines: traffic exceeds the certified rate; no grant is long enough.
 RejectionKind = Literal["does not divide", "no times", "does not fit", "slower", "lends nothing", "too slow"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """An engine size, a layout, a family of layouts that differ in dp ("dp*"), or a degree, and why it is no option."""
+    """An engine size, a layout, a family of layouts that differ in dp ("dp*"), or a degree that is rejected, with the
+    reason."""
 
     name: str
     kind: RejectionKind
@@ -37,12 +38,12 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class LentEngine:
-    """A rollout engine beside one that serves, under one certificate."""
+    """A rollout engine on the devices of a serving one, under one certificate."""
 
     lender: Lender
     certificate: Certificate
     kv_tokens: int  # that serving leaves, and that a step can read within a grant
-    batched_tokens: int  # of one step: as many as it can prefill within a grant after a context of mean length
+    batched_tokens: int  # most tokens that a step can prefill within a grant after a context of mean length
     holds: int  # tokens: the longest context it serves
 
     @property
@@ -51,7 +52,7 @@ class LentEngine:
 
     @property
     def share(self) -> float:
-        """Of the devices' time, while anything is lent."""
+        """Share of the devices' time that is lent, while anything is."""
         return self.lender.share(self.certificate)
 
     @property
@@ -75,7 +76,7 @@ class PairHalf:
 
     @property
     def shape(self) -> str:
-        """Of one engine, as one that does both."""
+        """Shape of one engine, the same as that of a colocated one."""
         return f"{self.pool}/tp{self.tp}"
 
     @property
@@ -85,7 +86,7 @@ class PairHalf:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodePair:
-    """Engines that compute prompts, and those that generate, in a fixed ratio: one engine of the menu."""
+    """Prefill and decode engines in a fixed ratio, which count as one engine of the menu."""
 
     prefill: PairHalf
     decode: PairHalf
@@ -97,15 +98,15 @@ class PrefillDecodePair:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """One way in which traffic may turn out."""
+    """One possible outcome of traffic."""
 
-    away: frozenset[str]  # lent shapes, none of whose engines is there
+    away: frozenset[str]  # lent shapes whose engines are all away
     probability: float
 
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """A problem, and what its options stand for."""
+    """A problem, and the layouts and engines of its options."""
 
     problem: Problem
     # By layout and replicas of the training option; empty where every device is a replica of its own.
@@ -121,7 +122,8 @@ _MEMBER_TOLERANCE = 1e-3  # members are written with few digits
 
 
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
-    """Raise ValueError with the field and the remedy, unless the classes are a distribution of contexts that fit."""
+    """Raise ValueError with field and remedy, unless the classes are a distribution of contexts within
+    `longest_context`."""
     if not classes:
         raise ValueError("classes is empty; a workload needs at least one trajectory class")
     for index, cls in enumerate(classes):
@@ -152,12 +154,12 @@ def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> N
 
 
 def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """[router][class] how much of a class's work reaches its own bucket: for the router, which brings `hits` [class]
+    """[router][class] share of a class's work that reaches its own bucket: for the router, which brings `hits` [class]
     of the work after the first tool return there, and for a perfect one.
 
-    All that is generated before the first tool return stays in the first bucket, and so does what the router misses. Of
-    buckets that run it is known how well the router hits; how well it would hit others depends on where they lie, so
-    they must have time for a perfect one, too.
+    Work before the first tool return stays in the first bucket, and so does work that the router misses. The hit rate
+    is known for the running buckets. For other buckets it depends on their limits, so they must have time for a perfect
+    router, too.
     """
     perfect = tuple(1 - cls.before_first_return for cls in classes)
     routed = tuple(part * hit for part, hit in zip(perfect, hits, strict=True))
@@ -165,8 +167,8 @@ def reach(classes: Sequence[TrajectoryClass], hits: Sequence[float]) -> tuple[tu
 
 
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
-    """Ranges of final context that the router can tell apart: one where it ignores buckets, or where no tool ever
-    returns, as a trajectory then gives no reason to change its bucket."""
+    """Number of ranges of final context that the router can distinguish: one if it ignores buckets, or if no tool ever
+    returns, as a trajectory then has no reason to change its bucket."""
     if ignores_buckets(recipe.router) or all(cls.before_first_return == 1 for cls in classes):
         return 1
     return recipe.max_buckets

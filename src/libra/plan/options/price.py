@@ -1,7 +1,7 @@
-"""The price of one allocation: seconds per optimiser step with bounded staleness, and what bounds it.
+"""The price of one allocation: seconds per optimiser step with bounded staleness, and its bottleneck.
 
-Invariant: this module is the only judge of an allocation. The solvers build their rounded models from the same
-problem and report the price computed here, so prediction, comparison and explanation never disagree.
+Invariant: only this module prices allocations. The solvers build their rounded models from the same problem and report
+the price computed here, so prediction, comparison and explanation never disagree.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class BucketPrice:
-    """One bucket under the best option (seats) of its shape."""
+    """One bucket under the best option (`max_num_seqs`) of its shape."""
 
     option: EngineOption
     load: float  # seconds each of its engines needs for one step: work, new weights, refresh; see `Prediction.rollout`
     residence: float  # seconds of its longest trajectory
-    alone: float  # those of residence that it would take with no other beside it, where batches overlap; else all
+    alone: float  # residence without other trajectories on its engine, where batches overlap; else `residence`
 
 
 def training_option(problem: Problem, allocation: Allocation) -> TrainingOption | None:
@@ -63,10 +63,10 @@ def total_devices(problem: Problem, allocation: Allocation) -> int:
 
 
 def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
-    """Why the allocation cannot serve the problem, or None if it can.
+    """The reason why the allocation cannot serve the problem; None if it can.
 
-    A bucket without a class is no reason: under a new distribution its engines idle, and the price says what that
-    costs. (The solver itself never starts an engine for nobody.)
+    A bucket without a class is allowed: under a new distribution its engines idle, at a cost that the price includes.
+    (The solver itself never starts an engine for a bucket without a class.)
     """
     if training_option(problem, allocation) is None:
         choices = ", ".join(str(option.replicas) for option in problem.training if option.layout == allocation.layout)
@@ -116,7 +116,7 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     if bottleneck == "latency" and problem.shared:
         parts = _latency_parts(problem, training, prices)
         if parts["latency"] == max(parts.values()):
-            # A batch that was held up by the one before it is there at once: the step waits for training only.
+            # A batch that the one before it has delayed is complete at once: the step waits for training only.
             alternate = (training.seconds, (1 + problem.staleness) * step - problem.staleness * training.seconds)
     return Prediction(step, rollout, training.seconds, latency, bottleneck, alternate)
 
@@ -124,7 +124,7 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
 def solution(
     problem: Problem, allocation: Allocation, bound: float = 0.0, status: SolverStatus = "feasible"
 ) -> Solution:
-    """An allocation that fits with its price, where it is proven that no step is shorter than `bound` seconds."""
+    """The solution with an allocation that fits, and its price; no step is shorter than `bound` seconds."""
     predicted = price(problem, allocation)
     bound = min(bound, predicted.step)
     gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
@@ -132,11 +132,11 @@ def solution(
 
 
 def step_parts(problem: Problem, allocation: Allocation) -> dict[StepPart, float]:
-    """The seconds that the step of an allocation that fits consists of, in the order in which equal ones are named.
+    """The parts, in seconds, of the step of an allocation that fits; equal parts are shown in the order given.
 
-    Latency is a sum: generation (synchronous), or the longest trajectory by itself and what others slow it by; training
-    after it; publication, with the changes of side of colocated devices. Each is divided by 1 + staleness, as so many
-    batches are under way. A step with another bottleneck is as long as training, or as generation.
+    Latency is a sum: generation (synchronous), or the longest trajectory by itself and its delay by others; training
+    after it; publication, with the role changes of colocated devices. Each part is divided by 1 + staleness, the number
+    of batches in flight. A step with another bottleneck is as long as training, or as generation.
     """
     predicted = price(problem, allocation)
     if predicted.bottleneck != "latency":
@@ -194,9 +194,9 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
 
 @dataclass(frozen=True, slots=True)
 class _Longest:
-    """The longest trajectories that a bucket has, by themselves and beside others."""
+    """The longest trajectories of a bucket, by themselves and together with others."""
 
-    residence: float  # seconds, by itself, of those that a typical step has
+    residence: float  # seconds by itself, of the longest trajectory of a typical step
     lines: tuple[tuple[float, float], ...]  # (generates, waits)
 
     @property
@@ -207,7 +207,7 @@ class _Longest:
 def _longest(
     problem: Problem, bucket: Bucket, stays: Stays, begin: Stays, recall: Sequence[Sequence[float]]
 ) -> _Longest:
-    """Those of the bucket's classes; in the first bucket also those of longer classes, for which it has a part."""
+    """The longest trajectories of the bucket's classes; in the first bucket also of those that only begin there."""
     own = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
     longer = [j for j, peak in enumerate(problem.peaks) if peak > bucket.up_to]
     parts = [(stays, own, own[-1:])]
@@ -227,7 +227,7 @@ def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
 
 
 def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
-    """(residence + what follows it) / (1 + staleness); where steps are synchronous, of load where that is longer."""
+    """(residence + fixed seconds) / (1 + staleness); where steps are synchronous, with the load instead if longer."""
     fixed = fixed_seconds(problem, training) / (1 + problem.staleness)
     longest = bucket.residence / (1 + problem.staleness)
     return fixed + (max(longest, bucket.load) if problem.synchronous else longest)
@@ -243,7 +243,7 @@ def _bucket_price(
     if problem.synchronous:
         return BucketPrice(option, step - fixed, longest.alone, longest.alone)
     step = max(step, late)
-    # Where others slow the longest trajectory, the shortest step has no time but for what it takes.
+    # Where others slow the longest trajectory, its residence takes all the time of the shortest step.
     slowed = any(generates for generates, _ in longest.lines)
     residence = (1 + problem.staleness) * step - fixed if slowed else longest.alone
     return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, longest.alone)
@@ -251,7 +251,7 @@ def _bucket_price(
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Seconds of a step T in which an engine works: `seconds + squared / T`, new weights left out."""
+    """Seconds that an engine works in a step of T seconds: `seconds + squared / T`, without loading new weights."""
 
     seconds: float
     squared: float = 0.0  # refresh
@@ -262,9 +262,10 @@ class _Load:
     def shortest_step(
         self, option: EngineOption, lines: Sequence[tuple[float, float]], fixed: float, staleness: int
     ) -> float:
-        """The shortest step in which the engine does this and no trajectory is late; see `libra.plan.problem`.
+        """The shortest step in which the engine does this work and no trajectory is late; see `libra.plan.problem`.
 
-        The shorter the step, the more is asked of it by what is divided by it: found by bisection, to the last bit.
+        The term that is divided by the step grows as the step gets shorter, so it is found by bisection, to the last
+        bit.
         """
 
         def at(seconds: float) -> float:
@@ -288,7 +289,7 @@ class _Load:
 
 
 def _loads(option: EngineOption, engines: int, served: Floats) -> list[_Load]:
-    """What one engine of a bucket is asked for by each router; `served` is [router, class]."""
+    """The load of one engine of a bucket under each router; `served` is [router, class]."""
     work = (served @ np.array(option.work).T).max(axis=1)
     squared = served @ np.array(option.refresh)
     if option.refill:
@@ -299,6 +300,6 @@ def _loads(option: EngineOption, engines: int, served: Floats) -> list[_Load]:
 
 def _root(load: float, generates: float, follows: float, batches: int) -> float:
     """The smallest T with  (batches * T - follows) * (T - load) >= generates * T, no factor below 0."""
-    # The discriminant, as a sum of what is not negative.
+    # The discriminant, as a sum of terms that are not negative.
     root = (batches * load - follows) ** 2 + generates * (generates + 2 * (batches * load + follows))
     return (batches * load + follows + generates + math.sqrt(root)) / (2 * batches)

@@ -1,4 +1,4 @@
-"""The protocol of planning questions, about slots of one machine or a cluster of GPUs."""
+"""The protocol of planning requests, for slots of one machine or a cluster of GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra.plan.options.menu import Menu
 
 
 class PlanningRequest(Protocol):
-    """A question to the planner. Times are seconds, lengths are tokens."""
+    """A request to the planner. Times are seconds, lengths are tokens."""
 
     @property
     def classes(self) -> tuple[TrajectoryClass, ...]:
@@ -25,11 +25,11 @@ class PlanningRequest(Protocol):
 
     @property
     def devices(self) -> int:
-        """All devices, without those that serve."""
+        """Number of devices, without those that serve users."""
 
     @property
     def longest_context(self) -> int:
-        """Tokens that no trajectory outgrows."""
+        """Tokens of the longest possible context."""
 
     @property
     def unknown_tool_seconds(self) -> float:
@@ -37,7 +37,7 @@ class PlanningRequest(Protocol):
 
     @property
     def refreshes(self) -> bool:
-        """Whether an update of the weights lets engines compute contexts again."""
+        """Whether engines compute contexts again after an update of the weights."""
 
     @property
     def title(self) -> str:
@@ -45,7 +45,7 @@ class PlanningRequest(Protocol):
 
     @property
     def assumed_router(self) -> str:
-        """The router that prices assume, for people; empty where the request says how often it is right."""
+        """The router that prices assume, as text for people; empty if the request gives its hit rate."""
 
     @property
     def counts_unfinished(self) -> bool:
@@ -53,7 +53,7 @@ class PlanningRequest(Protocol):
 
     @property
     def sources(self) -> tuple[tuple[str, str], ...]:
-        """Sources of times that were not measured in the run itself: (times of what, source)."""
+        """Sources of times that were not measured in the run itself: (name of the times, source)."""
 
     def menu(self) -> Menu:
-        """Everything that could be chosen, priced."""
+        """The menu of priced options."""

@@ -1,4 +1,4 @@
-"""The planning question of a run on one machine: identical devices whose costs were measured.
+"""The planning request of a run on one machine: identical devices whose costs were measured.
 
 Invariant: every device is one slot that trains one replica or runs one engine, and every device has a role. Times are
 seconds, lengths are tokens.
@@ -43,7 +43,7 @@ class EngineShape:
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Healthy devices by what they may do: `core` always train, `rollout` always generate, `hybrid` do either."""
+    """Healthy devices by role: `core` always train, `rollout` always generate, `hybrid` do either."""
 
     core: int
     hybrid: int
@@ -59,11 +59,11 @@ class SlotCounts:
 
 @dataclass(frozen=True, slots=True)
 class LentSlots:
-    """Devices that serve users and are lent meanwhile. Each has an engine of the one shape; a plan uses all or none."""
+    """Lent devices, which serve users at the same time. Each has an engine of `shape`; a plan uses all or none."""
 
     shape: EngineShape
     devices: int
-    share: float  # of a device's time, that is lent
+    share: float  # of a device's time that is lent
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices)
@@ -73,7 +73,7 @@ class LentSlots:
 
 @dataclass(frozen=True, slots=True)
 class StepWorkload:
-    """What one optimiser step needs, drawn from the tracked distribution."""
+    """The work of one optimiser step, from the tracked distribution."""
 
     trajectories: int  # B: trajectories trained on in one step
     group_size: int  # samples of one prompt; a group is complete before use
@@ -164,7 +164,7 @@ class SlotRequest:
         return ()
 
     def menu(self) -> Menu:
-        """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
+        """The menu of priced options. Raises `InfeasiblePlanError` when no device may train, or none may generate."""
         fleet, workload = self.fleet, self.workload
         if fleet.core < 1:
             raise InfeasiblePlanError(
@@ -205,8 +205,8 @@ class SlotRequest:
         return Menu(problem)
 
     def _engine_options(self, shape: EngineShape, pool: str, most: int, timing: EngineTiming) -> list[EngineOption]:
-        """One option for each number of sequences that may come to decode together, when 1 to `most` engines share what
-        is in flight."""
+        """One option for each number of sequences that may decode together, when 1 to `most` engines share the
+        trajectories in flight."""
         workload = self.workload
         in_flight = (1 + workload.max_staleness) * workload.trajectories
         counts = range(1, most + 1)
@@ -216,7 +216,7 @@ class SlotRequest:
                 [workload.trajectories * cls.share * row for row in work(timing, cls, max_num_seqs, shape.kv_tokens)]
                 for cls in workload.classes
             ]
-            # The other seats are taken by trajectories of the same class, as many as memory holds.
+            # The other sequences of the batch are of the same class, as many as memory holds.
             together = [seats_taken(cls, max_num_seqs, shape.kv_tokens) for cls in workload.classes]
             options.append(
                 EngineOption(
