@@ -131,6 +131,14 @@ def test_a_turn_elsewhere_is_a_miss() -> None:
     assert seen.site((), None).router_hit == 0.5
 
 
+def test_episodes_without_limits_say_nothing_of_the_router() -> None:
+    seen, late = make_observations(), replace(episode(0, 0), turn_buckets=(0, 0))
+    seen.observe([episode(0, 1)], ())
+    seen.observe([late], (4, 100))
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == 0.0
+
+
 def test_short_episodes_that_are_made_in_a_longer_bucket_load_it_as_long_ones_do() -> None:
     """Half of the long tokens are made where they belong, and as many short ones beside them: it is as busy as if all
     long ones were."""

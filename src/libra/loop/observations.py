@@ -137,6 +137,8 @@ class Observations:
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         """Learn from finished episodes, and from the bucket limits that they were routed by; none: not known."""
         self.replanner.observe(episode.trajectory for episode in episodes)
+        if not limits:
+            return
         for episode in episodes:
             peak = episode.trajectory.peak_context
             own = next((index for index, limit in enumerate(limits) if peak <= limit), len(limits) - 1)
