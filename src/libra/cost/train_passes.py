@@ -43,6 +43,12 @@ class Work:
     gpu: GPU
     rates: TrainingRates
     fabric: Fabric
+    old_policy: bool = True  # False: pre-training, whose loss needs no log-probabilities of an older policy
+
+    @property
+    def scored(self) -> int:
+        """Forward passes of a step besides the one that has a backward: of the old policy, of the reference."""
+        return int(self.old_policy) + (self.reference != "none")
 
 
 @dataclass(frozen=True, slots=True)
