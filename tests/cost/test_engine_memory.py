@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles.small_cluster import QWEN_14B
 
 from libra.cost.engine_memory import BLOCK, kv_tokens
-from libra.cost.quantization import KV_FORMATS, UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, KV_FORMATS, Quantization
 from libra.hardware.cluster import GPUS
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
@@ -26,7 +26,7 @@ def tokens(
     memory: float = A800,
     utilization: float = 0.9,
     model: ModelSpec = QWEN_14B,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     batched_tokens: int = 8192,
     pp: int = 1,
 ) -> int:

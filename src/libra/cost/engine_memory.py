@@ -6,7 +6,7 @@ engine needs besides is stated here and taken off before the KV cache gets the r
 
 from __future__ import annotations
 
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, Quantization
 from libra.hardware.model import ModelSpec
 
 # Tokens of one KV block; the prefix cache keeps whole blocks.
@@ -23,7 +23,7 @@ def kv_tokens(
     tp: int,
     *,
     batched_tokens: int,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     pp: int = 1,
     taken: float = 0.0,
     kv_beside: float = 0.0,
@@ -47,7 +47,7 @@ def held_bytes(
     tp: int,
     *,
     batched_tokens: int,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     pp: int = 1,
     routed: bool = True,
 ) -> float:
@@ -60,7 +60,7 @@ def held_bytes(
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
     logits = SAMPLED * model.vocab * 4 / tp
     held = CONTEXT + activations + logits + quantization.weight_bytes(model, tp, pp)
-    return held if routed else held - quantization.expert_bytes * model.routed_parameters / tp
+    return held if routed else held - quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
 
 
 def drafter_memory(
@@ -68,26 +68,26 @@ def drafter_memory(
     tp: int,
     drafter: ModelSpec | None,
     *,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     dp: int = 1,
 ) -> tuple[float, float]:
     """Bytes of weights on each device of what proposes drafts, and bytes of its KV for each of the model's. It is a
     model of its own, not quantized; or, without one, a layer like the model's, whose experts `dp` ranks divide."""
     if drafter is None:
-        elsewhere = (1 - 1 / dp) * quantization.expert_bytes * model.routed_parameters / tp
+        elsewhere = (1 - 1 / dp) * quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
         return (quantization.weight_bytes(model, tp) - elsewhere) / model.layers, 1 / model.layers
     kv = quantization.kv_bytes_per_token(drafter, tp) / quantization.kv_bytes_per_token(model, tp)
-    return UNQUANTIZED.weight_bytes(drafter, tp), kv
+    return AS_STORED.weight_bytes(drafter, tp), kv
 
 
-def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = UNQUANTIZED) -> float:
+def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
     """Bytes that each of `ranks` devices needs that divide the experts and have nothing else, for `tokens` tokens of
     all attention ranks together: what comes, and an MLP's vectors of it, as above."""
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks
     activations = rows * 2 * (2 * model.hidden + 3 * experts.intermediate)
-    return CONTEXT + activations + quantization.expert_bytes * model.routed_parameters / ranks
+    return CONTEXT + activations + quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks
 
 
 def _expert_width(model: ModelSpec, routed: bool) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.hardware.stored_weights import WeightFormat
+
 _MATRICES = 3  # of a gated MLP: gate, up, down
 
 
@@ -74,6 +76,7 @@ class ModelSpec:
     qk_norm: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    stored: WeightFormat | None = None  # of the checkpoint; None: 16 bits
 
     def __post_init__(self) -> None:
         require_at_least(1, layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -208,6 +211,14 @@ class ModelSpec:
             + min(layers, most) * heavy
             + max(0, layers - most) * light
         )
+
+    def device_attention_parameters(self, tp: int = 1, pp: int = 1) -> float:
+        """Of `device_parameters` those of attention."""
+        return -(-self.layers // pp) * self.attention_parameters(tp)
+
+    def device_shared_parameters(self, tp: int = 1, pp: int = 1) -> float:
+        """Of `device_parameters` those of experts that every token takes."""
+        return min(-(-self.layers // pp), self.sparse_layers) * self.shared_expert_parameters / tp
 
     def device_routed_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
         """Of `device_parameters` those of routed experts."""

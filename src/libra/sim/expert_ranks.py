@@ -77,7 +77,7 @@ def expert_bytes(engine: DescribedEngine) -> float:
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
     held = ffn_rank_bytes(model, gpus, tokens=dp * section.max_num_batched_tokens, quantization=quantization) - CONTEXT
     more = section.eplb_config.num_redundant_experts / model.experts.count
-    return held + more * quantization.expert_bytes * model.routed_parameters / gpus
+    return held + more * quantization.matrix_bytes(model, "experts") * model.routed_parameters / gpus
 
 
 def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:

@@ -17,7 +17,7 @@ from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import HostCost
-from libra.cost.quantization import UNQUANTIZED
+from libra.cost.quantization import AS_STORED
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables
@@ -47,6 +47,11 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     model, nodes = question.model, question.cluster.node_class(shape.nodes)
     if shape.pipeline_parallel_size > model.layers:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
+    refused = AS_STORED.tp_refusal(
+        model, shape.tensor_parallel_size, routed=shape.apart is None and shape.parallel is None
+    )
+    if refused is not None:
+        raise NoRoomError(refused)
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
     taken, beside = 0.0, 0.0
@@ -115,7 +120,7 @@ def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[K
 def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
     """Of a token, on all devices together."""
     tp = shape.tensor_parallel_size
-    return tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp)
+    return tp * AS_STORED.kv_bytes_per_token(question.model, tp)
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:

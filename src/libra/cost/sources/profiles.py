@@ -170,7 +170,15 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
         installed = "none"
-    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), quantization.name, degrees, installed, _code()]
+    asked = [
+        asdict(nodes.gpu),
+        nodes.intra_bandwidth,
+        asdict(model),
+        quantization.name(model),
+        degrees,
+        installed,
+        _code(),
+    ]
     key = cache_key(asked)
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():

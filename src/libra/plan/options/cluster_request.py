@@ -276,7 +276,7 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
             yield f"gpu_memory_utilization: {_USUAL_UTILIZATION}"
             return
     fp8 = recipe.model_copy(update={"rollout_dtype": "fp8"})
-    narrower = rollout_quantization(fp8).matrix_bytes < rollout_quantization(recipe).matrix_bytes
+    narrower = rollout_quantization(fp8).version_bytes(model) < rollout_quantization(recipe).version_bytes(model)
     if narrower and any(_holds(model, nodes, fp8, request.classes) for nodes in request.cluster.nodes):
         yield "rollout_dtype: fp8"
         narrower = False
@@ -290,9 +290,9 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
 
 
 def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
-    return any(
-        engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in tensor_degrees(model, nodes)
-    )
+    quantization = rollout_quantization(recipe)
+    degrees = [tp for tp in tensor_degrees(model, nodes) if quantization.tp_refusal(model, tp) is None]
+    return any(engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in degrees)
 
 
 def _nothing_trains(model: ModelSpec, rejected: Sequence[Rejected]) -> str:
