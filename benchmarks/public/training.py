@@ -3,6 +3,9 @@
 Invariant: a row is priced as one optimiser step of pre-training: forward, backward and update, without the forward
 passes that reinforcement learning adds. What a layout of Libra's cannot express is in the row's `note`.
 
+Micro-batches are interleaved as the source does it, which Libra's layouts cannot: the bubble is divided by the virtual
+stages. Experts are routed as by the source's benchmark, which decides what is exchanged.
+
 Sources: the performance summaries of NeMo AutoModel (docs/performance-summary.mdx) and of Megatron Bridge
 (docs/performance-summary-archive.md, containers 25.09 to 26.06), and torchtitan's benchmarks
 (benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md of 2024).
@@ -22,6 +25,7 @@ from libra.cost.train_passes import Work
 from libra.cost.train_step import train_step
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPU, GPUS, NodeClass
+from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.model_file import load_model
 from libra.hardware.parallel import ParallelLayout, Recompute, Sharding
 
@@ -37,19 +41,22 @@ class PublishedRate:
     """Tokens/s a GPU of one row, and what it ran. `length` is in tokens, `batch` in sequences of it."""
 
     source: str
-    model: str
+    model: ModelSpec
     gpu: GPU
     batch: int
     length: int
     rate: float
     layout: ParallelLayout
     note: str = ""
+    stages: int = (
+        1  # virtual pipeline stages of a device: they divide the bubble (Narayanan et al. 2021, section 2.2.2)
+    )
     halved: bool = False  # every second layer is computed again: the mean of the seconds with none and with all
     fitted: bool = False  # one of those that `_EXPERTS` of `libra.cost.sources.rates` was fitted to
 
     @property
     def name(self) -> str:
-        return f"{self.model.rpartition('/')[2]}, {self.layout.devices} {self.gpu.name}, {self.source}"
+        return f"{self.model.name.rpartition('/')[2]}, {self.layout.devices} {self.gpu.name}, {self.source}"
 
 
 def _layout(
@@ -65,38 +72,52 @@ def _layout(
     return ParallelLayout(tp, pp, dp, cp, ep, micro, recompute, sharding, chunked_logits=False)
 
 
-_V3, _Q30, _Q235 = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
-_L8, _L70 = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
+def _consecutive(model: ModelSpec) -> ModelSpec:
+    """AutoModel's benchmark gate sends a token to consecutive experts, from a multiple of their number on."""
+    assert model.experts is not None
+    groups = model.experts.count // model.experts.active
+    return replace(model, experts=replace(model.experts, groups=groups, active_groups=1))
+
+
+def _even(model: ModelSpec) -> ModelSpec:
+    """Megatron's forced balance draws experts evenly, without a limit of groups."""
+    assert model.experts is not None
+    return replace(model, experts=replace(model.experts, groups=1, active_groups=1))
+
+
+_V3, _Q30, _Q235 = map(load_model, ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"))
+_L8, _L70 = map(load_model, ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"))
+# moonshotai/Kimi-K2-Instruct, config.json: DeepSeek-V3 with more experts and fewer heads, one layer of them dense.
+_K2 = replace(_V3, name="Kimi-K2", heads=64, kv_heads=64, vocab=163840, experts=Experts(384, 8, 2048, 2048, 60))
 _AUTO, _BRIDGE, _TITAN = "NeMo AutoModel", "Megatron Bridge", "torchtitan"
 _H100, _A100 = GPUS["H100"], GPUS["A100"]
-_INTERLEAVED, _FP8 = "the source interleaves stages", "the source multiplies in FP8"
+_FP8 = "the source multiplies in FP8, the price is of bf16"
+
+
+def _auto(model: ModelSpec, batch: int, rate: float, stages: int, fitted: bool = False, **layout: int) -> PublishedRate:
+    at = ParallelLayout(**{**_ONE, **layout}, recompute="full", sharding="zero1", chunked_logits=False)
+    return PublishedRate(_AUTO, _consecutive(model), _H100, batch, 4096, rate, at, stages=stages, fitted=fitted)
+
+
+def _bridge(
+    release: str, model: ModelSpec, batch: int, rate: float, stages: int, fitted: bool = False, **layout: int
+) -> PublishedRate:
+    at = ParallelLayout(**{**_ONE, **layout}, recompute="none", sharding="zero1", chunked_logits=False)
+    source = f"{_BRIDGE} {release}"
+    return PublishedRate(source, _even(model), _H100, batch, 4096, rate, at, _FP8, stages=stages, fitted=fitted)
+
+
+_ONE = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "ep": 1, "micro_tokens": 4096}
 
 ROWS: Sequence[PublishedRate] = (
-    PublishedRate(
-        _AUTO, _V3, _H100, 512, 4096, 1002, _layout(pp=4, dp=64, ep=64, recompute="full"), f"{_INTERLEAVED}, 8 each"
-    ),
-    PublishedRate(
-        *(_AUTO, _V3, _H100, 8192, 4096, 865, _layout(pp=4, dp=256, ep=64, recompute="full")),
-        note=f"{_INTERLEAVED}, 8 each",
-        fitted=True,
-    ),
-    PublishedRate(
-        _AUTO, _Q30, _H100, 512, 4096, 12040, _layout(dp=8, ep=8, micro=4 * 4096, recompute="full", sharding="zero3")
-    ),
-    PublishedRate(*(f"{_BRIDGE} 26.06", _Q30, _H100, 1024, 4096, 8826, _layout(dp=16, ep=16)), note=_FP8, fitted=True),
-    PublishedRate(
-        *(f"{_BRIDGE} 25.11", _Q235, _H100, 2048, 4096, 1575, _layout(tp=2, pp=8, dp=16, ep=16)),
-        note=f"{_FP8}, interleaves stages, ep 32",
-    ),
-    PublishedRate(
-        *(f"{_BRIDGE} 26.04.01", _Q235, _H100, 8192, 4096, 1712, _layout(tp=2, pp=8, dp=16, ep=16)),
-        note=f"{_FP8}, interleaves stages, ep 32",
-        fitted=True,
-    ),
-    PublishedRate(
-        *(f"{_BRIDGE} 25.09", _V3, _H100, 8192, 4096, 1297, _layout(tp=2, pp=8, dp=64, ep=64, recompute="selective")),
-        note=f"{_FP8}, interleaves stages",
-    ),
+    _auto(_V3, 512, 1002, 8, pp=4, dp=64, ep=64),
+    _auto(_V3, 8192, 865, 8, pp=4, dp=256, ep=64, fitted=True),
+    _auto(_K2, 512, 924, 4, pp=8, dp=32, ep=32),
+    _auto(_Q30, 512, 12040, 1, dp=8, ep=8, micro_tokens=4 * 4096, fitted=True),
+    _bridge("26.06", _Q30, 1024, 8826, 1, dp=16, ep=16),
+    _bridge("25.11", _Q235, 2048, 1575, 4, tp=2, pp=8, dp=16, ep=16),
+    _bridge("26.04.01", _Q235, 8192, 1712, 4, tp=2, pp=8, dp=16, ep=16),
+    _bridge("25.09", _V3, 8192, 1297, 4, tp=2, pp=8, dp=64, ep=64),
     PublishedRate(
         _AUTO, _L70, _H100, 128, 8192, 867, _layout(dp=32, cp=2, micro=8192, recompute="full", sharding="zero3")
     ),
@@ -124,13 +145,14 @@ def priced_rate(row: PublishedRate) -> float:
 def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
     nodes = NodeClass("node", max(1, layout.devices // 8), 8, row.gpu, row.gpu.link, _NETWORK)
     batch = Batch((float(row.length),), (float(row.batch),))
-    rates, model = training_rates(row.gpu), load_model(row.model)
-    work = Work(model, batch, _ADAMW, "none", row.gpu, rates, fabric(nodes), old_policy=False)
-    return train_step(work, layout).total
+    rates = training_rates(row.gpu)
+    work = Work(row.model, batch, _ADAMW, "none", row.gpu, rates, fabric(nodes), old_policy=False)
+    step = train_step(work, layout)
+    return step.total - step.bubble * (1 - 1 / row.stages)
 
 
 def _case(row: PublishedRate) -> PublicCase:
-    bar = EXPERTS if load_model(row.model).experts else DENSE
+    bar = EXPERTS if row.model.experts else DENSE
     words = [row.note] if row.note else []
     if row.fitted:
         words.append("fitted to")

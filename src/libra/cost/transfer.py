@@ -11,6 +11,7 @@ terms are those of a ring, (p - 1) / p of the bytes through every link.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,11 +89,18 @@ def all_reduce_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
     return 2 * all_gather_seconds(size, group, fabric)
 
 
-def all_to_all_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
-    """Every device sends `size` bytes in all, an equal part to each device of the group (itself included)."""
+def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Group, fabric: Fabric) -> Array:
+    """Every device sends each of its tokens, `size` bytes in all, to the devices of the group that have its experts.
+
+    A token crosses to a node once and inside that node goes to a device once, however many of its experts are there, as
+    DeepEP sends it (github.com/deepseek-ai/DeepEP), which Megatron-LM and NeMo AutoModel dispatch with. `reached(n)` is
+    the mean number of n equal parts of the experts that have one of a token's experts. Bringing results back moves as
+    much.
+    """
     members = group.members(fabric)
-    inside = (members - 1) / group.size * size / fabric.link
-    outside = (group.size - members) / group.size * size / (fabric.network / fabric.gpus)
+    nodes = group.size / members
+    inside = reached(np.asarray(group.size, dtype=float)) * (members - 1) / members * size / fabric.link
+    outside = reached(nodes) * (nodes - 1) / nodes * size / (fabric.network / fabric.gpus)
     slower: Array = np.maximum(inside, outside)
     return slower + group.latency(fabric)
 

@@ -29,12 +29,22 @@ class Experts:
     intermediate: int  # width of one expert
     shared_intermediate: int  # width of the experts that every token takes; 0 where there are none
     layers: int
+    groups: int = 1  # equal parts of the experts, of which
+    active_groups: int = 1  # have all those of one token
 
     def __post_init__(self) -> None:
+        require_at_least(1, groups=self.groups, active_groups=self.active_groups)
         require_at_least(1, count=self.count, active=self.active, intermediate=self.intermediate, layers=self.layers)
         require_at_least(0, shared_intermediate=self.shared_intermediate)
         if self.active > self.count:
             raise ValueError(f"active is {self.active}, but there are {self.count} experts; lower it")
+        if self.count % self.groups or self.active_groups > self.groups:
+            raise ValueError(
+                f"groups is {self.groups} and active_groups {self.active_groups}; take groups that divide the"
+                f" {self.count} experts, and as many or fewer of them"
+            )
+        if self.active * self.groups > self.count * self.active_groups:
+            raise ValueError(f"active is {self.active}, more than {self.active_groups} groups have; lower it")
 
 
 @dataclass(frozen=True, slots=True)

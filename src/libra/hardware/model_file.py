@@ -193,6 +193,8 @@ def _deepseek_experts(fields: _Fields) -> Experts | None:
         intermediate=width,
         shared_intermediate=width * shared,
         layers=layers - first,
+        groups=fields.count("n_group", otherwise=1),
+        active_groups=fields.count("topk_group", otherwise=1),
     )
 
 

@@ -205,9 +205,13 @@ _CEILING = {"A100": 0.64, "A100-40GB": 0.64, "A800": 0.64, "H100": 0.47, "H800":
 # slower than these give.
 _ATTENTION = {"A100": 170 / 312, "A100-40GB": 170 / 312, "A800": 170 / 312}
 _ATTENTION_OTHERS = 335 / 989
-# Megatron Bridge's performance summary (25.11) has 121-233 TFLOP/s for mixtures of experts on H100 (Qwen3-30B-A3B 121,
-# GPT-OSS-120B 153, Qwen3-235B-A22B 233), where dense models reach 465: all of a step, with its all-to-all.
-_EXPERTS = 0.4
+# Rate of grouped expert layers over that of dense ones, without the exchange of tokens, which is priced by itself.
+# Whole steps of NeMo AutoModel in bf16 on H100 (docs/performance-summary.mdx) give it: seconds of a step = others +
+# FLOPs of routed experts / (share * ceiling). Its gate sends a token to neighbouring experts: little is exchanged.
+# Fitted to Qwen3-30B-A3B on 8 (12,040 tokens/s a GPU) and DeepSeek-V3 on 1,024 (865); DeepSeek-V3 on 256 and Kimi-K2,
+# which were left out, are then -12 % and -2 % (`python -m benchmarks.public`). The other GPUs have no such runs.
+_EXPERTS = 0.7
+_EAGER_EXPERTS = 0.4  # assumed: eager modules compute one expert after the other
 _MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A100 1.6 of 2.04 TB/s; H100 a little more
 
 
@@ -255,7 +259,7 @@ def _eager_rates(gpu: GPU, flops: float, fused: TrainingRates) -> TrainingRates:
     return TrainingRates(
         linear=_EAGER * flops,
         attention=attention * flops,
-        experts=_EXPERTS * _EAGER * flops,
+        experts=_EAGER_EXPERTS * _EAGER * flops,
         bandwidth=_EAGER_MEMORY * gpu.bandwidth,
         source=f"{gpu.name}: eager PyTorch, {origin}, {_EAGER:.0%} of {flops:.3g} FLOP/s in products",
         passes=_PASSES,
