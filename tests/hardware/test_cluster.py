@@ -275,3 +275,25 @@ def test_a_file_that_is_no_cluster_is_refused_by_key(tmp_path: Path, data: objec
     assert text.startswith(f"{tmp_path / 'cluster.yaml'}: ")
     assert message in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({}, None),
+        ({"bandwidth": "2000 GB/s", "flops": "300 TFLOP/s"}, None),  # rounded
+        ({"memory": "40 GiB"}, "gpu.memory: A100 is known with "),
+        ({"link": "32 GB/s"}, "gpu.link: A100 is known with "),
+    ],
+)
+def test_a_described_gpu_of_a_known_name_is_the_known_one_or_told_apart(
+    change: dict[str, str], refused: str | None
+) -> None:
+    sheet = {"memory": "80 GiB", "bandwidth": "2039 GB/s", "flops": "312 TFLOP/s", "link": "300 GB/s"}
+    given = {"name": "a100", "source": "data sheet", **sheet, **change}
+    if refused is None:
+        assert gpu_of(given, "gpu") is GPUS["A100"]
+        return
+    with pytest.raises(ValueError, match=f"^{refused}") as told:
+        gpu_of(given, "gpu")
+    assert str(told.value).endswith("leave the mapping out, or name yours otherwise")

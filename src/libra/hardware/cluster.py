@@ -14,7 +14,8 @@ from libra.config.units import rate
 from libra.config.yaml_file import unknown
 from libra.hardware.loan_terms import LoanTerms
 
-_MIB = 2.0**20
+_MIB, _GIB = 2.0**20, 2.0**30
+_VISIBLE = 0.987  # of what the driver reports, as on L40S and RTX 3090: the context takes the rest
 _LEAST_REPORTED = 0.93  # of the memory in a GPU's name: the driver keeps some, error correction of GDDR6 a sixteenth
 
 # What no GPU or network of today comes near. A value outside was given in another unit.
@@ -56,6 +57,7 @@ class GPU:
     flops: float  # dense bf16 FLOP/s, without sparsity
     link: float  # bytes/s to its neighbours in the node, one direction (NVLink or PCIe): half the advertised sum
     source: str
+    visible: float | None = None  # bytes of memory that PyTorch reports; None: not known
 
     def __post_init__(self) -> None:
         _require_name(self.name)
@@ -65,6 +67,11 @@ class GPU:
                 raise ValueError(f"{field} is {value:g}; a GPU has {low:g} to {high:g}: check its unit")
 
     @property
+    def usable(self) -> float:
+        """Bytes of memory as PyTorch reports them, of which engines take their share."""
+        return _VISIBLE * self.memory if self.visible is None else self.visible
+
+    @property
     def is_hopper(self) -> bool:
         """Whether kernels that are made for Hopper run on it, by its name."""
         return self.name in ("H100", "H800", "H200")
@@ -72,10 +79,12 @@ class GPU:
 
 # Speeds are without sparsity, with which data sheets double them. Memory is what the driver reports: a data sheet's
 # gigabytes are binary ones, less what error correction and the driver take (nvidia-smi: A100 81,920 MiB, H100 81,559,
-# H200 143,771, B200 183,359, L40S 46,068, L4 23,034, A100-40GB 40,960).
+# H200 143,771, B200 183,359, L40S 46,068, L4 23,034, A100-40GB 40,960). `visible` is what PyTorch reports of it in
+# public logs of vLLM: A100 79.15-79.25 GiB, A100-40GB 39.38-39.49, H100 79.18-79.19, H200 139.8, L40S 44.39-44.42.
 _A100 = GPU(
     name="A100",
     memory=81_920 * _MIB,
+    visible=79.2 * _GIB,
     bandwidth=2.039e12,
     flops=312e12,
     link=300e9,
@@ -84,6 +93,7 @@ _A100 = GPU(
 _H100 = GPU(
     name="H100",
     memory=81_559 * _MIB,
+    visible=79.18 * _GIB,
     bandwidth=3.35e12,
     flops=989e12,
     link=450e9,
@@ -98,6 +108,7 @@ GPUS: Mapping[str, GPU] = {
             _A100,
             name="A100-40GB",
             memory=40_960 * _MIB,
+            visible=39.4 * _GIB,
             bandwidth=1.555e12,
             source="NVIDIA A100 40GB SXM4 data sheet (2021): 40 GB HBM2, 1,555 GB/s, 312 TFLOP/s bf16, NVLink 3",
         ),
@@ -107,6 +118,7 @@ GPUS: Mapping[str, GPU] = {
         GPU(
             name="H200",
             memory=143_771 * _MIB,
+            visible=139.8 * _GIB,
             bandwidth=4.8e12,
             flops=989e12,
             link=450e9,
@@ -131,6 +143,7 @@ GPUS: Mapping[str, GPU] = {
         GPU(
             name="L40S",
             memory=46_068 * _MIB,
+            visible=44.4 * _GIB,
             bandwidth=864e9,
             flops=362.05e12,
             link=32e9,

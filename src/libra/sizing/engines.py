@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from libra.cost.afd import StageGrid
 from libra.cost.collectives import AllToAll
-from libra.cost.engine_memory import BLOCK, CONTEXT, drafter_memory, ffn_rank_bytes, kv_tokens
+from libra.cost.engine_memory import BLOCK, drafter_memory, expert_rank_bytes, ffn_rank_bytes, kv_tokens
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
@@ -63,10 +63,10 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         taken, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=divided)
     if shape.parallel is not None:
         batched = shape.ranks * shape.max_num_batched_tokens
-        taken += ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
+        taken += expert_rank_bytes(model, shape.devices, tokens=batched)
     tokens = kv_tokens(
         model,
-        nodes.gpu.memory,
+        nodes.gpu.usable,
         UTILIZATION,
         shape.tensor_parallel_size,
         batched_tokens=shape.max_num_batched_tokens,
@@ -74,6 +74,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         taken=taken,
         kv_beside=beside,
         routed=shape.apart is None and shape.parallel is None,
+        seqs=shape.max_num_seqs,
     )
     if shape.apart is not None:
         _require_ffn_memory(question, shape, shape.apart)
@@ -164,7 +165,7 @@ def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
 def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:
     tokens = -(-apart.attention * shape.max_num_batched_tokens // apart.micro_batches)
     held = ffn_rank_bytes(question.model, apart.ffn, tokens=tokens)
-    memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.memory
+    memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.usable
     if held > memory:
         raise NoRoomError(
             f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and what comes"

@@ -43,7 +43,7 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
     GPU are another engine's."""
     return kv_tokens(
         model,
-        nodes.gpu.memory,
+        nodes.gpu.usable,
         recipe.gpu_memory_utilization,
         tp,
         batched_tokens=recipe.max_batched_tokens,
