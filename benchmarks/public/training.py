@@ -100,11 +100,12 @@ def _auto(model: ModelSpec, batch: int, rate: float, stages: int, fitted: bool =
 
 
 def _bridge(
-    release: str, model: ModelSpec, batch: int, rate: float, stages: int, fitted: bool = False, **layout: int
+    release: str, model: ModelSpec, batch: int, rate: float, stages: int, gpu: str = "H100", **layout: int
 ) -> PublishedRate:
+    """FP8 on H100, bf16 on GB200 and GB300."""
     at = ParallelLayout(**{**_ONE, **layout}, recompute="none", sharding="zero1", chunked_logits=False)
-    source = f"{_BRIDGE} {release}"
-    return PublishedRate(source, _even(model), _H100, batch, 4096, rate, at, _FP8, stages=stages, fitted=fitted)
+    source, note = f"{_BRIDGE} {release}", _FP8 if gpu == "H100" else ""
+    return PublishedRate(source, _even(model), GPUS[gpu], batch, 4096, rate, at, note, stages=stages)
 
 
 _ONE = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "ep": 1, "micro_tokens": 4096}
@@ -118,6 +119,10 @@ ROWS: Sequence[PublishedRate] = (
     _bridge("25.11", _Q235, 2048, 1575, 4, tp=2, pp=8, dp=16, ep=16),
     _bridge("26.04.01", _Q235, 8192, 1712, 4, tp=2, pp=8, dp=16, ep=16),
     _bridge("25.09", _V3, 8192, 1297, 4, tp=2, pp=8, dp=64, ep=64),
+    _bridge("25.11", _V3, 4096, 3848, 4, "GB300", pp=2, dp=128, ep=32),
+    _bridge("25.11", _V3, 4096, 3139, 4, "GB200", pp=4, dp=64, ep=64),
+    _bridge("25.11", _Q235, 8192, 6131, 12, "GB300", pp=4, dp=64, ep=16, micro_tokens=2 * 4096),
+    _bridge("25.11", _Q235, 8192, 4916, 3, "GB200", pp=8, dp=32, ep=32),
     PublishedRate(
         _AUTO, _L70, _H100, 128, 8192, 867, _layout(dp=32, cp=2, micro=8192, recompute="full", sharding="zero3")
     ),
@@ -143,7 +148,8 @@ def priced_rate(row: PublishedRate) -> float:
 
 
 def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
-    nodes = NodeClass("node", max(1, layout.devices // 8), 8, row.gpu, row.gpu.link, _NETWORK)
+    size = 64 if row.gpu.name in ("GB200", "GB300") else 8  # of the 72 of a rack, layouts use 64
+    nodes = NodeClass("node", max(1, layout.devices // size), size, row.gpu, row.gpu.link, size / 8 * _NETWORK)
     batch = Batch((float(row.length),), (float(row.batch),))
     rates = training_rates(row.gpu)
     work = Work(row.model, batch, _ADAMW, "none", row.gpu, rates, fabric(nodes), old_policy=False)

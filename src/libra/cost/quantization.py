@@ -12,26 +12,12 @@ from dataclasses import dataclass
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import unknown
-from libra.hardware.cluster import GPU
+from libra.hardware.gpu import GPU
+from libra.hardware.gpus import record_of
 from libra.hardware.model import ModelSpec
-from libra.hardware.stored_weights import BF16, KeptShares, MatrixKind, NumberFormat, Product, WeightFormat
+from libra.hardware.stored_weights import BF16, KeptShares, MatrixKind, NumberFormat, WeightFormat
 
 ACTIVATION_BYTES = 2  # of a number that goes from layer to layer, and of weights that stay as they are
-
-# Dense products as many times as fast as in bf16, by data sheets. Other GPUs have no tensor cores for such numbers:
-# weights are widened as they are read, as vLLM's Marlin kernels do.
-_EIGHT: Mapping[Product, float] = {"fp8": 2.0, "int8": 2.0}
-_FASTER: Mapping[str, Mapping[Product, float]] = {
-    "A100": {"int8": 2.0},
-    "A100-40GB": {"int8": 2.0},
-    "A800": {"int8": 2.0},
-    "H100": _EIGHT,
-    "H800": _EIGHT,
-    "H200": _EIGHT,
-    "L4": _EIGHT,
-    "L40S": _EIGHT,
-    "B200": {"fp8": 2.0, "int8": 2.0, "fp4": 4.0},
-}
 
 # Groups as in vLLM's loaders: 128 of AWQ and GPTQ (with a zero point in AWQ), 16 of NVFP4, 32 of MXFP4, which is of
 # routed experts alone.
@@ -165,7 +151,7 @@ class Quantization:
         """Times as fast as in bf16 that the GPU multiplies matrices of this kind: those that keep 16 bits are not."""
         stored = self.weights(model)
         kept = stored.kept.of(kind)
-        return 1 / (kept + (1 - kept) / _FASTER.get(gpu.name, {}).get(stored.product, 1.0))
+        return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product, 1.0))
 
 
 AS_STORED = Quantization()

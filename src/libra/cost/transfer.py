@@ -18,13 +18,11 @@ import numpy as np
 
 from libra.cost.device import DeviceProfile
 from libra.hardware.cluster import NodeClass
+from libra.hardware.gpus import record_of
 from libra.hardware.parallel import Array
 
 Column = Array | float
 
-# Bus bandwidth that all-reduce was measured to reach among eight GPUs, as a share of one direction of NVLink:
-# A100 186 of 300 GB/s, A800 142-155 of 200, H100 370 of 450 (nccl-tests). Others take the lowest of these.
-BUS_SHARE = {"A100": 0.62, "A800": 0.74, "H100": 0.82, "H800": 0.74, "H200": 0.82}
 # Assumed: what NCCL gets out of RoCE or InfiniBand of the stated speed.
 NETWORK_SHARE = 0.9
 # An all-reduce of 8 KiB among eight A100 takes about 25 us: 14 steps of a ring.
@@ -45,8 +43,7 @@ class Fabric:
 
 def fabric(nodes: NodeClass) -> Fabric:
     """The fabric of a class of nodes, at the cited shares of its nominal bandwidths."""
-    share = BUS_SHARE.get(nodes.gpu.name, min(BUS_SHARE.values()))
-    return Fabric(nodes.gpus, nodes.intra_bandwidth * share, nodes.inter_bandwidth * NETWORK_SHARE)
+    return Fabric(nodes.gpus, nodes.intra_bandwidth * record_of(nodes.gpu).bus, nodes.inter_bandwidth * NETWORK_SHARE)
 
 
 @dataclass(frozen=True, slots=True)

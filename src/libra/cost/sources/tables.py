@@ -13,7 +13,6 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,29 +26,11 @@ from libra.cost.quantization import ACTIVATION_BYTES, AS_STORED, Quantization
 from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import rates
 from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOKENS, require_degree
-from libra.hardware.cluster import GPU, GPUS
+from libra.hardware.gpu import GPU
+from libra.hardware.gpu_record import TableSystem
+from libra.hardware.gpus import GPUS, RECORDS, record_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.stored_weights import BF16
-
-
-@dataclass(frozen=True, slots=True)
-class TableSystem:
-    """A GPU that the tables have."""
-
-    name: str  # as the tables call it
-    vllm: str  # version that was measured
-    sister: str | None = None  # the GPU whose tables these are, where they are another's
-
-
-_SYSTEMS = {
-    "A100": TableSystem("a100_sxm", "0.14.0"),
-    "A800": TableSystem("a100_sxm", "0.14.0", sister="A100"),
-    "H100": TableSystem("h100_sxm", "0.24.0"),
-    "H800": TableSystem("h100_sxm", "0.24.0", sister="H100"),
-    "H200": TableSystem("h200_sxm", "0.24.0"),
-    "B200": TableSystem("b200_sxm", "0.24.0"),
-    "L40S": TableSystem("l40s", "0.24.0"),
-}
 
 
 class NoTablesError(ValueError):
@@ -159,9 +140,10 @@ def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable
 
 def table_system(gpu: GPU) -> TableSystem:
     """Raises `NoTablesError`."""
-    system = _SYSTEMS.get(gpu.name)
+    system = record_of(gpu).tables
     if system is None:
-        raise NoTablesError(f"there are no tables for {gpu.name}, only for {', '.join(_SYSTEMS)}; use a roofline")
+        known = ", ".join(name for name, record in RECORDS.items() if record.tables is not None)
+        raise NoTablesError(f"there are no tables for {gpu.name}, only for {known}; use a roofline")
     return system
 
 
@@ -229,7 +211,7 @@ def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[
             )
         modes["gemm_quant_mode"] = _WEIGHTS[weights]
         if model.experts is not None:
-            in_blocks = weights == "fp8" and gpu.is_hopper
+            in_blocks = weights == "fp8" and record_of(gpu).architecture == "hopper"
             modes["moe_quant_mode"] = "fp8_block" if in_blocks else _WEIGHTS[weights]
     if kv != BF16.number:
         if kv.bytes != 1:

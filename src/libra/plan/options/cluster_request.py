@@ -17,7 +17,8 @@ from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import colocated_switch_seconds
-from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.cluster import GPU, Cluster, NodeClass
+from libra.hardware.gpus import RECORDS
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
 from libra.lend.lender import Lender
@@ -283,10 +284,17 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
     for changed, words in ((fp8, " and rollout_dtype: fp8"), (recipe, "")):
         if changed is fp8 and not narrower:
             continue
-        for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
+        for gpu in sorted(_measured(), key=lambda gpu: gpu.memory):
             if _holds(model, replace(node, gpu=gpu, intra_bandwidth=gpu.link), changed, request.classes):
                 yield f"{node.gpus} {gpu.name} a node{words}"
                 break
+
+
+def _measured() -> Iterator[GPU]:
+    """GPUs that a hint may name: those with kernel times or training runs."""
+    for record in RECORDS.values():
+        if record.tables is not None or record.training.published:
+            yield record.gpu
 
 
 def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
