@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import AS_STORED, Quantization
@@ -131,6 +134,48 @@ def test_what_has_no_price_is_refused_by_its_field(config: object, message: str)
     with pytest.raises(ValueError, match=f"^{message}") as refused:
         stored_weights(config, DENSE)
     assert "\n" not in str(refused.value)
+
+
+VALID = (
+    FP8 | {"ignore": ["lm_head"]},
+    linear(num_bits=8, type="float", group_size=32),
+    {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    {"quant_method": "gptq", "bits": 4, "group_size": 64},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8}},
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["fp8", "re:(", "re:.*", "*"]),
+    lambda it: st.lists(it, max_size=3) | st.dictionaries(st.sampled_from(["weights", "num_bits", "a"]), it),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(VALID), st.sampled_from([DENSE, MOE, LATENT]), st.data())
+def test_any_value_anywhere_is_read_or_refused_by_its_field(
+    valid: dict[str, Any], model: ModelSpec, data: st.DataObject
+) -> None:
+    config = copy.deepcopy(valid)
+    node = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(node)))
+        if not isinstance(node[key], dict) or data.draw(st.booleans()):
+            break
+        node = node[key]
+    node[key] = data.draw(VALUES)
+    try:
+        found = stored_weights(config, model)
+    except ValueError as refused:
+        assert str(refused).startswith("quantization_config") and "\n" not in str(refused)
+    else:
+        assert 0 < found.number.bytes <= 3
+        assert all(
+            found.number.bytes <= 2 * found.bytes_of(kind) for kind in ("attention", "dense", "shared", "experts")
+        )
 
 
 def test_a_config_json_says_how_it_is_stored(tmp_path: Path) -> None:

@@ -161,12 +161,13 @@ _READERS: Mapping[str, Callable[[_Config], WeightFormat]] = {
 
 
 def _kv_cache_dtype(config: _Config) -> str:
-    """What vLLM makes of `kv_cache_dtype: auto`: the type that a ModelOpt checkpoint names, and otherwise 16 bits."""
+    """The type of KV that a ModelOpt checkpoint names, as vLLM resolves `kv_cache_dtype: auto`; otherwise 16 bits."""
     if _reader(config) is not _modelopt:
         return "auto"
     given = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
     if isinstance(given, dict):
-        given = {8: "FP8", 4: "NVFP4"}.get(given.get("num_bits", 0))
+        bits = given.get("num_bits")
+        given = "FP8" if bits == 8 else "NVFP4" if bits == 4 else None
     return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(given).upper(), "auto")
 
 

@@ -85,7 +85,8 @@ def _parse(text: str, path: Path, name: str) -> ModelSpec:
         raise refusal(path, "expected a JSON object, the config.json of a model")
     try:
         spec = _spec(_Fields(data), name)
-        given = data.get("quantization_config") or _beside(path)
+        given = data.get("quantization_config")
+        given = _beside(path) if given is None else given
         return spec if given is None else replace(spec, stored=stored_weights(given, spec))
     except ValueError as error:
         raise refusal(path, str(error)) from None
