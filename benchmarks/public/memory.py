@@ -13,8 +13,8 @@ from libra.config.yaml_file import ConfigError
 from libra.sim.engines_file import load_engines
 
 _APART = {  # what is not as an engine file can describe it
-    "m07": "vLLM of January 2025, which counted the CUDA context, too",
-    "m08": "beside a KV connector, whose buffers are not described",
+    "m07": "an old vLLM; cause of the error not known",
+    "m08": "beside a KV connector; cause of the error not known",
 }
 LARGEST, MEAN = 0.10, 0.04  # error of a case, and of all in the mean
 

@@ -27,7 +27,7 @@ _LOGIT = 2 + 4 + 4 + 4
 _EAGER = 0.06 * _GIB  # what PyTorch does not free, without graphs
 _GRAPHS = 0.76 * _GIB  # captured CUDA graphs
 _PEER = 0.16 * _GIB  # buffers of NCCL and of all-reduce, for each further device of the tensor-parallel group
-_CHUNK = 32_768  # tokens that go through fused experts at once: vLLM's VLLM_FUSED_MOE_CHUNK_SIZE
+_CHUNK = 32_768  # tokens that go through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE of older vLLM; 0.32 has none
 
 
 def kv_tokens(

@@ -2,7 +2,8 @@
 
 Invariant: each number carries its source. To add a GPU, add its record here; nothing else names GPUs. Speeds are
 without sparsity, with which data sheets double them. Memory is what the driver reports, a data sheet's gigabytes less
-what error correction and the driver take; `visible` is what PyTorch reports of it in public logs of vLLM.
+what error correction and the driver take; `visible` is what PyTorch reports of it in public logs of vLLM, that of H200
+an estimate by messages of PyTorch.
 
 The measured kernel rates are fits of the model in `libra.cost.sources.layer_kernels` to the kernel times of vLLM that
 aiconfigurator-core 0.12 ships (NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of

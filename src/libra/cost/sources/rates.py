@@ -116,7 +116,7 @@ class TrainingRates:
 # Whole steps of NeMo AutoModel in bf16 on H100 (docs/performance-summary.mdx) give it: seconds of a step = others +
 # FLOPs of routed experts / (share * ceiling). Its gate sends a token to neighbouring experts: little is exchanged.
 # Fitted to Qwen3-30B-A3B on 8 (12,040 tokens/s a GPU) and DeepSeek-V3 on 1,024 (865); DeepSeek-V3 on 256 and Kimi-K2,
-# which were left out, are then -12 % and -2 % (`python -m benchmarks.public`). The other GPUs have no such runs.
+# which were not fitted to, are then -12 % and -2 % (`python -m benchmarks.public`); the sweep showed all four.
 _EXPERTS = 0.7
 _EAGER_EXPERTS = 0.4  # assumed: eager modules compute one expert after the other
 _MEMORY = 0.8  # of the data sheet's bandwidth: measured with linear layers, A100 1.6 of 2.04 TB/s; H100 a little more
