@@ -85,7 +85,7 @@ def engine(model: str, gpu: str, tp: int, max_model_len: int, max_num_seqs: int 
     spec, device = load_model(model), GPUS[gpu]
     config = EngineConfig(
         max_model_len=max_model_len,
-        kv_blocks=kv_tokens(spec, device.memory, 0.9, tp, batched_tokens=8192) // 16,
+        kv_blocks=kv_tokens(spec, device.usable, 0.9, tp, batched_tokens=8192) // 16,
         max_num_seqs=max_num_seqs,
     )
     return EngineSpec("0", config, GridCost(roofline(device, spec, [tp]).grid(tp), config))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, Quantization
 from libra.cost.sources.expert_tables import routed_evenly
 from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import rates
@@ -70,7 +70,7 @@ def test_experts_that_are_asked_for_alike_take_what_a_roofline_says_of_their_num
     """8 of 128 experts a token: 16 tokens touch 82 of them, where a power law has them ask for fewer."""
     gpu = GPUS[name]
     skewed = tables(gpu, QWEN_30B, [tp])
-    even, model = routed_evenly(gpu, QWEN_30B, skewed, UNQUANTIZED).grid(tp), roofline(gpu, QWEN_30B, [tp]).grid(tp)
+    even, model = routed_evenly(gpu, QWEN_30B, skewed, AS_STORED).grid(tp), roofline(gpu, QWEN_30B, [tp]).grid(tp)
     for batch in even.batches:
         assert even.decode_seconds(batch, 1024) == pytest.approx(model.decode_seconds(batch, 1024), rel=0.25)
     few, many = (even.decode_seconds(batch, 0) / skewed.grid(tp).decode_seconds(batch, 0) for batch in (16, 512))
@@ -83,7 +83,7 @@ def test_experts_that_are_asked_for_alike_take_what_a_roofline_says_of_their_num
 @pytest.mark.usefixtures("installed")
 def test_a_dense_model_has_no_routing() -> None:
     profile = tables(GPUS["H100"], QWEN_14B, [1])
-    assert routed_evenly(GPUS["H100"], QWEN_14B, profile, UNQUANTIZED) is profile
+    assert routed_evenly(GPUS["H100"], QWEN_14B, profile, AS_STORED) is profile
 
 
 @pytest.mark.usefixtures("installed")
@@ -117,7 +117,7 @@ def test_fp8_is_faster_than_bf16_where_weights_are_read_and_so_are_its_experts()
     fp8 = Quantization("fp8")
     for model, tp in ((QWEN_14B, 1), (QWEN_30B, 1), (QWEN_30B, 2)):
         for name in ("H100", "H200"):
-            plain, narrow = (tables(GPUS[name], model, [tp], quantization=it).grid(tp) for it in (UNQUANTIZED, fp8))
+            plain, narrow = (tables(GPUS[name], model, [tp], quantization=it).grid(tp) for it in (AS_STORED, fp8))
             for batch in (8, 64, 256):
                 assert 0.5 < narrow.decode_seconds(batch, 1024) / plain.decode_seconds(batch, 1024) < 1
     with pytest.raises(NoTablesError, match=r"blocks of 128, and 30b has 768 / 4: leave tp 4 out"):

@@ -215,7 +215,7 @@ DEVICES = [
     ("the same chip with twice the memory", "NVIDIA A100-SXM4-80GB", GPUS["A100-40GB"], False),
     ("the smaller one", "NVIDIA A100-SXM4-40GB", GPUS["A100-40GB"], True),
     ("one's own", "Mine 3000", OWN, True),
-    ("one's own by its maker's name", "MI300X", OWN, True),
+    ("one's own by its maker's name", "MI250X", OWN, True),
 ]
 
 

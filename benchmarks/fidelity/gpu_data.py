@@ -20,7 +20,7 @@ from benchmarks.fidelity.fields import Fields
 from benchmarks.fidelity.gpu_grid import Intake, read_grid
 from benchmarks.fidelity.layer_tables import LayerTables, read_layers
 from libra.config.yaml_file import ConfigError, refusal
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, Quantization
 from libra.cost.sources.engine_fit import MeasuredIteration
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
@@ -64,7 +64,7 @@ class EngineRun:
     intake: Intake | None  # None: the grid does not show it
     cases: Mapping[str, tuple[CaseRequest, ...]]
     dp: int = 1  # ranks that divide the experts
-    quantization: Quantization = UNQUANTIZED
+    quantization: Quantization = AS_STORED
     left_out: tuple[str, ...] = ()  # cases that failed
 
     @property

@@ -320,8 +320,8 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     ),
     (
         "memory for less than a request",
-        group(gpu_memory_utilization=0.4),
-        ("engines.0.gpu_memory_utilization is 0.4:", "less than one request of max_model_len 16,384", "raise it"),
+        group(gpu_memory_utilization=0.37),
+        ("engines.0.gpu_memory_utilization is 0.37:", "less than one request of max_model_len 16,384", "raise it"),
     ),
     (
         "a model beyond its GPU",

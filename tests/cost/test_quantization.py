@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import held_bytes, kv_tokens
-from libra.cost.quantization import KV_FORMATS, UNQUANTIZED, WEIGHT_FORMATS, Quantization, rollout_quantization
+from libra.cost.quantization import AS_STORED, KV_FORMATS, WEIGHT_FORMATS, Quantization, rollout_quantization
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import roofline
 from libra.cost.transfer import fabric
@@ -23,6 +23,7 @@ LATENT = replace(MOE, name="latent", latent=LatentAttention(0, 128, 64, 32, 64))
 # Bytes of a number, written out: scales of 16 bits or 8 for so many numbers, a zero point of 4 bits in AWQ.
 WEIGHTS = {
     None: 2.0,
+    "bf16": 2.0,
     "fp8": 1.0,
     "awq": 0.5 + 2.5 / 128,
     "gptq": 0.5 + 2 / 128,
@@ -91,7 +92,7 @@ def test_a_quantised_engine_never_needs_more_memory(
 
 @given(models, quantizations, st.sampled_from([*GPUS.values()]))
 def test_a_quantised_engine_is_never_slower(model: ModelSpec, stored: Quantization, gpu: object) -> None:
-    grid, plain = (roofline(gpu, model, [2], quantization=it).grid(2) for it in (stored, UNQUANTIZED))  # type: ignore[arg-type]
+    grid, plain = (roofline(gpu, model, [2], quantization=it).grid(2) for it in (stored, AS_STORED))  # type: ignore[arg-type]
     for batch, context in ((1, 256), (64, 4096), (256, 32768)):
         assert grid.decode_seconds(batch, context) <= plain.decode_seconds(batch, context)
     assert grid.prefill_seconds(8192, 0) <= plain.prefill_seconds(8192, 0)
@@ -109,8 +110,8 @@ def test_a_quantised_engine_is_never_slower(model: ModelSpec, stored: Quantizati
     ],
 )
 def test_products_are_faster_only_where_tensor_cores_multiply_such_numbers(gpu: str, weights: str, times: int) -> None:
-    assert Quantization(weights).faster(GPUS[gpu]) == times
-    narrow, plain = (roofline(GPUS[gpu], DENSE, [1], quantization=it) for it in (Quantization(weights), UNQUANTIZED))
+    assert Quantization(weights).faster(GPUS[gpu], DENSE, "dense") == times
+    narrow, plain = (roofline(GPUS[gpu], DENSE, [1], quantization=it) for it in (Quantization(weights), AS_STORED))
     ratio = plain.grid(1).prefill_seconds(16384, 0) / narrow.grid(1).prefill_seconds(16384, 0)
     assert (ratio > 1.2) == (times > 1)
     # A decode step of one sequence reads weights, whatever multiplies them.
@@ -122,7 +123,7 @@ def test_experts_move_with_their_scales_and_activations_in_16_bits() -> None:
     nodes = fabric(NodeClass("n", 1, 8, gpu, intra_bandwidth=gpu.link, inter_bandwidth=50e9))
     grids = [
         expert_grid(gpu, MOE, 1, 8, "deepep_low_latency", nodes, source="roofline", quantization=it)
-        for it in (Quantization("mxfp4"), UNQUANTIZED)
+        for it in (Quantization("mxfp4"), AS_STORED)
     ]
     assert grids[0].expert_bytes == pytest.approx((0.5 + 1 / 32) * 3 * 1024 * 512)
     assert grids[0].exchange == grids[1].exchange
@@ -132,7 +133,7 @@ def test_experts_move_with_their_scales_and_activations_in_16_bits() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("int3", "auto"), "quantization: unknown quantization 'int3'; known are awq, fp8"),
+        (("int3", "auto"), "quantization: unknown quantization 'int3'; known are awq, bf16, fp8"),
         (("fp7", "auto"), "quantization: unknown quantization 'fp7'; did you mean fp8?"),
         ((None, "fp4"), "kv_cache_dtype: unknown type 'fp4'; did you mean"),
     ],
@@ -152,7 +153,7 @@ def test_what_a_model_cannot_be_stored_in_is_said() -> None:
 def test_a_recipe_says_how_engines_store_numbers() -> None:
     recipe = Recipe(batch=8, samples_per_prompt=8, max_length=64)
     assert (
-        rollout_quantization(recipe) == UNQUANTIZED == rollout_quantization(recipe.model_copy(update={"dtype": "fp16"}))
+        rollout_quantization(recipe) == AS_STORED == rollout_quantization(recipe.model_copy(update={"dtype": "fp16"}))
     )
     assert "kv_cache_dtype" not in recipe.model_dump()
     narrow = Recipe(batch=8, samples_per_prompt=8, max_length=64, rollout_dtype="fp8", kv_cache_dtype="fp8")

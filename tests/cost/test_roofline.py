@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from libra.config.yaml_file import ConfigError
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, Quantization
 from libra.cost.sources.files import load_calibration, save_calibration
 from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import Calibration, Measured, Rates, rates
@@ -187,7 +187,7 @@ def test_throughput_of_degrees_crosses_where_memory_runs_out() -> None:
 
 
 def test_fewer_bytes_a_number_take_less_time() -> None:
-    half, full = (roofline(A100, QWEN_14B, [1], quantization=it) for it in (Quantization("fp8", "fp8"), UNQUANTIZED))
+    half, full = (roofline(A100, QWEN_14B, [1], quantization=it) for it in (Quantization("fp8", "fp8"), AS_STORED))
     assert (half.dtype, full.dtype) == ("fp8, KV fp8", "bf16")
     assert half.grid(1).decode_seconds(1, 32768) < 0.6 * full.grid(1).decode_seconds(1, 32768)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from libra.cost.afd import afd_refusal, token_copies
-from libra.cost.engine_memory import CONTEXT, ffn_rank_bytes, held_bytes, kv_tokens
+from libra.cost.engine_memory import context_bytes, expert_workspace, ffn_rank_bytes, held_bytes, kv_tokens
 from libra.cost.sources.roofline import roofline, stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables, tables
 from libra.hardware.cluster import GPUS
@@ -55,14 +55,14 @@ def test_an_attention_rank_has_room_for_what_the_experts_leave() -> None:
         kv_tokens(MOE, H100.memory, 0.9, 1, batched_tokens=8192, routed=it) for it in (True, False)
     )
     weights = 2 * 48 * 128 * 3 * 2048 * 768
-    activations = 8192 * 2 * 3 * 8 * 768
+    activations = expert_workspace(MOE, 8192)
     assert without - with_experts == pytest.approx((weights + activations) / MOE.kv_bytes_per_token(2), abs=32)
-    assert held_bytes(MOE, 2, batched_tokens=1, routed=False) > CONTEXT
+    assert held_bytes(MOE, 2, batched_tokens=1, routed=False) > context_bytes(2)
 
 
 def test_an_ffn_rank_holds_its_share_of_the_experts_and_what_comes() -> None:
     held = ffn_rank_bytes(MOE, 16, tokens=4096)
-    assert held == CONTEXT + 2 * 48 * 8 * 3 * 2048 * 768 + 2048 * 2 * (2 * 2048 + 3 * 768)
+    assert held == context_bytes() + 2 * 48 * 8 * 3 * 2048 * 768 + 2048 * 2 * (2 * 2048 + 3 * 768)
 
 
 def test_more_ranks_take_less_time_for_the_same_tokens() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
+from math import comb
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from libra.config.recipe import TrainingBytes
 from libra.cost.sources.rates import TrainingRates, training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference
-from libra.cost.train_passes import Passes, Work
+from libra.cost.train_passes import Passes, Work, reached_parts
 from libra.cost.train_step import STEP_ITEMS, pipeline_seconds, step_table, train_step
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPUS, NodeClass
@@ -248,8 +250,9 @@ def test_the_ring_hides_behind_attention() -> None:
 @pytest.mark.parametrize(
     ("ep", "seconds"),
     [
-        (8, 7 / 8 * 8 * 8192 * 2048 * 2 / LINK + 7 * 1.8e-6),  # eight copies of a token, to the neighbours
-        (16, 8 / 16 * 8 * 8192 * 2048 * 2 / (NETWORK / 8) + 7 * 1.8e-6 + 5e-6),
+        # Eight of 128 experts: 8 * (1 - C(112, 8) / C(128, 8)) of eight devices have one, and nearly always both nodes.
+        (8, 7 / 8 * 8 * (1 - comb(112, 8) / comb(128, 8)) * 8192 * 2048 * 2 / LINK + 7 * 1.8e-6),
+        (16, (1 - comb(64, 8) / comb(128, 8)) * 8192 * 2048 * 2 / (NETWORK / 8) + 7 * 1.8e-6 + 5e-6),
     ],
 )
 def test_tokens_are_sent_to_their_experts_and_back(ep: int, seconds: float) -> None:
@@ -257,6 +260,21 @@ def test_tokens_are_sent_to_their_experts_and_back(ep: int, seconds: float) -> N
     batch = Batch((8192.0,), (float(ep),))
     assert passes(at, QWEN3_30B, batch).exchange_forward[0] == pytest.approx(48 * 2 * seconds)
     assert passes(layout(dp=ep), QWEN3_30B, batch).exchange_forward[0] == 0
+
+
+@pytest.mark.parametrize(("groups", "active"), [(1, 1), (8, 4), (16, 2), (16, 1)])
+@pytest.mark.parametrize("parts", [1, 2, 8, 16, 32])
+def test_a_token_reaches_the_parts_that_draws_do(groups: int, active: int, parts: int) -> None:
+    experts = Experts(64, 4, 16, 0, 1, groups, active)
+    draw, seen = random.Random(0), 0
+    each = 64 // groups
+    for _ in range(3000):
+        chosen = draw.sample(range(groups), active)
+        among = [group * each + expert for group in chosen for expert in range(each)]
+        seen += len({expert * parts // 64 for expert in draw.sample(among, 4)})
+    found = float(reached_parts(experts, np.array(float(parts))))
+    # Exact without groups; with several groups in a part, draws from a mean number of parts are near enough.
+    assert found == pytest.approx(seen / 3000, rel=0.03 if parts >= groups else 0.06)
 
 
 def test_tensor_parallel_experts_gather_every_copy() -> None:

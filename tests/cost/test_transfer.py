@@ -13,8 +13,8 @@ from libra.cost.transfer import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
-    all_to_all_seconds,
     colocated_switch_seconds,
+    dispatch_seconds,
     fabric,
     kv_move_seconds,
     point_to_point_seconds,
@@ -115,11 +115,26 @@ def test_all_gather_moves_all_but_the_own_share() -> None:
     assert float(all_reduce_seconds(1e9, Group(4), HGX)) == pytest.approx(2 * wanted)
 
 
-def test_all_to_all_between_nodes_is_bound_by_the_device_share_of_the_network() -> None:
-    inside = float(all_to_all_seconds(1e9, Group(8), HGX))
-    outside = float(all_to_all_seconds(1e9, Group(16), HGX))
-    assert inside == pytest.approx(7 / 8 * 1e9 / 100e9 + 14e-6)
-    assert outside == pytest.approx(8 / 16 * 1e9 / (20e9 / 8) + 14e-6 + 5e-6)
+def reached(parts: np.ndarray) -> np.ndarray:
+    """Of two experts at most."""
+    return np.minimum(parts, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "wanted"),
+    [
+        (Group(8), 2 * 7 / 8 * 1e9 / 100e9 + 14e-6),  # two of the eight devices, one in eight times its own
+        (Group(16), 2 * 1 / 2 * 1e9 / (20e9 / 8) + 14e-6 + 5e-6),  # both nodes, of which one is its own
+        (Group(32), 2 * 3 / 4 * 1e9 / (20e9 / 8) + 14e-6 + 10e-6),  # two of four nodes
+        (Group(1), 0.0),
+    ],
+)
+def test_a_token_crosses_once_to_each_node_and_device_that_it_reaches(group: Group, wanted: float) -> None:
+    assert float(dispatch_seconds(1e9, reached, group, HGX)) == pytest.approx(wanted)
+
+
+def dispatched(size: float, group: Group, fabric: Fabric) -> np.ndarray:
+    return dispatch_seconds(size, reached, group, fabric)
 
 
 @pytest.mark.parametrize(("stride", "wanted"), [(1, 1e9 / 100e9 + 2e-6), (8, 1e9 / (20e9 / 8) + 5e-6)])
@@ -130,6 +145,6 @@ def test_point_to_point(stride: int, wanted: float) -> None:
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8, 16, 64]), st.sampled_from([1, 2, 4, 8, 32])), min_size=1))
 def test_columns_are_the_same_as_one_by_one(rows: list[tuple[int, int]]) -> None:
     sizes, strides = np.array(rows, dtype=float).T
-    for seconds in (all_gather_seconds, all_to_all_seconds):
+    for seconds in (all_gather_seconds, dispatched):
         one_by_one = [float(seconds(3e8, Group(size, stride), HGX)) for size, stride in rows]
         assert seconds(3e8, Group(sizes, strides), HGX) == pytest.approx(one_by_one)

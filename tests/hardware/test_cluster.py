@@ -54,6 +54,16 @@ DATA_SHEETS = {
     "A100-40GB": (40, 1.555, 312, 300),
     "L4": (24, 0.3, 121, 32),
     "L40S": (48, 0.864, 362, 32),
+    "H20": (96, 4.0, 148, 450),
+    "H20-3e": (141, 4.8, 148, 450),
+    "B300": (288, 7.75, 2250, 900),
+    "GB200": (186, 8.0, 2500, 900),
+    "GB300": (288, 8.0, 2500, 900),
+    "RTX 3090": (24, 0.936, 71, 32),
+    "RTX 4090": (24, 1.008, 165, 32),
+    "RTX PRO 6000": (96, 1.792, 504, 64),
+    "MI300X": (192, 5.3, 1307, 448),
+    "MI355X": (288, 8.0, 2517, 537.6),
 }
 
 
@@ -64,23 +74,33 @@ def test_a_known_gpu_has_the_numbers_of_its_data_sheet(name: str) -> None:
     assert gpu.name == name
     assert 0.93 * memory <= gpu.memory / 2**30 <= memory  # the driver keeps some, error correction of GDDR6 a sixteenth
     assert gpu.bandwidth == pytest.approx(bandwidth * 1e12, rel=1e-9)
-    assert gpu.flops == pytest.approx(flops * 1e12, rel=1e-3)
+    assert gpu.flops == pytest.approx(flops * 1e12, rel=2e-3)
+    assert 0.98 * gpu.memory < gpu.usable < gpu.memory
     assert gpu.link == link * 1e9
-    assert "data sheet" in gpu.source
+    assert "data sheet" in gpu.source or "white paper" in gpu.source
 
 
 def test_no_other_gpu_is_known() -> None:
     assert set(GPUS) == set(DATA_SHEETS)
 
 
-@pytest.mark.parametrize("name", ["A10", "A30", "A100 PCIe", "A100-20GB", "B100", "V100", "L20", "L4S", "H20", "GH200"])
+@pytest.mark.parametrize(
+    "name", ["A10", "A30", "A100 PCIe", "A100-20GB", "B100", "V100", "L20", "L4S", "H100 NVL", "GH200"]
+)
 def test_no_gpu_is_taken_for_another_one(name: str) -> None:
     with pytest.raises(ValueError, match=r"unknown GPU .*; known are A100, .*; describe another one by a mapping"):
         gpu_of(name, "gpu")
 
 
 @pytest.mark.parametrize(
-    ("name", "known"), [("A100-80GB", "A100"), ("A100 40GB", "A100-40GB"), ("nvidia-l4", "L4"), ("H200 141GB", "H200")]
+    ("name", "known"),
+    [
+        ("A100-80GB", "A100"),
+        ("A100 40GB", "A100-40GB"),
+        ("nvidia-l4", "L4"),
+        ("H200 141GB", "H200"),
+        ("GeForce RTX 4090", "RTX 4090"),
+    ],
 )
 def test_another_spelling_of_a_gpu_is_recognised(name: str, known: str) -> None:
     with pytest.raises(ValueError, match=f"unknown GPU .*; did you mean {known}?"):
@@ -275,3 +295,25 @@ def test_a_file_that_is_no_cluster_is_refused_by_key(tmp_path: Path, data: objec
     assert text.startswith(f"{tmp_path / 'cluster.yaml'}: ")
     assert message in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({}, None),
+        ({"bandwidth": "2000 GB/s", "flops": "300 TFLOP/s"}, None),  # rounded
+        ({"memory": "40 GiB"}, "gpu.memory: A100 is known with "),
+        ({"link": "32 GB/s"}, "gpu.link: A100 is known with "),
+    ],
+)
+def test_a_described_gpu_of_a_known_name_is_the_known_one_or_told_apart(
+    change: dict[str, str], refused: str | None
+) -> None:
+    sheet = {"memory": "80 GiB", "bandwidth": "2039 GB/s", "flops": "312 TFLOP/s", "link": "300 GB/s"}
+    given = {"name": "a100", "source": "data sheet", **sheet, **change}
+    if refused is None:
+        assert gpu_of(given, "gpu") is GPUS["A100"]
+        return
+    with pytest.raises(ValueError, match=f"^{refused}") as told:
+        gpu_of(given, "gpu")
+    assert str(told.value).endswith("leave the mapping out, or name yours otherwise")

@@ -324,7 +324,7 @@ SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"latent": LatentAttention(0, 512, 128, 64, 128), "experts": Experts(64, 6, 1408, 2816, 26), "head_dim": 192}),
     ("dense deepseek", config("deepseek-ai/DeepSeek-V2-Lite", first_k_dense_replace=27), {"experts": None}),
     ("no shared expert", config("deepseek-ai/DeepSeek-V3", n_shared_experts=None),
-     {"experts": Experts(256, 8, 2048, 0, 58)}),
+     {"experts": Experts(256, 8, 2048, 0, 58, 8, 4)}),
 ]  # fmt: skip
 
 

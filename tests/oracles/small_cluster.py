@@ -27,7 +27,7 @@ def kv_of(recipe: Recipe, model: ModelSpec, tp: int, nodes: NodeClass = A800) ->
     """Tokens of KV that an engine holds under the recipe."""
     return kv_tokens(
         model,
-        nodes.gpu.memory,
+        nodes.gpu.usable,
         recipe.gpu_memory_utilization,
         tp,
         batched_tokens=recipe.max_batched_tokens,

@@ -52,7 +52,7 @@ def test_defaults_are_those_of_an_engine(tmp_path: Path) -> None:
 def test_memory_and_length_are_the_gpus_and_the_models(tmp_path: Path) -> None:
     (engine,) = load(tmp_path).engines
     model = load_model(SMALL["model"])
-    tokens = kv_tokens(model, GPUS["H100"].memory, 0.9, 1, batched_tokens=8192)
+    tokens = kv_tokens(model, GPUS["H100"].usable, 0.9, 1, batched_tokens=8192, seqs=256)
     assert engine.config.kv_blocks == tokens // 16 - 1
     assert engine.config.max_model_len == model.max_context
     (narrow,) = load(tmp_path, {"quantization": "fp8"}).engines
@@ -330,7 +330,7 @@ def test_attention_ranks_are_a_group_with_the_memory_that_experts_leave(tmp_path
     assert [it.name for it in ranks] == ["one-0", "one-1", "one-2", "one-3"]
     assert {it.group.name for it in ranks if it.group is not None} == {"one"} and len({it.group for it in ranks}) == 1
     model = load_model(MOE)
-    tokens = kv_tokens(model, GPUS["H100"].memory, 0.9, 1, batched_tokens=2048, routed=False)
+    tokens = kv_tokens(model, GPUS["H100"].usable, 0.9, 1, batched_tokens=2048, routed=False, seqs=256)
     assert ranks[0].config.kv_blocks == tokens // 16 - 1
     assert ranks[0].devices == 1 and ranks[0].kv_bytes == model.kv_bytes_per_token(2)
     two = apart(tmp_path, count=2).engines
@@ -459,7 +459,7 @@ def test_a_gpu_and_its_node_may_be_described_as_in_a_cluster_file(tmp_path: Path
         return base
 
     (engine,) = load(tmp_path, {"gpu": OWN}).engines
-    tokens = kv_tokens(load_model(SMALL["model"]), 80e9, 0.9, 1, batched_tokens=8192)
+    tokens = kv_tokens(load_model(SMALL["model"]), 0.987 * 80e9, 0.9, 1, batched_tokens=8192, seqs=256)
     assert engine.config.kv_blocks == tokens // 16 - 1
     assert decode_seconds(node={**NODE, "intra_bandwidth": "450 GB/s"}) == decode_seconds(node=NODE) == decode_seconds()
     assert decode_seconds(node={**NODE, "intra_bandwidth": "25 GB/s"}) > decode_seconds()
@@ -483,7 +483,7 @@ def test_ranks_beyond_a_node_talk_over_its_network(tmp_path: Path) -> None:
     ("keys", "says"),
     [
         ({"gpu": 5}, "engines.0.gpu: expected a name, such as A800, or a mapping (got 5)"),
-        ({"gpu": {**OWN, "name": "h100"}}, "engines.0.gpu.name: H100 is known, with its own numbers"),
+        ({"gpu": {**OWN, "name": "a100"}}, "engines.0.gpu.link: A100 is known with 3e+11, and this has 2e+11: "),
         ({"gpu": {**OWN, "memory": 80e9}}, "engines.0.gpu.memory is 80000000000.0 without a unit; add one of GB"),
         ({"gpu": {**OWN, "memory": "80 MiB"}}, "engines.0.gpu.memory is 8.38861e+07; a GPU has"),
         ({"gpu": {"name": "mine"}}, "engines.0.gpu.memory: this key is required; add it"),

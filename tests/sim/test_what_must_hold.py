@@ -22,7 +22,7 @@ from libra.cost.transfer import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
-    all_to_all_seconds,
+    dispatch_seconds,
     point_to_point_seconds,
     reduce_scatter_seconds,
 )
@@ -208,12 +208,16 @@ def test_a_graph_pads_a_batch_of_5_to_8() -> None:
         assert padded.line(DecodeBatch(9), context) == plain.line(DecodeBatch(9), context)  # no graph is that large
 
 
+def dispatched(size: float, group: Group, fabric: Fabric) -> np.ndarray:
+    return dispatch_seconds(size, lambda parts: parts, group, fabric)
+
+
 @given(st.integers(1, 64), st.sampled_from([1, 2, 8, 9, 64]), st.floats(1, 1e12), st.floats(1, 1e12))
 def test_collective_time_is_monotone_in_bytes(size: int, stride: int, one: float, other: float) -> None:
     fabric = Fabric(gpus=8, link=100e9, network=20e9)
     group = Group(size, stride)
     fewer, more = sorted([one, other])
-    for seconds in (all_gather_seconds, reduce_scatter_seconds, all_reduce_seconds, all_to_all_seconds):
+    for seconds in (all_gather_seconds, reduce_scatter_seconds, all_reduce_seconds, dispatched):
         assert 0 <= seconds(fewer, group, fabric) <= seconds(more, group, fabric)
     assert 0 < point_to_point_seconds(fewer, stride, fabric) <= point_to_point_seconds(more, stride, fabric)
 

@@ -12,6 +12,7 @@ from libra.choose.effort import Effort
 from libra.cli.lenders import load_lenders
 from libra.cli.output import reading
 from libra.config.recipe import Recipe, load_recipe
+from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
@@ -48,6 +49,9 @@ def plan_cluster(
     lenders = load_lenders(where, cluster)
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
+    stored = rollout_quantization(recipe).note(shape)
+    if stored is not None:
+        notes.append(stored)
     recipe, policy = _routed(recipe, router, notes)
     evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
     if truncate:

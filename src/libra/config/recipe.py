@@ -69,8 +69,9 @@ class Recipe(Section):
     kv_on_update: KVOnUpdate = "keep"
     # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
     reference: Literal["none", "resident", "offloaded"] = "none"
-    dtype: Dtype = "bf16"  # of training's compute, and of rollout unless `rollout_dtype` says otherwise
-    rollout_dtype: RolloutDtype | None = None  # of the engines' weights: bf16, or a `quantization` of vLLM's
+    dtype: Dtype = "bf16"  # of training's compute
+    # Of the engines' weights: bf16, or a `quantization` of vLLM's; None: as the checkpoint stores them.
+    rollout_dtype: RolloutDtype | None = None
     kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
     optimiser: Optimiser = "adamw"
     execution: Execution = "fused"

@@ -1,19 +1,33 @@
-"""How many tokens of context one rollout engine holds.
+"""Tokens of context that one rollout engine holds.
 
 Invariant: weights and KV are divided by the tensor-parallel degree once and by the pipeline stages once; what the
 engine needs besides is stated here and taken off before the KV cache gets the rest.
+
+vLLM takes `gpu_memory_utilization` of the memory that PyTorch reports, and off it weights, the peak of a profiling run
+and captured graphs. What these leave open is fitted to logs: see `_EAGER` and below.
+`python -m benchmarks.public` compares the sum with logs that were not fitted to.
 """
 
 from __future__ import annotations
 
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, Quantization
 from libra.hardware.model import ModelSpec
 
 # Tokens of one KV block; the prefix cache keeps whole blocks.
 BLOCK = 16  # vLLM's default on GPUs
 BLOCK_TOKENS = 32  # what vLLM's CPU attention works on
-CONTEXT = 1.5e9  # bytes: assumed for the CUDA context, NCCL's buffers and captured CUDA graphs
 SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default `max_num_seqs` on large GPUs
+
+_GIB = 2.0**30
+# Bytes of one logit in vLLM's sampler: bf16, fp32, probabilities and the noise that they are drawn with.
+_LOGIT = 2 + 4 + 4 + 4
+# Fitted to five public logs: Llama-3.1-8B on A100-40GB without graphs (KV 157,936 tokens) gives the first constant,
+# Qwen3-14B AWQ on L40S (190,672), Llama-3.3-70B FP8 on H100 (33,504) and Llama-3.1-8B on RTX 3090 (30,960) the second,
+# Llama-3.1-70B on eight A100-40GB (426,639) the third.
+_EAGER = 0.06 * _GIB  # what PyTorch does not free, without graphs
+_GRAPHS = 0.76 * _GIB  # captured CUDA graphs
+_PEER = 0.16 * _GIB  # buffers of NCCL and of all-reduce, for each further device of the tensor-parallel group
+_CHUNK = 32_768  # tokens that go through fused experts at once: VLLM_FUSED_MOE_CHUNK_SIZE of older vLLM; 0.32 has none
 
 
 def kv_tokens(
@@ -23,20 +37,29 @@ def kv_tokens(
     tp: int,
     *,
     batched_tokens: int,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     pp: int = 1,
     taken: float = 0.0,
     kv_beside: float = 0.0,
     routed: bool = True,
+    seqs: int = SAMPLED,
+    graphs: bool = True,
 ) -> int:
-    """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each, of which it may use a
-    share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every token, so the
-    fullest stage decides. `taken` bytes of each device are another engine's, and
-    with each byte of KV there are `kv_beside` of a drafter's; without `routed`, the experts that tokens
-    are routed to are on other devices (attention and FFN apart). Raises ValueError where the degrees do not divide the
-    model.
+    """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
+    it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
+    token, so the fullest stage decides. `taken` bytes of each device are another engine's, and with each byte of KV
+    there are `kv_beside` of a drafter's. The other arguments are those of `held_bytes`. Raises ValueError where the
+    degrees do not divide the model.
     """
-    held = held_bytes(model, tp, batched_tokens=batched_tokens, quantization=quantization, pp=pp, routed=routed)
+    held = held_bytes(
+        *(model, tp),
+        batched_tokens=batched_tokens,
+        quantization=quantization,
+        pp=pp,
+        routed=routed,
+        seqs=seqs,
+        graphs=graphs,
+    )
     free = memory * utilization - taken - held
     tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp) * (1 + kv_beside)))
     return tokens // BLOCK * BLOCK
@@ -47,20 +70,44 @@ def held_bytes(
     tp: int,
     *,
     batched_tokens: int,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     pp: int = 1,
     routed: bool = True,
+    seqs: int = SAMPLED,
+    graphs: bool = True,
 ) -> float:
     """Bytes that an engine needs on each of its devices besides KV.
 
     As vLLM's profiling run does, it sets aside the activations of one iteration of `batched_tokens` tokens in bf16
-    (two residual streams, and the gate, up and activated vectors of an MLP) and fp32 logits of `SAMPLED` sequences.
+    (two residual streams, and the gate, up and activated vectors of an MLP), the workspace of experts, and the logits
+    of `seqs` sequences, which every device gathers. Without `routed`, the experts that tokens are routed to are on
+    other devices; without `graphs`, nothing is captured.
     """
-    widest = max(model.intermediate, _expert_width(model, routed))
+    widest = max(model.intermediate, 0 if model.experts is None else model.experts.shared_intermediate)
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
-    logits = SAMPLED * model.vocab * 4 / tp
-    held = CONTEXT + activations + logits + quantization.weight_bytes(model, tp, pp)
-    return held if routed else held - quantization.expert_bytes * model.routed_parameters / tp
+    logits = seqs * model.vocab * _LOGIT
+    weights = quantization.weight_bytes(model, tp, pp)
+    if routed:
+        activations += expert_workspace(model, batched_tokens, tp)
+    else:
+        weights -= quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
+    return context_bytes(tp, graphs) + activations + logits + weights
+
+
+def context_bytes(tp: int = 1, graphs: bool = True) -> float:
+    """Bytes of a device that do not depend on the model: graphs, and buffers of a group of `tp` devices."""
+    return _EAGER + (_GRAPHS if graphs else 0.0) + (tp - 1) * _PEER
+
+
+def expert_workspace(model: ModelSpec, tokens: float, tp: int = 1) -> float:
+    """Bytes that fused experts need for `tokens` tokens on a device that has a `tp`-th of each: a row for each token
+    and expert, before and after either product (vLLM, `TritonExperts.workspace_shapes`); 0 without experts."""
+    experts = model.experts
+    if experts is None:
+        return 0.0
+    width = experts.intermediate / tp
+    rows = min(tokens, _CHUNK) * experts.active
+    return rows * 2 * (max(width, model.hidden) + max(2 * width, model.hidden))
 
 
 def drafter_memory(
@@ -68,30 +115,30 @@ def drafter_memory(
     tp: int,
     drafter: ModelSpec | None,
     *,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     dp: int = 1,
 ) -> tuple[float, float]:
     """Bytes of weights on each device of what proposes drafts, and bytes of its KV for each of the model's. It is a
     model of its own, not quantized; or, without one, a layer like the model's, whose experts `dp` ranks divide."""
     if drafter is None:
-        elsewhere = (1 - 1 / dp) * quantization.expert_bytes * model.routed_parameters / tp
+        elsewhere = (1 - 1 / dp) * quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
         return (quantization.weight_bytes(model, tp) - elsewhere) / model.layers, 1 / model.layers
     kv = quantization.kv_bytes_per_token(drafter, tp) / quantization.kv_bytes_per_token(model, tp)
-    return UNQUANTIZED.weight_bytes(drafter, tp), kv
+    return AS_STORED.weight_bytes(drafter, tp), kv
 
 
-def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = UNQUANTIZED) -> float:
+def expert_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
+    """Bytes that each of `ranks` devices that divide the experts needs for them, when `tokens` tokens of all ranks are
+    gathered: weights, the tokens and the workspace."""
+    weights = quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks
+    return weights + 2 * tokens * model.hidden + expert_workspace(model, tokens)
+
+
+def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
     """Bytes that each of `ranks` devices needs that divide the experts and have nothing else, for `tokens` tokens of
     all attention ranks together: what comes, and an MLP's vectors of it, as above."""
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks
     activations = rows * 2 * (2 * model.hidden + 3 * experts.intermediate)
-    return CONTEXT + activations + quantization.expert_bytes * model.routed_parameters / ranks
-
-
-def _expert_width(model: ModelSpec, routed: bool) -> int:
-    experts = model.experts
-    if experts is None:
-        return 0
-    return (experts.active * experts.intermediate if routed else 0) + experts.shared_intermediate
+    return context_bytes() + activations + quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks

@@ -1,72 +1,40 @@
 """How an engine stores weights and KV, and in which type its matrix products are computed.
 
 Invariant: memory, transfers and times read the same bytes. Names are vLLM's: `quantization`, of weights, and
-`kv_cache_dtype`. Scales of whole matrices or channels are too few to count; those of groups count.
+`kv_cache_dtype`. An engine without a `quantization` stores weights as the checkpoint does; one that names the
+checkpoint's own keeps the matrices that the checkpoint keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import unknown
-from libra.hardware.cluster import GPU
+from libra.hardware.gpu import GPU
+from libra.hardware.gpus import record_of
 from libra.hardware.model import ModelSpec
+from libra.hardware.stored_weights import BF16, KeptShares, MatrixKind, NumberFormat, WeightFormat
 
 ACTIVATION_BYTES = 2  # of a number that goes from layer to layer, and of weights that stay as they are
-Product = Literal["bf16", "fp8", "fp4"]
 
-# Dense products as many times as fast as in bf16, by data sheets. Other GPUs have no tensor cores for such numbers:
-# weights are widened as they are read, as vLLM's Marlin kernels do.
-_EIGHT: Mapping[Product, float] = {"fp8": 2.0}
-_FASTER: Mapping[str, Mapping[Product, float]] = {
-    "H100": _EIGHT,
-    "H800": _EIGHT,
-    "H200": _EIGHT,
-    "L4": _EIGHT,
-    "L40S": _EIGHT,
-    "B200": {"fp8": 2.0, "fp4": 4.0},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class NumberFormat:
-    """Numbers of `bits`; `group` of them share what takes `scale_bits`."""
-
-    bits: int
-    group: int = 1
-    scale_bits: int = 0
-
-    @property
-    def bytes(self) -> float:
-        """Of a number, with its part of the scale."""
-        return (self.bits + self.scale_bits / self.group) / 8
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """A `quantization` of vLLM's. The matrices of layers are quantised; embeddings, the output head, norms and routers
-    stay in 16 bits, and with `experts_only` all but routed experts."""
-
-    number: NumberFormat
-    product: Product = "bf16"
-    experts_only: bool = False
-
-
-_BF16 = NumberFormat(16)
-# Groups as in vLLM's loaders: 128 of AWQ and GPTQ (with a zero point in AWQ), 16 of NVFP4, 32 of MXFP4.
+# Groups as in vLLM's loaders: 128 of AWQ and GPTQ (with a zero point in AWQ), 16 of NVFP4, 32 of MXFP4, which is of
+# routed experts alone.
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    "fp8": WeightFormat(NumberFormat(8), "fp8"),
-    "awq": WeightFormat(NumberFormat(4, 128, 16 + 4)),
-    "gptq": WeightFormat(NumberFormat(4, 128, 16)),
-    "modelopt_fp4": WeightFormat(NumberFormat(4, 16, 8), "fp4"),
-    "mxfp4": WeightFormat(NumberFormat(4, 32, 8), experts_only=True),
+    it.name: it
+    for it in (
+        BF16,
+        WeightFormat("fp8", NumberFormat(8), "fp8"),
+        WeightFormat("awq", NumberFormat(4, 128, 16 + 4)),
+        WeightFormat("gptq", NumberFormat(4, 128, 16)),
+        WeightFormat("modelopt_fp4", NumberFormat(4, 16, 8), "fp4"),
+        WeightFormat("mxfp4", NumberFormat(4, 32, 8), kept=KeptShares(attention=1, dense=1, shared=1)),
+    )
 }
 KV_FORMATS: Mapping[str, NumberFormat] = {
-    "auto": _BF16,
-    "bfloat16": _BF16,
+    "auto": BF16.number,
+    "bfloat16": BF16.number,
     "fp8": NumberFormat(8),
     "fp8_e4m3": NumberFormat(8),
     "fp8_e5m2": NumberFormat(8),
@@ -76,10 +44,10 @@ KV_FORMATS: Mapping[str, NumberFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Of one engine. Raises ValueError that opens with the key where a name is not known."""
+    """What one engine is configured with. Raises ValueError that opens with the key where a name is not known."""
 
-    quantization: str | None = None  # None: weights of 16 bits
-    kv_cache_dtype: str = "auto"
+    quantization: str | None = None  # None: as the checkpoint stores weights
+    kv_cache_dtype: str = "auto"  # auto: what the checkpoint asks for, otherwise 16 bits
 
     def __post_init__(self) -> None:
         if self.quantization is not None and self.quantization not in WEIGHT_FORMATS:
@@ -87,69 +55,108 @@ class Quantization:
         if self.kv_cache_dtype not in KV_FORMATS:
             raise ValueError(f"kv_cache_dtype: {unknown('type', self.kv_cache_dtype, KV_FORMATS)}")
 
-    @property
-    def name(self) -> str:
-        weights = self.quantization or "bf16"
-        return weights if self.kv_number == _BF16 else f"{weights}, KV {self.kv_cache_dtype}"
+    def weights(self, model: ModelSpec) -> WeightFormat:
+        """The format of the model's weights in this engine."""
+        own = model.stored
+        if self.quantization is None:
+            return BF16 if own is None else own
+        return own if own is not None and own.name == self.quantization else WEIGHT_FORMATS[self.quantization]
 
-    @property
-    def kv_number(self) -> NumberFormat:
-        return KV_FORMATS[self.kv_cache_dtype]
+    def note(self, model: ModelSpec) -> str | None:
+        """The type of the engine's weights where its checkpoint names one, which a key may replace; None elsewhere."""
+        own = model.stored
+        if own is None:
+            return None
+        if self.weights(model) is own:
+            return f"engines store {model.name} as its checkpoint does: {own.described}"
+        return f"engines store {model.name} in {self.quantization}, as the key says; its checkpoint is {own.described}"
+
+    def kv_number(self, model: ModelSpec) -> NumberFormat:
+        own = model.stored
+        return KV_FORMATS[own.kv_cache_dtype if self.kv_cache_dtype == "auto" and own else self.kv_cache_dtype]
+
+    def name(self, model: ModelSpec) -> str:
+        """Weights, and KV where it is not of 16 bits."""
+        weights, kv = self.weights(model).described, self.kv_number(model)
+        if kv == BF16.number:
+            return weights
+        own = model.stored
+        dtype = own.kv_cache_dtype if self.kv_cache_dtype == "auto" and own else self.kv_cache_dtype
+        return f"{weights}, KV {dtype}"
 
     def refusal(self, model: ModelSpec) -> str | None:
         """Why the model cannot be stored like this; None where it can."""
-        if self._weights.experts_only and model.experts is None:
+        if self.weights(model).kept.only_experts and model.experts is None:
             return (
-                f"quantization is {self.quantization}, which is of routed experts, and {model.name} has none: take"
-                " another one"
+                f"quantization is {self.weights(model).name}, which is of routed experts, and {model.name} has none:"
+                " take another one"
             )
-        if self.kv_cache_dtype == "nvfp4" and model.latent is not None:
+        if self.kv_number(model) == KV_FORMATS["nvfp4"] and model.latent is not None:
             return f"kv_cache_dtype is nvfp4, which is of keys and values; {model.name} has latent ones: take fp8"
+        return None
+
+    def tp_refusal(self, model: ModelSpec, tp: int, routed: bool = True) -> str | None:
+        """Why `tp` devices cannot divide weights stored in square blocks that share a scale; None where they can.
+        Without `routed`, whole experts are on other devices."""
+        block, kept = self.weights(model).block, self.weights(model).kept
+        if not block:
+            return None
+        heads = model.heads * model.head_dim
+        widths: dict[str, tuple[MatrixKind, int]] = {"num_attention_heads * head_dim": ("attention", heads)}
+        if model.dense_layers:
+            widths["intermediate_size"] = "dense", model.intermediate
+        if model.experts is not None:
+            if routed:
+                widths["moe_intermediate_size"] = "experts", model.experts.intermediate
+            if model.experts.shared_intermediate:
+                widths["shared experts"] = "shared", model.experts.shared_intermediate
+        for field, (kind, width) in widths.items():
+            if kept.of(kind) < 1 and width % (tp * block):
+                remedy = "take a smaller tp, or divide whole experts (ep)" if kind == "experts" else "take a smaller tp"
+                return f"weight_block_size is {block}: tp {tp} cuts {field} {width:,} within a block; {remedy}"
         return None
 
     # Bytes
 
-    @property
-    def matrix_bytes(self) -> float:
-        """Of a weight of attention, or of an MLP that all tokens take."""
-        return ACTIVATION_BYTES if self._weights.experts_only else self._weights.number.bytes
-
-    @property
-    def expert_bytes(self) -> float:
-        """Of a weight of a routed expert."""
-        return self._weights.number.bytes
+    def matrix_bytes(self, model: ModelSpec, kind: MatrixKind) -> float:
+        """Mean bytes of a weight of this kind."""
+        return self.weights(model).bytes_of(kind)
 
     def weight_bytes(self, model: ModelSpec, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
-        """On one device of the heaviest pipeline stage; see `ModelSpec.device_parameters`."""
-        total = model.device_parameters(tp, pp, ep)
-        if self.quantization is None:
+        """Bytes on one device of the heaviest pipeline stage; see `ModelSpec.device_parameters`."""
+        stored, total = self.weights(model), model.device_parameters(tp, pp, ep)
+        if stored == BF16:
             return ACTIVATION_BYTES * total
-        routed, kept = model.device_routed_parameters(tp, pp, ep), model.unquantized_parameters(tp, pp)
-        return ACTIVATION_BYTES * kept + self.matrix_bytes * (total - routed - kept) + self.expert_bytes * routed
+        parts = {
+            "attention": model.device_attention_parameters(tp, pp),
+            "shared": model.device_shared_parameters(tp, pp),
+            "experts": model.device_routed_parameters(tp, pp, ep),
+        }
+        kept = model.unquantized_parameters(tp, pp)
+        dense = max(0.0, total - kept - sum(parts.values()))
+        quantised = sum(stored.bytes_of(kind) * parts[kind] for kind in ("attention", "shared", "experts"))
+        return ACTIVATION_BYTES * kept + quantised + stored.bytes_of("dense") * dense
 
     def version_bytes(self, model: ModelSpec) -> float:
-        """Of all weights: what an update sends."""
-        return ACTIVATION_BYTES * model.parameters if self.quantization is None else self.weight_bytes(model)
+        """Bytes of all weights: what an update sends."""
+        return ACTIVATION_BYTES * model.parameters if self.weights(model) == BF16 else self.weight_bytes(model)
 
     def kv_bytes_per_token(self, model: ModelSpec, tp: int = 1, pp: int = 1) -> float:
-        """In the KV cache of one device; see `ModelSpec.kv_bytes_per_token`."""
-        return model.kv_bytes_per_token(self.kv_number.bytes, tp, pp)
+        """Bytes in the KV cache of one device; see `ModelSpec.kv_bytes_per_token`."""
+        return model.kv_bytes_per_token(self.kv_number(model).bytes, tp, pp)
 
     # Products
 
-    def faster(self, gpu: GPU) -> float:
-        """Times as fast as in bf16 that the GPU multiplies quantised matrices."""
-        return _FASTER.get(gpu.name, {}).get(self._weights.product, 1.0)
-
-    @property
-    def _weights(self) -> WeightFormat:
-        return WeightFormat(_BF16) if self.quantization is None else WEIGHT_FORMATS[self.quantization]
+    def faster(self, gpu: GPU, model: ModelSpec, kind: MatrixKind) -> float:
+        """Times as fast as in bf16 that the GPU multiplies matrices of this kind: those that keep 16 bits are not."""
+        stored = self.weights(model)
+        kept = stored.kept.of(kind)
+        return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product, 1.0))
 
 
-UNQUANTIZED = Quantization()
+AS_STORED = Quantization()
 
 
 def rollout_quantization(recipe: Recipe) -> Quantization:
-    """Of the engines of a recipe."""
-    weights = recipe.rollout_dtype
-    return Quantization(None if weights in (None, "bf16") else weights, recipe.kv_cache_dtype)
+    """Quantization of the engines of a recipe."""
+    return Quantization(recipe.rollout_dtype, recipe.kv_cache_dtype)

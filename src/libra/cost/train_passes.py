@@ -12,6 +12,7 @@ again (Dao 2023, arXiv 2307.08691, sec. 4.1). Tensor and sequence parallelism: K
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from libra.config.recipe import TrainingBytes
 from libra.cost.sources.rates import TrainingRates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference, layer_bytes_per_token
-from libra.cost.transfer import Fabric, Group, all_gather_seconds, all_to_all_seconds, point_to_point_seconds
+from libra.cost.transfer import Fabric, Group, all_gather_seconds, dispatch_seconds, point_to_point_seconds
 from libra.hardware.cluster import GPU
-from libra.hardware.model import ModelSpec
+from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.parallel import RECOMPUTE, Array, LayoutTable
 
 ATTENTION_BACKWARD = 2.5  # FLOPs of FlashAttention's backward, relative to its forward
@@ -43,6 +44,12 @@ class Work:
     gpu: GPU
     rates: TrainingRates
     fabric: Fabric
+    old_policy: bool = True  # False: pre-training, whose loss needs no log-probabilities of an older policy
+
+    @property
+    def scored(self) -> int:
+        """Forward passes of a step besides the one that has a backward: of the old policy, of the reference."""
+        return int(self.old_policy) + (self.reference != "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,8 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     per_sparse = np.zeros(len(table))
     if model.experts and model.sparse_layers:
         copies = micro * model.experts.active * model.hidden * value
-        moved = all_to_all_seconds(copies / tp, Group(table.ep, tp), fabric)
+        reached = partial(reached_parts, model.experts)
+        moved = dispatch_seconds(micro * model.hidden * value / tp, reached, Group(table.ep, tp), fabric)
         beside = np.where(tp > 1, 2 * whole + 2 * all_gather_seconds(copies, group, fabric), 0.0)
         per_sparse = np.where(table.ep > 1, 2 * moved, 0.0) + beside - per_layer
     next_stage = table.tp * table.cp * table.dp
@@ -149,6 +157,23 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
     keys = batch.context_sum / table.dp
     attention = model.forward_flops(0, 1) * keys * layers / model.layers / (tp * table.cp) / rates.attention
     return forward, attention, head
+
+
+def reached_parts(experts: Experts, parts: Array) -> Array:
+    """Mean number of `parts` equal parts of the experts that have one of a token's experts: even draws without
+    replacement from the groups that its router is limited to (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    share = experts.active_groups / experts.groups
+    within = np.where(parts < experts.groups, _drawn_parts(parts, experts.groups, experts.active_groups), parts * share)
+    return _drawn_parts(np.maximum(1.0, within), experts.count * share, experts.active)
+
+
+def _drawn_parts(parts: Array, count: float, draws: int) -> Array:
+    """Mean number of `parts` equal parts of `count` things that have one of `draws` of them (hypergeometric)."""
+    missed = np.ones_like(parts)
+    for drawn in range(draws):
+        missed = missed * np.maximum(0.0, 1 - count / parts / (count - drawn))
+    reached: Array = parts * (1 - missed)
+    return reached
 
 
 def _product_width(model: ModelSpec) -> float:

@@ -97,7 +97,7 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
     share = np.ceil(np.array([kinds.count for kinds in packed.values()])[at] / table.dp - 1e-9)
     counts = np.maximum(1.0, share)
     passes = layer_passes(work, table, counts)
-    scored = 2 if work.reference != "none" else 1  # of the old policy, of the reference
+    scored = work.scored
     layers_forward = passes.forward + passes.attention_forward
     layers_backward = passes.backward + passes.attention_backward + passes.layer_recompute
     exchange = (1 + scored) * passes.exchange_forward + passes.exchange_backward

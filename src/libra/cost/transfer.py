@@ -11,19 +11,18 @@ terms are those of a ring, (p - 1) / p of the bytes through every link.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from libra.cost.device import DeviceProfile
 from libra.hardware.cluster import NodeClass
+from libra.hardware.gpus import record_of
 from libra.hardware.parallel import Array
 
 Column = Array | float
 
-# Bus bandwidth that all-reduce was measured to reach among eight GPUs, as a share of one direction of NVLink:
-# A100 186 of 300 GB/s, A800 142-155 of 200, H100 370 of 450 (nccl-tests). Others take the lowest of these.
-BUS_SHARE = {"A100": 0.62, "A800": 0.74, "H100": 0.82, "H800": 0.74, "H200": 0.82}
 # Assumed: what NCCL gets out of RoCE or InfiniBand of the stated speed.
 NETWORK_SHARE = 0.9
 # An all-reduce of 8 KiB among eight A100 takes about 25 us: 14 steps of a ring.
@@ -44,8 +43,7 @@ class Fabric:
 
 def fabric(nodes: NodeClass) -> Fabric:
     """The fabric of a class of nodes, at the cited shares of its nominal bandwidths."""
-    share = BUS_SHARE.get(nodes.gpu.name, min(BUS_SHARE.values()))
-    return Fabric(nodes.gpus, nodes.intra_bandwidth * share, nodes.inter_bandwidth * NETWORK_SHARE)
+    return Fabric(nodes.gpus, nodes.intra_bandwidth * record_of(nodes.gpu).bus, nodes.inter_bandwidth * NETWORK_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +86,18 @@ def all_reduce_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
     return 2 * all_gather_seconds(size, group, fabric)
 
 
-def all_to_all_seconds(size: Column, group: Group, fabric: Fabric) -> Array:
-    """Every device sends `size` bytes in all, an equal part to each device of the group (itself included)."""
+def dispatch_seconds(size: Column, reached: Callable[[Array], Array], group: Group, fabric: Fabric) -> Array:
+    """Every device sends each of its tokens, `size` bytes in all, to the devices of the group that have its experts.
+
+    A token crosses to a node once and inside that node goes to a device once, however many of its experts are there, as
+    DeepEP sends it (github.com/deepseek-ai/DeepEP), which Megatron-LM and NeMo AutoModel dispatch with. `reached(n)` is
+    the mean number of n equal parts of the experts that have one of a token's experts. Bringing results back moves as
+    much.
+    """
     members = group.members(fabric)
-    inside = (members - 1) / group.size * size / fabric.link
-    outside = (group.size - members) / group.size * size / (fabric.network / fabric.gpus)
+    nodes = group.size / members
+    inside = reached(np.asarray(group.size, dtype=float)) * (members - 1) / members * size / fabric.link
+    outside = reached(nodes) * (nodes - 1) / nodes * size / (fabric.network / fabric.gpus)
     slower: Array = np.maximum(inside, outside)
     return slower + group.latency(fabric)
 

@@ -15,6 +15,8 @@ from libra.config.yaml_file import Section, read_section, refusal, shown, valid
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, ServingPool, nearest_gpu
 from libra.hardware.loan_terms import LoanSection
 
+_SAME = 0.1  # figures of one GPU differ by this share: data sheets round, and boost clocks differ
+
 
 class _GPUSection(Section):
     name: str
@@ -104,11 +106,8 @@ def gpu_of(given: object, key: str) -> GPU:
     if not isinstance(given, dict):
         raise ValueError(f"{key}: expected a name, such as A800, or a mapping (got {shown(given)})")
     section = valid(_GPUSection, given, within=key)
-    taken = next((name for name in GPUS if name.casefold() == section.name.casefold()), None)
-    if taken is not None:
-        raise ValueError(f"{key}.name: {taken} is known, with its own numbers and tables; name yours otherwise")
     try:
-        return GPU(
+        described = GPU(
             name=section.name,
             memory=quantity("memory", section.memory, SIZES),
             bandwidth=quantity("bandwidth", section.bandwidth, RATES),
@@ -118,6 +117,17 @@ def gpu_of(given: object, key: str) -> GPU:
         )
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
+    known = next((gpu for name, gpu in GPUS.items() if name.casefold() == section.name.casefold()), None)
+    if known is None:
+        return described
+    for field in ("memory", "bandwidth", "flops", "link"):
+        given, usual = getattr(described, field), getattr(known, field)
+        if not (1 - _SAME) * usual <= given <= (1 + _SAME) * usual:
+            raise ValueError(
+                f"{key}.{field}: {known.name} is known with {usual:,.4g}, and this has {given:,.4g}: leave the mapping"
+                " out, or name yours otherwise"
+            )
+    return known
 
 
 def described_gpu(gpu: GPU) -> str | dict[str, str]:

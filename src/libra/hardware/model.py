@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.hardware.stored_weights import WeightFormat
+
 _MATRICES = 3  # of a gated MLP: gate, up, down
 
 
@@ -27,12 +29,22 @@ class Experts:
     intermediate: int  # width of one expert
     shared_intermediate: int  # width of the experts that every token takes; 0 where there are none
     layers: int
+    groups: int = 1  # equal parts of the experts, of which
+    active_groups: int = 1  # have all those of one token
 
     def __post_init__(self) -> None:
+        require_at_least(1, groups=self.groups, active_groups=self.active_groups)
         require_at_least(1, count=self.count, active=self.active, intermediate=self.intermediate, layers=self.layers)
         require_at_least(0, shared_intermediate=self.shared_intermediate)
         if self.active > self.count:
             raise ValueError(f"active is {self.active}, but there are {self.count} experts; lower it")
+        if self.count % self.groups or self.active_groups > self.groups:
+            raise ValueError(
+                f"groups is {self.groups} and active_groups {self.active_groups}; take groups that divide the"
+                f" {self.count} experts, and as many or fewer of them"
+            )
+        if self.active * self.groups > self.count * self.active_groups:
+            raise ValueError(f"active is {self.active}, more than {self.active_groups} groups have; lower it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class ModelSpec:
     qk_norm: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    stored: WeightFormat | None = None  # of the checkpoint; None: 16 bits
 
     def __post_init__(self) -> None:
         require_at_least(1, layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -208,6 +221,14 @@ class ModelSpec:
             + min(layers, most) * heavy
             + max(0, layers - most) * light
         )
+
+    def device_attention_parameters(self, tp: int = 1, pp: int = 1) -> float:
+        """Of `device_parameters` those of attention."""
+        return -(-self.layers // pp) * self.attention_parameters(tp)
+
+    def device_shared_parameters(self, tp: int = 1, pp: int = 1) -> float:
+        """Of `device_parameters` those of experts that every token takes."""
+        return min(-(-self.layers // pp), self.sparse_layers) * self.shared_expert_parameters / tp
 
     def device_routed_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
         """Of `device_parameters` those of routed experts."""

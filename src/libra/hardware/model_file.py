@@ -2,8 +2,8 @@
 
 Invariant: a configuration is understood or refused. A needed field that is missing, an architecture that is not known
 and a variant that would be priced wrongly (a sliding window, say) are each refused by the name of the field; only
-what the Hugging Face classes themselves default in every family is defaulted here. Fields that change no shape, the
-kind of quantisation and of position scaling among them, are not read.
+what the Hugging Face classes themselves default in every family is defaulted here. `quantization_config` says how the
+weights are stored (`libra.hardware.checkpoint_file`). Other fields that change no shape are not read.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from libra.config.input_file import read_input
 from libra.config.yaml_file import ConfigError, nearest, refusal, shown, unknown
+from libra.hardware.checkpoint_file import stored_weights
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 
@@ -83,9 +84,24 @@ def _parse(text: str, path: Path, name: str) -> ModelSpec:
     if not isinstance(data, dict):
         raise refusal(path, "expected a JSON object, the config.json of a model")
     try:
-        return _spec(_Fields(data), name)
+        spec = _spec(_Fields(data), name)
+        given = data.get("quantization_config")
+        given = _beside(path) if given is None else given
+        return spec if given is None else replace(spec, stored=stored_weights(given, spec))
     except ValueError as error:
         raise refusal(path, str(error)) from None
+
+
+def _beside(path: Path) -> object:
+    """The quantisation that ModelOpt writes into `hf_quant_config.json` beside an older config.json; None: no file."""
+    file = path.with_name("hf_quant_config.json")
+    if path.name != "config.json" or not file.is_file():
+        return None
+    try:
+        data = json.loads(read_input(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name}: {error}; give ModelOpt's file, or remove it") from None
+    return data.get("quantization") if isinstance(data, dict) else data
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +194,8 @@ def _deepseek_experts(fields: _Fields) -> Experts | None:
         intermediate=width,
         shared_intermediate=width * shared,
         layers=layers - first,
+        groups=fields.count("n_group", otherwise=1),
+        active_groups=fields.count("topk_group", otherwise=1),
     )
 
 

@@ -41,7 +41,7 @@ def check_afd(engine: DescribedEngine, afd: AfdSection) -> None:
     tokens = -(-afd.attention * section.max_num_batched_tokens // parts)
     gpu = _ffn_gpu(afd) or engine.gpu
     held = ffn_rank_bytes(model, afd.ffn, tokens=tokens, quantization=engine.quantization)
-    memory = section.gpu_memory_utilization * gpu.memory
+    memory = section.gpu_memory_utilization * gpu.usable
     if held > memory:
         raise ValueError(
             f"afd.ffn is {afd.ffn}: an FFN rank needs {held / 1e9:.0f} GB for its experts and their activations, of"

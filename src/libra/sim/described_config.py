@@ -79,7 +79,7 @@ def _kv_blocks(engine: DescribedEngine) -> int:
         weights += expert_bytes(engine)
     tokens = kv_tokens(
         model,
-        engine.gpu.memory,
+        engine.gpu.usable,
         section.gpu_memory_utilization,
         tp,
         batched_tokens=section.max_num_batched_tokens,
@@ -88,6 +88,8 @@ def _kv_blocks(engine: DescribedEngine) -> int:
         taken=weights,
         kv_beside=more,
         routed=section.afd is None and not divided,
+        seqs=section.max_num_seqs,
+        graphs=not section.enforce_eager,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 

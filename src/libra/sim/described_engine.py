@@ -96,9 +96,16 @@ def described_engine(
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
     engine = DescribedEngine(section, model, nodes, beside, note)
+    whole_experts = section.afd is not None or section.enable_expert_parallel
     refused = engine.quantization.refusal(model)
     if refused is not None:
         raise ValueError(f"{key}.{refused}")
+    refused = engine.quantization.tp_refusal(model, engine.tp, routed=not whole_experts)
+    if refused is not None:
+        raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
+    stored = engine.quantization.note(model)
+    if stored is not None:
+        note(stored)
     return engine
 
 

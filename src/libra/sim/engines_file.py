@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from libra.config.yaml_file import read_section, refusal
-from libra.cost.quantization import KV_FORMATS
+from libra.cost.quantization import Quantization
 from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from libra.hardware.stored_weights import NumberFormat
 from libra.route.catalogue import POLICIES, check_policy, policy_named
 from libra.sim.afd_ranks import afd_cost, check_afd
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
@@ -190,7 +191,7 @@ def _check_alike(engines: Sequence[tuple[str, EngineSection]], *options: str) ->
         first = engines[0][1]
         same = {
             "model": load_model(section.model) == load_model(first.model),
-            "kv_cache_dtype": KV_FORMATS[section.kv_cache_dtype] == KV_FORMATS[first.kv_cache_dtype],
+            "kv_cache_dtype": _kv_number(section) == _kv_number(first),
             **{option: getattr(section, option) == getattr(first, option) for option in options},
         }
         for option, alike in same.items():
@@ -199,3 +200,7 @@ def _check_alike(engines: Sequence[tuple[str, EngineSection]], *options: str) ->
                 raise ValueError(
                     f"{key}.{option} is {here}, and {engines[0][0]}.{option} {there}: KV differs, name one"
                 )
+
+
+def _kv_number(section: EngineSection) -> NumberFormat:
+    return Quantization(kv_cache_dtype=section.kv_cache_dtype).kv_number(load_model(section.model))

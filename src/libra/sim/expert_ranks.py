@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from libra.config.input_file import read_input
 from libra.config.yaml_file import ConfigError
-from libra.cost.engine_memory import CONTEXT, ffn_rank_bytes
+from libra.cost.engine_memory import expert_rank_bytes
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import Balancing, Shares, measured, power_law
 from libra.cost.host import NO_HOST
@@ -75,9 +75,9 @@ def expert_bytes(engine: DescribedEngine) -> float:
     section, model, quantization = engine.section, engine.model, engine.quantization
     assert model.experts is not None
     dp, gpus = section.data_parallel_size, section.data_parallel_size * engine.tp
-    held = ffn_rank_bytes(model, gpus, tokens=dp * section.max_num_batched_tokens, quantization=quantization) - CONTEXT
+    held = expert_rank_bytes(model, gpus, tokens=dp * section.max_num_batched_tokens, quantization=quantization)
     more = section.eplb_config.num_redundant_experts / model.experts.count
-    return held + more * quantization.expert_bytes * model.routed_parameters / gpus
+    return held + more * quantization.matrix_bytes(model, "experts") * model.routed_parameters / gpus
 
 
 def ranks_cost(engine: DescribedEngine, config: EngineConfig) -> ExpertCost:

@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from libra.cost.grid import Array
-from libra.cost.quantization import UNQUANTIZED
+from libra.cost.quantization import AS_STORED
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.speculative import Speculative
 from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
@@ -170,7 +170,7 @@ class Bounds:
 
     def _kv_bytes(self, candidate: ServingCandidate) -> Array:
         tp = candidate.pools[-1].shape.tensor_parallel_size
-        size: Array = self._work.new * tp * UNQUANTIZED.kv_bytes_per_token(self.question.model, tp)
+        size: Array = self._work.new * tp * AS_STORED.kv_bytes_per_token(self.question.model, tp)
         return size
 
     def _transfer(self, candidate: ServingCandidate) -> Array:

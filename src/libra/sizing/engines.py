@@ -11,13 +11,13 @@ from functools import lru_cache
 
 from libra.cost.afd import StageGrid
 from libra.cost.collectives import AllToAll
-from libra.cost.engine_memory import BLOCK, CONTEXT, drafter_memory, ffn_rank_bytes, kv_tokens
+from libra.cost.engine_memory import BLOCK, drafter_memory, expert_rank_bytes, ffn_rank_bytes, kv_tokens
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.experts import power_law
 from libra.cost.graphs import capture_sizes
 from libra.cost.grid import EngineGrid, EngineProfile
 from libra.cost.host import HostCost
-from libra.cost.quantization import UNQUANTIZED
+from libra.cost.quantization import AS_STORED
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables
@@ -47,6 +47,11 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
     model, nodes = question.model, question.cluster.node_class(shape.nodes)
     if shape.pipeline_parallel_size > model.layers:
         raise NoRoomError(f"{model.name} has {model.layers} layers for {shape.pipeline_parallel_size} stages")
+    refused = AS_STORED.tp_refusal(
+        model, shape.tensor_parallel_size, routed=shape.apart is None and shape.parallel is None
+    )
+    if refused is not None:
+        raise NoRoomError(refused)
     if shape.max_num_batched_tokens < shape.max_num_seqs:
         raise NoRoomError(f"max_num_batched_tokens {shape.max_num_batched_tokens} is below max_num_seqs")
     taken, beside = 0.0, 0.0
@@ -58,10 +63,10 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         taken, beside = drafter_memory(model, shape.tensor_parallel_size, drafter, dp=divided)
     if shape.parallel is not None:
         batched = shape.ranks * shape.max_num_batched_tokens
-        taken += ffn_rank_bytes(model, shape.devices, tokens=batched) - CONTEXT
+        taken += expert_rank_bytes(model, shape.devices, tokens=batched)
     tokens = kv_tokens(
         model,
-        nodes.gpu.memory,
+        nodes.gpu.usable,
         UTILIZATION,
         shape.tensor_parallel_size,
         batched_tokens=shape.max_num_batched_tokens,
@@ -69,6 +74,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         taken=taken,
         kv_beside=beside,
         routed=shape.apart is None and shape.parallel is None,
+        seqs=shape.max_num_seqs,
     )
     if shape.apart is not None:
         _require_ffn_memory(question, shape, shape.apart)
@@ -115,7 +121,7 @@ def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[K
 def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
     """KV bytes of a token, on all devices together."""
     tp = shape.tensor_parallel_size
-    return tp * UNQUANTIZED.kv_bytes_per_token(question.model, tp)
+    return tp * AS_STORED.kv_bytes_per_token(question.model, tp)
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:
@@ -159,7 +165,7 @@ def experts_of(question: SizingQuestion, shape: EngineSetup) -> ExpertGrid:
 def _require_ffn_memory(question: SizingQuestion, shape: EngineSetup, apart: Apart) -> None:
     tokens = -(-apart.attention * shape.max_num_batched_tokens // apart.micro_batches)
     held = ffn_rank_bytes(question.model, apart.ffn, tokens=tokens)
-    memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.memory
+    memory = UTILIZATION * question.cluster.node_class(shape.nodes).gpu.usable
     if held > memory:
         raise NoRoomError(
             f"an FFN rank has memory for {memory / 1e9:.0f} GB of the {held / 1e9:.0f} GB of its experts and what comes"

@@ -23,7 +23,7 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.sizing.answer import Point, SizingAnswer
 from libra.sizing.candidate import Drafts, EnginePool, EngineSetup
-from libra.sizing.engines import grid_of, network
+from libra.sizing.engines import configuration, grid_of, network
 from libra.sizing.question import Origin, SizingQuestion
 from libra.sizing.trial import ROUTE
 
@@ -108,7 +108,8 @@ def _engines(question: SizingQuestion, pool: EnginePool) -> dict[str, Any]:
     keys["max_num_batched_tokens"] = shape.max_num_batched_tokens
     keys["async_scheduling"] = shape.async_scheduling
     if origin.host != "none" and not grid_of(question, shape).host.priced:
-        keys["enforce_eager"] = True  # a host that takes nothing has no graphs to pad batches to
+        # A host that takes nothing has no graphs to pad batches to, but their memory is kept.
+        keys |= {"enforce_eager": True, "kv_blocks": configuration(question, shape).kv_blocks}
     if shape.parallel is not None:
         keys |= {"data_parallel_size": shape.parallel.size, "enable_expert_parallel": True}
         keys["all2all_backend"] = shape.parallel.all2all_backend

@@ -136,9 +136,13 @@ H100 = NodeClass("h100", 32, 8, GPUS["H100"], intra_bandwidth=450e9, inter_bandw
 @pytest.mark.parametrize(
     ("gpu", "recipe", "remedy"),
     [
-        ("H100", {}, "it would fit with 8 H200 a node and rollout_dtype: fp8, or 8 B200 a node"),
-        ("H200", {}, "it would fit with rollout_dtype: fp8, or 8 B200 a node"),
+        (
+            *("H100", {"rollout_dtype": "bf16"}),
+            "it would fit with 8 H200 a node and rollout_dtype: fp8",
+        ),
+        ("H200", {"rollout_dtype": "bf16"}, "it would fit with rollout_dtype: fp8"),
         ("H100", {"rollout_dtype": "fp8"}, "it would fit with 8 H200 a node"),
+        ("H100", {}, "it would fit with 8 H200 a node"),  # its checkpoint has 8 bits
         ("H100", {"gpu_memory_utilization": 0.3}, "give nodes with more memory in all"),
     ],
 )

@@ -14,7 +14,7 @@ from libra.cost.afd import StageGrid
 from libra.cost.collectives import AllToAll, exchange_seconds
 from libra.cost.expert_grid import ExpertGrid
 from libra.cost.grid import EngineGrid
-from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
+from libra.cost.quantization import ACTIVATION_BYTES, AS_STORED, Quantization
 from libra.cost.sources.expert_tables import exchange_tables, expert_tables
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import TOKENS, stage_roofline
@@ -35,7 +35,7 @@ def expert_grid(
     fabric: Fabric,
     *,
     source: str = "auto",
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     calibration: Calibration | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> ExpertGrid:
@@ -79,7 +79,7 @@ def expert_grid(
         tokens=_AXIS,
         experts=experts,
         exchange=exchange,
-        expert_bytes=quantization.expert_bytes * model.expert_parameters,
+        expert_bytes=quantization.matrix_bytes(model, "experts") * model.expert_parameters,
         link=fabric.network / fabric.gpus if far else fabric.link,
         source=f"{stages.source}{told}; {way}: {exchange_source}",
     )

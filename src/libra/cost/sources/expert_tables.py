@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from libra.cost.grid import Array, EngineProfile
-from libra.cost.quantization import UNQUANTIZED, Quantization
+from libra.cost.quantization import AS_STORED, Quantization
 from libra.cost.sources.tables import NoTablesError, quietly, table_modes, table_system
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
@@ -23,7 +23,7 @@ _EXPONENT = 1.2  # of the power law by which a whole engine's tables take expert
 
 
 def expert_tables(
-    gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = UNQUANTIZED
+    gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = AS_STORED
 ) -> tuple[float, ...]:
     """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
     experts are asked for alike. Raises `NoTablesError`."""

@@ -20,6 +20,7 @@ from libra.cost.quantization import ACTIVATION_BYTES, Quantization
 from libra.cost.sources.rates import Rates
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
+from libra.hardware.stored_weights import MATRIX_KINDS
 
 PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: what is not faster is no NVLink
 
@@ -52,15 +53,19 @@ _PLAIN = _Matrix()
 class StoredNumbers:
     """What a quantisation is on one GPU."""
 
-    matrix: _Matrix
-    expert: _Matrix
+    attention: _Matrix
+    dense: _Matrix
+    shared: _Matrix
+    experts: _Matrix
     kv_bytes: float  # of an element
 
     @classmethod
-    def on(cls, gpu: GPU, quantization: Quantization) -> StoredNumbers:
-        expert = _Matrix(quantization.expert_bytes, quantization.faster(gpu))
-        matrix = expert if quantization.matrix_bytes == quantization.expert_bytes else _PLAIN
-        return cls(matrix, expert, quantization.kv_number.bytes)
+    def on(cls, gpu: GPU, quantization: Quantization, model: ModelSpec) -> StoredNumbers:
+        matrix = {
+            kind: _Matrix(quantization.matrix_bytes(model, kind), quantization.faster(gpu, model, kind))
+            for kind in MATRIX_KINDS
+        }
+        return cls(**matrix, kv_bytes=quantization.kv_number(model).bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class LayerKernels:
     link: float
 
     def linear(self, tokens: Array, inputs: float, outputs: float) -> Array:
-        """A matrix of a layer."""
-        return self._product(tokens, inputs, outputs, self.stored.matrix)
+        """A matrix of attention."""
+        return self._product(tokens, inputs, outputs, self.stored.attention)
 
     def _product(self, tokens: Array, inputs: float, outputs: float, matrix: _Matrix) -> Array:
         traffic = ACTIVATION_BYTES * tokens * (inputs + outputs) + matrix.bytes * inputs * outputs
@@ -83,7 +88,7 @@ class LayerKernels:
 
     def _grouped(self, tokens: Array, touched: Array, inputs: float, outputs: float) -> Array:
         """A matrix of each of the experts that are touched."""
-        matrix = self.stored.expert
+        matrix = self.stored.experts
         traffic = ACTIVATION_BYTES * tokens * (inputs + outputs) + matrix.bytes * touched * inputs * outputs
         return self._bound(2 * tokens * inputs * outputs / (self.reached.expert_flops * matrix.faster), traffic)
 
@@ -138,7 +143,7 @@ class LayerKernels:
         experts = 0 if model.experts is None else model.experts.layers
         seconds: Array = model.layers * each + self.head(logits)
         if model.layers > experts:
-            seconds = seconds + (model.layers - experts) * self._dense(tokens, model.intermediate)
+            seconds = seconds + (model.layers - experts) * self._mlp(tokens, model.intermediate, self.stored.dense)
         if model.experts is not None:
             seconds = seconds + experts * self._experts(tokens)
         return seconds
@@ -152,7 +157,7 @@ class LayerKernels:
         seconds = 2 * self.pass_over(4 * tokens * model.hidden) + reduce + self._projections(tokens)
         seconds = seconds + self.router(tokens)
         if experts.shared_intermediate:
-            seconds = seconds + self._dense(tokens, experts.shared_intermediate) + reduce
+            seconds = seconds + self._mlp(tokens, experts.shared_intermediate, self.stored.shared) + reduce
         return seconds
 
     def outside(self, tokens: Array) -> Array:
@@ -161,7 +166,7 @@ class LayerKernels:
         seconds = self.head(tokens)
         if model.dense_layers:
             reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
-            seconds = seconds + model.dense_layers * (self._dense(tokens, model.intermediate) + reduce)
+            seconds = seconds + model.dense_layers * (self._mlp(tokens, model.intermediate, self.stored.dense) + reduce)
         return seconds
 
     def head(self, logits: Array) -> Array:
@@ -204,9 +209,9 @@ class LayerKernels:
             before = self.linear(tokens, model.hidden, queries + compressed)
         return before + self.linear(tokens, heads * latent.value_dim, model.hidden)
 
-    def _dense(self, tokens: Array, intermediate: float) -> Array:
-        share = intermediate / self.tp
-        up, down = self.linear(tokens, self.model.hidden, 2 * share), self.linear(tokens, share, self.model.hidden)
+    def _mlp(self, tokens: Array, intermediate: float, matrix: _Matrix) -> Array:
+        share, hidden = intermediate / self.tp, self.model.hidden
+        up, down = self._product(tokens, hidden, 2 * share, matrix), self._product(tokens, share, hidden, matrix)
         return up + self.pass_over(3 * tokens * share) + down
 
     def _experts(self, tokens: Array) -> Array:
@@ -221,5 +226,5 @@ class LayerKernels:
         for inputs, outputs in ((model.hidden, 2 * share), (share, model.hidden)):
             seconds = seconds + self._grouped(routed, touched, inputs, outputs)
         if experts.shared_intermediate:
-            seconds = seconds + self._dense(tokens, experts.shared_intermediate)
+            seconds = seconds + self._mlp(tokens, experts.shared_intermediate, self.stored.shared)
         return seconds

@@ -31,7 +31,7 @@ from libra.cost.sources.files import load_calibration, load_fit, load_grid, save
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import node_roofline, stage_roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, stage_tables, tables
-from libra.hardware import cluster as clusters
+from libra.hardware import gpus
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 
@@ -170,7 +170,15 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
         installed = "none"
-    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), quantization.name, degrees, installed, _code()]
+    asked = [
+        asdict(nodes.gpu),
+        nodes.intra_bandwidth,
+        asdict(model),
+        quantization.name(model),
+        degrees,
+        installed,
+        _code(),
+    ]
     key = cache_key(asked)
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():
@@ -189,7 +197,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
 @cache
 def _code() -> str:
     """A digest of the code that makes a grid of tables: what another version of it made is no longer right."""
-    makers = (aiconfigurator, clusters, transfer, grid, lines, rates, roofline)
+    makers = (aiconfigurator, gpus, transfer, grid, lines, rates, roofline)
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
 

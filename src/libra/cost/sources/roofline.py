@@ -13,7 +13,7 @@ import numpy as np
 from libra.config.recipe import Recipe
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
-from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization, rollout_quantization
+from libra.cost.quantization import ACTIVATION_BYTES, AS_STORED, Quantization, rollout_quantization
 from libra.cost.sources.layer_kernels import LayerKernels, StoredNumbers
 from libra.cost.sources.rates import Calibration, Rates, rates
 from libra.hardware.cluster import GPU, NodeClass
@@ -51,7 +51,7 @@ def roofline(
     model: ModelSpec,
     tps: Iterable[int],
     *,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     intra_bandwidth: float | None = None,
     calibration: Calibration | None = None,
 ) -> EngineProfile:
@@ -65,10 +65,10 @@ def roofline(
     if not link > 0:
         raise ValueError(f"intra_bandwidth is {link}; give bytes/s in one direction, above 0")
     reached = rates(gpu, calibration)
-    stored = StoredNumbers.on(gpu, quantization)
+    stored = StoredNumbers.on(gpu, quantization, model)
     engines = tuple(_grid(reached, model, tp, stored, link) for tp in sorted(set(tps)))
     kind = "roofline" if calibration is None else "calibration"
-    return EngineProfile(gpu.name, model.name, quantization.name, f"{kind}: {reached.source}", engines)
+    return EngineProfile(gpu.name, model.name, quantization.name(model), f"{kind}: {reached.source}", engines)
 
 
 def stage_roofline(
@@ -78,14 +78,14 @@ def stage_roofline(
     ffn: int,
     *,
     ffn_gpu: GPU | None = None,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     calibration: Calibration | None = None,
 ) -> StageGrid:
     """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. Raises
     ValueError as `roofline` does."""
     require_degree(model, tp)
     reached = rates(gpu, calibration)
-    layers = LayerKernels(reached, model, tp, StoredNumbers.on(gpu, quantization), gpu.link)
+    layers = LayerKernels(reached, model, tp, StoredNumbers.on(gpu, quantization, model), gpu.link)
     sparse = model.sparse_layers
     batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
     chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
@@ -93,7 +93,7 @@ def stage_roofline(
     prefill = sparse * (layers.prefill_attention(chunk, prefix) + layers.beside_experts(chunk))
     tokens = np.array(TOKENS, dtype=float)
     other = reached if ffn_gpu is None or ffn_gpu == gpu else rates(ffn_gpu)
-    stored = StoredNumbers.on(ffn_gpu or gpu, quantization)
+    stored = StoredNumbers.on(ffn_gpu or gpu, quantization, model)
     experts = LayerKernels(other, model, 1, stored, gpu.link).experts_of(tokens, ffn)
     source = f"{'roofline' if calibration is None else 'calibration'}: {reached.source}"
     return StageGrid(

@@ -13,7 +13,6 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,32 +22,15 @@ import numpy as np
 from libra.config.extras import install_command
 from libra.cost.afd import StageGrid, token_copies
 from libra.cost.grid import Array, EngineGrid, EngineProfile
-from libra.cost.quantization import ACTIVATION_BYTES, UNQUANTIZED, Quantization
+from libra.cost.quantization import ACTIVATION_BYTES, AS_STORED, Quantization
 from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import rates
 from libra.cost.sources.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, TOKENS, require_degree
-from libra.hardware.cluster import GPU, GPUS
+from libra.hardware.gpu import GPU
+from libra.hardware.gpu_record import TableSystem
+from libra.hardware.gpus import GPUS, RECORDS, record_of
 from libra.hardware.model import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class TableSystem:
-    """A GPU that the tables have."""
-
-    name: str  # as the tables call it
-    vllm: str  # version that was measured
-    sister: str | None = None  # the GPU whose tables these are, where they are another's
-
-
-_SYSTEMS = {
-    "A100": TableSystem("a100_sxm", "0.14.0"),
-    "A800": TableSystem("a100_sxm", "0.14.0", sister="A100"),
-    "H100": TableSystem("h100_sxm", "0.24.0"),
-    "H800": TableSystem("h100_sxm", "0.24.0", sister="H100"),
-    "H200": TableSystem("h200_sxm", "0.24.0"),
-    "B200": TableSystem("b200_sxm", "0.24.0"),
-    "L40S": TableSystem("l40s", "0.24.0"),
-}
+from libra.hardware.stored_weights import BF16
 
 
 class NoTablesError(ValueError):
@@ -60,7 +42,7 @@ def tables(
     model: ModelSpec,
     tps: Iterable[int],
     *,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
     intra_bandwidth: float | None = None,
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from tables.
@@ -82,7 +64,7 @@ def tables(
             decode = decode + 2 * _difference(gpu, link, measured, model, tp, BATCHES)
             prefill = prefill + 2 * _difference(gpu, link, measured, model, tp, CHUNKS)
         engines.append(EngineGrid(tp, BATCHES, CONTEXTS, _rows(decode), CHUNKS, PREFIXES, _rows(prefill)))
-    return EngineProfile(gpu.name, model.name, quantization.name, _source(gpu, link), tuple(engines))
+    return EngineProfile(gpu.name, model.name, quantization.name(model), _source(gpu, link), tuple(engines))
 
 
 def stage_tables(
@@ -92,7 +74,7 @@ def stage_tables(
     ffn: int,
     *,
     ffn_gpu: GPU | None = None,
-    quantization: Quantization = UNQUANTIZED,
+    quantization: Quantization = AS_STORED,
 ) -> StageGrid:
     """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. The tables
     take experts to be asked for by a power law. Raises as `tables` does."""
@@ -158,9 +140,10 @@ def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable
 
 def table_system(gpu: GPU) -> TableSystem:
     """Raises `NoTablesError`."""
-    system = _SYSTEMS.get(gpu.name)
+    system = record_of(gpu).tables
     if system is None:
-        raise NoTablesError(f"there are no tables for {gpu.name}, only for {', '.join(_SYSTEMS)}; use a roofline")
+        known = ", ".join(name for name, record in RECORDS.items() if record.tables is not None)
+        raise NoTablesError(f"there are no tables for {gpu.name}, only for {known}; use a roofline")
     return system
 
 
@@ -198,7 +181,9 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
                 folder, system.name, "vllm", tp_size=tp, backend_version=system.vllm, **experts, **modes, **parallel
             )
         except MissingSystemFlopsError:
-            raise NoTablesError(f"{gpu.name} has no tensor cores for {quantization.name}; use a roofline") from None
+            raise NoTablesError(
+                f"{gpu.name} has no tensor cores for {quantization.name(model)}; use a roofline"
+            ) from None
         except PerfDataNotAvailableError as error:
             raise NoTablesError(
                 f"the tables for {gpu.name} lack kernels of {model.name} at tp {tp}: leave tp {tp} out, or use a"
@@ -215,18 +200,21 @@ _BLOCK = 128
 
 def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[str, str]:
     """What is asked of the tables. Raises `NoTablesError` where no GPU has tables of it."""
-    weights, modes = quantization.quantization, {}
-    if weights is not None:
+    stored, modes = quantization.weights(model), {}
+    weights, kv = stored.name, quantization.kv_number(model)
+    if not stored.whole:
+        raise NoTablesError(f"there are no tables of weights in {stored.described}; use a roofline")
+    if stored != BF16:
         if weights not in _WEIGHTS:
             raise NoTablesError(
                 f"there are no tables of {weights} weights, only of {', '.join(_WEIGHTS)}; use a roofline"
             )
         modes["gemm_quant_mode"] = _WEIGHTS[weights]
         if model.experts is not None:
-            in_blocks = weights == "fp8" and gpu.is_hopper
+            in_blocks = weights == "fp8" and record_of(gpu).architecture == "hopper"
             modes["moe_quant_mode"] = "fp8_block" if in_blocks else _WEIGHTS[weights]
-    if quantization.kv_number != UNQUANTIZED.kv_number:
-        if quantization.kv_number.bytes != 1:
+    if kv != BF16.number:
+        if kv.bytes != 1:
             raise NoTablesError(f"there are no tables of KV in {quantization.kv_cache_dtype}; use a roofline")
         modes["kvcache_quant_mode"] = "fp8"
     return modes

@@ -113,7 +113,7 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
         for lender, profile in zip(request.lenders, request.lent_profiles, strict=True)
         if lender.pool in {pool.name for pool in cluster.serving}
     )
-    same = rollout_quantization(recipe).name == rollout_quantization(request.recipe).name
+    same = rollout_quantization(recipe) == rollout_quantization(request.recipe)
     known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
     changed = replace(
         request,

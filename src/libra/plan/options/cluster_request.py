@@ -17,7 +17,8 @@ from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import colocated_switch_seconds
-from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.cluster import GPU, Cluster, NodeClass
+from libra.hardware.gpus import RECORDS
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
 from libra.lend.lender import Lender
@@ -277,23 +278,30 @@ def _that_hold(request: ClusterRequest) -> Iterator[str]:
             yield f"gpu_memory_utilization: {_USUAL_UTILIZATION}"
             return
     fp8 = recipe.model_copy(update={"rollout_dtype": "fp8"})
-    narrower = rollout_quantization(fp8).matrix_bytes < rollout_quantization(recipe).matrix_bytes
+    narrower = rollout_quantization(fp8).version_bytes(model) < rollout_quantization(recipe).version_bytes(model)
     if narrower and any(_holds(model, nodes, fp8, request.classes) for nodes in request.cluster.nodes):
         yield "rollout_dtype: fp8"
         narrower = False
     for changed, words in ((fp8, " and rollout_dtype: fp8"), (recipe, "")):
         if changed is fp8 and not narrower:
             continue
-        for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
+        for gpu in sorted(_measured(), key=lambda gpu: gpu.memory):
             if _holds(model, replace(node, gpu=gpu, intra_bandwidth=gpu.link), changed, request.classes):
                 yield f"{node.gpus} {gpu.name} a node{words}"
                 break
 
 
+def _measured() -> Iterator[GPU]:
+    """GPUs that a hint may name: those with kernel times or training runs."""
+    for record in RECORDS.values():
+        if record.tables is not None or record.training.published:
+            yield record.gpu
+
+
 def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
-    return any(
-        engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in tensor_degrees(model, nodes)
-    )
+    quantization = rollout_quantization(recipe)
+    degrees = [tp for tp in tensor_degrees(model, nodes) if quantization.tp_refusal(model, tp) is None]
+    return any(engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in degrees)
 
 
 def _nothing_trains(model: ModelSpec, rejected: Sequence[Rejected]) -> str:

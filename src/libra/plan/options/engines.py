@@ -40,7 +40,7 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
     GPU belong to another engine."""
     return kv_tokens(
         model,
-        nodes.gpu.memory,
+        nodes.gpu.usable,
         recipe.gpu_memory_utilization,
         tp,
         batched_tokens=recipe.max_batched_tokens,
@@ -67,15 +67,20 @@ def engine_options(
     options: list[EngineOption] = []
     rejected: list[Rejected] = []
     known = {grid.tp for grid in profile.engines}
+    quantization = rollout_quantization(recipe)
     for tp in tensor_degrees(model, nodes):
         shape = f"{nodes.name}/tp{tp}"
+        refused = quantization.tp_refusal(model, tp)
+        if refused is not None:
+            rejected.append(Rejected(shape, "does not divide", refused))
+            continue
         if tp not in known:
             rejected.append(Rejected(shape, "no times", f"the profile has no times for it ({profile.source})"))
             continue
         kv = engine_kv_tokens(model, nodes, recipe, tp)
         holds = min(kv, longest_context)
         if holds < classes[0].peak_context:
-            weights = rollout_quantization(recipe).weight_bytes(model, tp)
+            weights = quantization.weight_bytes(model, tp)
             rejected.append(
                 Rejected(
                     shape,

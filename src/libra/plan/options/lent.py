@@ -15,7 +15,7 @@ from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import BLOCK, held_bytes
 from libra.cost.grid import EngineGrid, EngineProfile
-from libra.cost.quantization import UNQUANTIZED
+from libra.cost.quantization import AS_STORED
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
@@ -118,7 +118,7 @@ def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: 
     tp, inside = lender.devices, certificate.envelope
     # Certificates do not record a quantisation: serving is assumed to have none.
     serving = held_bytes(lender.model, tp, batched_tokens=recipe.max_batched_tokens)
-    reserve = (inside.context + inside.queued) * UNQUANTIZED.kv_bytes_per_token(lender.model, tp)
+    reserve = (inside.context + inside.queued) * AS_STORED.kv_bytes_per_token(lender.model, tp)
     return engine_kv_tokens(model, nodes, recipe, tp, serving + reserve)
 
 

@@ -111,7 +111,7 @@ def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) ->
     held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)
     serves = held_bytes(lent.lender.model, tp, batched_tokens=serving.config.max_num_batched_tokens)
     block = int(serving.kv_bytes * serving.config.block_size)
-    memory = request.lending_nodes(lent.lender).gpu.memory * recipe.gpu_memory_utilization
+    memory = request.lending_nodes(lent.lender).gpu.usable * recipe.gpu_memory_utilization
     beside = int(tp * (memory - serves - held)) - serving.config.kv_blocks * block
     if beside < 0:
         raise ValueError(

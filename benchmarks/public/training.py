@@ -1,0 +1,165 @@
+"""Training rates beside published ones, each in the layout in which it ran.
+
+Invariant: a row is priced as one optimiser step of pre-training: forward, backward and update, without the forward
+passes that reinforcement learning adds. What a layout of Libra's cannot express is in the row's `note`.
+
+Micro-batches are interleaved as the source does it, which Libra's layouts cannot: the bubble is divided by the virtual
+stages. Experts are routed as by the source's benchmark, which decides what is exchanged.
+
+Sources: the performance summaries of NeMo AutoModel (docs/performance-summary.mdx) and of Megatron Bridge
+(docs/performance-summary-archive.md, containers 25.09 to 26.06), and torchtitan's benchmarks
+(benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md of 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from benchmarks.public.case import CaseGroup, PublicCase
+from libra.config.recipe import TrainingBytes
+from libra.cost.sources.rates import training_rates
+from libra.cost.train_batch import Batch
+from libra.cost.train_passes import Work
+from libra.cost.train_step import train_step
+from libra.cost.transfer import fabric
+from libra.hardware.cluster import GPU, GPUS, NodeClass
+from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.model_file import load_model
+from libra.hardware.parallel import ParallelLayout, Recompute, Sharding
+
+DENSE, EXPERTS = 0.15, 0.25
+_ADAMW = TrainingBytes(weights=2, gradients=2, states=12)
+_NETWORK = 400e9  # bytes/s of a node: 400 Gb/s a GPU, of eight
+# torchtitan's H100 have HBM2e of 2.4 TB/s and a limit of 500 W; their FLOP/s are not known.
+_H100_500W = replace(GPUS["H100"], bandwidth=2.4e12)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRate:
+    """Tokens/s a GPU of one row, and what it ran. `length` is in tokens, `batch` in sequences of it."""
+
+    source: str
+    model: ModelSpec
+    gpu: GPU
+    batch: int
+    length: int
+    rate: float
+    layout: ParallelLayout
+    note: str = ""
+    stages: int = (
+        1  # virtual pipeline stages of a device: they divide the bubble (Narayanan et al. 2021, section 2.2.2)
+    )
+    halved: bool = False  # every second layer is computed again: the mean of the seconds with none and with all
+    fitted: bool = False  # one of those that `_EXPERTS` of `libra.cost.sources.rates` was fitted to
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name.rpartition('/')[2]}, {self.layout.devices} {self.gpu.name}, {self.source}"
+
+
+def _layout(
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    micro: int = 4096,
+    recompute: Recompute = "none",
+    sharding: Sharding = "zero1",
+) -> ParallelLayout:
+    return ParallelLayout(tp, pp, dp, cp, ep, micro, recompute, sharding, chunked_logits=False)
+
+
+def _consecutive(model: ModelSpec) -> ModelSpec:
+    """AutoModel's benchmark gate sends a token to consecutive experts, from a multiple of their number on."""
+    assert model.experts is not None
+    groups = model.experts.count // model.experts.active
+    return replace(model, experts=replace(model.experts, groups=groups, active_groups=1))
+
+
+def _even(model: ModelSpec) -> ModelSpec:
+    """Megatron's forced balance draws experts evenly, without a limit of groups."""
+    assert model.experts is not None
+    return replace(model, experts=replace(model.experts, groups=1, active_groups=1))
+
+
+_V3, _Q30, _Q235 = map(load_model, ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"))
+_L8, _L70 = map(load_model, ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"))
+# moonshotai/Kimi-K2-Instruct, config.json: DeepSeek-V3 with more experts and fewer heads, one layer of them dense.
+_K2 = replace(_V3, name="Kimi-K2", heads=64, kv_heads=64, vocab=163840, experts=Experts(384, 8, 2048, 2048, 60))
+_AUTO, _BRIDGE, _TITAN = "NeMo AutoModel", "Megatron Bridge", "torchtitan"
+_H100, _A100 = GPUS["H100"], GPUS["A100"]
+_FP8 = "the source multiplies in FP8, the price is of bf16"
+
+
+def _auto(model: ModelSpec, batch: int, rate: float, stages: int, fitted: bool = False, **layout: int) -> PublishedRate:
+    at = ParallelLayout(**{**_ONE, **layout}, recompute="full", sharding="zero1", chunked_logits=False)
+    return PublishedRate(_AUTO, _consecutive(model), _H100, batch, 4096, rate, at, stages=stages, fitted=fitted)
+
+
+def _bridge(
+    release: str, model: ModelSpec, batch: int, rate: float, stages: int, gpu: str = "H100", **layout: int
+) -> PublishedRate:
+    """FP8 on H100, bf16 on GB200 and GB300."""
+    at = ParallelLayout(**{**_ONE, **layout}, recompute="none", sharding="zero1", chunked_logits=False)
+    source, note = f"{_BRIDGE} {release}", _FP8 if gpu == "H100" else ""
+    return PublishedRate(source, _even(model), GPUS[gpu], batch, 4096, rate, at, note, stages=stages)
+
+
+_ONE = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "ep": 1, "micro_tokens": 4096}
+
+ROWS: Sequence[PublishedRate] = (
+    _auto(_V3, 512, 1002, 8, pp=4, dp=64, ep=64),
+    _auto(_V3, 8192, 865, 8, pp=4, dp=256, ep=64, fitted=True),
+    _auto(_K2, 512, 924, 4, pp=8, dp=32, ep=32),
+    _auto(_Q30, 512, 12040, 1, dp=8, ep=8, micro_tokens=4 * 4096, fitted=True),
+    _bridge("26.06", _Q30, 1024, 8826, 1, dp=16, ep=16),
+    _bridge("25.11", _Q235, 2048, 1575, 4, tp=2, pp=8, dp=16, ep=16),
+    _bridge("26.04.01", _Q235, 8192, 1712, 4, tp=2, pp=8, dp=16, ep=16),
+    _bridge("25.09", _V3, 8192, 1297, 4, tp=2, pp=8, dp=64, ep=64),
+    _bridge("25.11", _V3, 4096, 3848, 4, "GB300", pp=2, dp=128, ep=32),
+    _bridge("25.11", _V3, 4096, 3139, 4, "GB200", pp=4, dp=64, ep=64),
+    _bridge("25.11", _Q235, 8192, 6131, 12, "GB300", pp=4, dp=64, ep=16, micro_tokens=2 * 4096),
+    _bridge("25.11", _Q235, 8192, 4916, 3, "GB200", pp=8, dp=32, ep=32),
+    PublishedRate(
+        _AUTO, _L70, _H100, 128, 8192, 867, _layout(dp=32, cp=2, micro=8192, recompute="full", sharding="zero3")
+    ),
+    PublishedRate(
+        *(_TITAN, _L8, _H100_500W, 16, 8192, 6667, _layout(dp=8, micro=2 * 8192, sharding="zero3")),
+        note="H100 limited to 500 W",
+        halved=True,
+    ),
+    PublishedRate(*(_TITAN, _L8, _A100, 64, 8192, 2904, _layout(dp=64, micro=8192, sharding="zero3")), halved=True),
+    PublishedRate(_TITAN, _L70, _A100, 64, 8192, 331, _layout(dp=64, micro=8192, recompute="full", sharding="zero3")),
+)
+
+
+def training_group() -> CaseGroup:
+    return CaseGroup("training", "tokens/s a GPU", [_case(row) for row in ROWS])
+
+
+def priced_rate(row: PublishedRate) -> float:
+    """Tokens/s a GPU by Libra's price of the row's layout."""
+    every = replace(row.layout, recompute="full")
+    seconds = fmean(_seconds(row, layout) for layout in ((row.layout, every) if row.halved else (row.layout,)))
+    return row.batch * row.length / seconds / row.layout.devices
+
+
+def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
+    size = 64 if row.gpu.name in ("GB200", "GB300") else 8  # of the 72 of a rack, layouts use 64
+    nodes = NodeClass("node", max(1, layout.devices // size), size, row.gpu, row.gpu.link, size / 8 * _NETWORK)
+    batch = Batch((float(row.length),), (float(row.batch),))
+    rates = training_rates(row.gpu)
+    work = Work(row.model, batch, _ADAMW, "none", row.gpu, rates, fabric(nodes), old_policy=False)
+    step = train_step(work, layout)
+    return step.total - step.bubble * (1 - 1 / row.stages)
+
+
+def _case(row: PublishedRate) -> PublicCase:
+    bar = EXPERTS if row.model.experts else DENSE
+    words = [row.note] if row.note else []
+    if row.fitted:
+        words.append("fitted to")
+    return PublicCase(row.name, row.rate, priced_rate(row), bar, "; ".join(words))

@@ -1,0 +1,88 @@
+"""All that Libra knows of one kind of GPU: its data sheet, and the shares of it that were measured.
+
+Invariant: a record has no gaps. A figure that nobody measured for this GPU is stated as another GPU's share of its data
+sheet, and the record says so; a missing or impossible one is an error when the module is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from libra.hardware.gpu import GPU
+from libra.hardware.stored_weights import Product
+
+Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """What kernels of an engine reach. Each also takes a fixed time, of which decode of few sequences consists."""
+
+    linear_flops: float  # FLOP/s of large matrix products
+    bandwidth: float  # bytes/s of weights and activations
+    linear_launch: float  # seconds of a linear layer beside its work
+    expert_flops: float  # FLOP/s of large grouped products, one for each expert
+    attention_flops: float  # FLOP/s of prefill attention
+    attention_launch: float  # seconds
+    cache_bandwidth: float  # bytes/s of KV read by decode attention
+    decode_launch: float  # seconds of decode attention beside its work
+    pass_launch: float  # seconds of one pass over activations (norm, activation) beside its work
+    link_latency: float  # seconds of an all-reduce beside its work
+    peer_latency: float  # further seconds for each peer
+    source: str
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingShares:
+    """Shares of the data sheet's FLOP/s that training reaches over whole layers."""
+
+    ceiling: float  # highest model FLOP utilisation of whole steps of dense models
+    attention: float  # FlashAttention, forward and backward, at the causal FLOPs
+    published: bool  # whether runs on this GPU gave the ceiling; otherwise it is the lowest of others
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        if max(self.ceiling, self.attention) > 1:
+            raise ValueError(f"{self} has a share above 1; a GPU reaches no more than its data sheet")
+
+
+@dataclass(frozen=True, slots=True)
+class TableSystem:
+    """A GPU that the kernel tables of aiconfigurator-core have."""
+
+    name: str  # as the tables call it
+    vllm: str  # version that was measured
+    sister: str | None = None  # the GPU whose tables these are, where they are another's
+
+
+@dataclass(frozen=True, slots=True)
+class GPURecord:
+    """One kind of GPU. `faster`: times as fast as in bf16 that its tensor cores multiply numbers of other types."""
+
+    gpu: GPU
+    architecture: Architecture
+    faster: Mapping[Product, float]
+    kernels: KernelRates
+    bus: float  # share of one direction of the link that an all-reduce among eight GPUs reaches
+    training: TrainingShares
+    tables: TableSystem | None  # None: there are none
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bus <= 1:
+            raise ValueError(f"bus of {self.gpu.name} is {self.bus}; it is a share of the link")
+        if any(times < 1 for times in self.faster.values()) or "bf16" in self.faster:
+            raise ValueError(f"faster of {self.gpu.name} is {self.faster}; types are at least as fast as bf16")
+        if self.kernels.linear_flops > self.gpu.flops or self.kernels.bandwidth > self.gpu.bandwidth:
+            raise ValueError(f"kernels of {self.gpu.name} are faster than its data sheet")
+
+
+def _require_positive(value: KernelRates | TrainingShares) -> None:
+    for it in fields(value):
+        given = getattr(value, it.name)
+        if isinstance(given, float) and not given > 0:
+            raise ValueError(f"{it.name} is {given}; a rate is positive")

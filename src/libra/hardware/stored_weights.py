@@ -1,0 +1,80 @@
+"""How the matrices of a model's layers are stored: the type of their numbers, and the matrices that keep 16 bits.
+
+Invariant: a format covers every matrix of every layer; embeddings, the output head, norms and routers have 16 bits in
+all of them. Scales of whole matrices, channels or square blocks are too few to count; those of groups count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Type in which tensor cores multiply; bf16: weights are widened as they are read, as vLLM's Marlin kernels do.
+Product = Literal["bf16", "fp8", "int8", "fp4"]
+MatrixKind = Literal["attention", "dense", "shared", "experts"]
+MATRIX_KINDS: tuple[MatrixKind, ...] = ("attention", "dense", "shared", "experts")
+_PLAIN_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """Numbers of `bits`; `group` of them share what takes `scale_bits`."""
+
+    bits: int
+    group: int = 1
+    scale_bits: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a number, with its part of the scale."""
+        return (self.bits + self.scale_bits / self.group) / 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeptShares:
+    """Shares of the parameters of each kind of matrix that keep 16 bits: 0 none, 1 all."""
+
+    attention: float = 0.0
+    dense: float = 0.0  # MLPs of layers without experts
+    shared: float = 0.0  # experts that every token takes
+    experts: float = 0.0  # routed experts
+
+    @property
+    def only_experts(self) -> bool:
+        """Whether nothing but routed experts is stored in fewer bits."""
+        return self.attention == self.dense == self.shared == 1
+
+    def of(self, kind: MatrixKind) -> float:
+        return float(getattr(self, kind))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """One way to store weights. `name` is vLLM's where it has one."""
+
+    name: str
+    number: NumberFormat
+    product: Product = "bf16"
+    kept: KeptShares = field(default=KeptShares())
+    block: int = 0  # width of square blocks that share a scale, which tensor parallelism may not cut; 0: none
+    kv_cache_dtype: str = "auto"  # type of KV that the checkpoint asks for
+
+    @property
+    def whole(self) -> bool:
+        """Whether no matrix of a layer keeps 16 bits."""
+        return self.kept == KeptShares()
+
+    @property
+    def described(self) -> str:
+        """The name, and the kinds of matrices that keep 16 bits."""
+        kept = [kind for kind in MATRIX_KINDS if self.kept.of(kind)]
+        parts = [kind if self.kept.of(kind) == 1 else f"{self.kept.of(kind):.0%} of {kind}" for kind in kept]
+        return f"{self.name} ({', '.join(parts)} in 16 bits)" if kept else self.name
+
+    def bytes_of(self, kind: MatrixKind) -> float:
+        """Mean bytes of a weight of this kind."""
+        kept = self.kept.of(kind)
+        return kept * _PLAIN_BITS / 8 + (1 - kept) * self.number.bytes
+
+
+BF16 = WeightFormat("bf16", NumberFormat(_PLAIN_BITS))

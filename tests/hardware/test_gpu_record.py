@@ -1,0 +1,78 @@
+"""One record a GPU: no gaps, nothing faster than its data sheet, and what was not measured says so."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from libra.cost.quantization import Quantization
+from libra.cost.sources.rates import published_mfu, rates, training_rates
+from libra.cost.transfer import fabric
+from libra.hardware.cluster import NodeClass
+from libra.hardware.gpu import GPU
+from libra.hardware.gpu_record import GPURecord
+from libra.hardware.gpus import GPUS, RECORDS, record_of
+from libra.hardware.model import ModelSpec
+
+MEASURED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200", "L40S"}  # by kernels
+PUBLISHED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200"}  # training runs
+OWN = GPU("mine", 80e9, 2e12, 300e12, 100e9, "a card of our own")
+DENSE = ModelSpec("dense", 12, 1024, 16, 4, 64, 4096, 32000, False, 40960)
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_a_record_says_what_was_measured(record: GPURecord) -> None:
+    name = record.gpu.name
+    assert GPUS[name] is record.gpu and record_of(record.gpu) is record
+    assert ("not measured" in record.kernels.source) == (name not in MEASURED)
+    assert (published_mfu(record.gpu) is not None) == (name in PUBLISHED)
+    reached, trained = rates(record.gpu), training_rates(record.gpu)
+    assert 0 < reached.linear_flops < record.gpu.flops and 0 < reached.bandwidth < record.gpu.bandwidth
+    assert 0 < trained.linear < record.gpu.flops and trained.attention <= trained.linear
+    nodes = NodeClass("n", 1, 8, record.gpu, record.gpu.link, 50e9)
+    assert fabric(nodes).link == record.bus * record.gpu.link
+
+
+def test_a_gap_is_an_error() -> None:
+    record = RECORDS["B200"]
+    given = {it.name: getattr(record, it.name) for it in fields(record)}
+    for name in given:
+        with pytest.raises(TypeError, match=f"missing 1 required .* '{name}'"):
+            GPURecord(**{field: value for field, value in given.items() if field != name})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bus": 0.0}, "bus of B200 is 0.0"),
+        ({"bus": 1.1}, "bus of B200 is 1.1"),
+        ({"faster": {"fp8": 0.5}}, "faster of B200"),
+        ({"kernels": RECORDS["H200"].kernels, "gpu": GPUS["L4"]}, "kernels of L4 are faster than its data sheet"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(RECORDS["B200"], **change)  # type: ignore[arg-type]
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cache_bandwidth is 0\.0; a rate is positive"):
+        replace(RECORDS["H100"].kernels, cache_bandwidth=0.0)
+    with pytest.raises(ValueError, match="share above 1"):
+        replace(RECORDS["H100"].training, ceiling=1.2)
+
+
+def test_a_described_gpu_has_the_shares_of_others_and_multiplies_in_bf16() -> None:
+    record = record_of(OWN)
+    assert record.gpu is OWN and record.tables is None and not record.training.published
+    assert "not measured" in rates(OWN).source
+    assert Quantization("fp8").faster(OWN, DENSE, "dense") == 1
+
+
+@pytest.mark.parametrize(
+    ("gpu", "weights", "times"),
+    [("H20", "fp8", 2), ("MI300X", "fp8", 2), ("B300", "modelopt_fp4", 6), ("RTX 3090", "fp8", 1), ("L4", "fp8", 2)],
+)
+def test_types_are_those_of_the_tensor_cores(gpu: str, weights: str, times: float) -> None:
+    assert Quantization(weights).faster(GPUS[gpu], DENSE, "dense") == times
