@@ -1,4 +1,4 @@
-"""What Libra is measured by: `python -m benchmarks.NAME [--quick] [--json FILE]`.
+"""Benchmarks of Libra: `python -m benchmarks.NAME [--quick] [--json FILE]`.
 
 Invariant: every number that the documentation quotes comes out of a module here, with the case it was measured in.
 """

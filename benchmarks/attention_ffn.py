@@ -1,6 +1,6 @@
-"""What was published of attention and FFN apart, beside the same questions asked here.
+"""Published results on attention and FFN apart, next to Libra's results for the same questions.
 
-Invariant: rows say what was asked of which GPUs; a published number is a row of its own, and nothing is scaled to it.
+Invariant: rows name the question and the GPUs; a published number is a row of its own, and nothing is scaled to it.
 
     python -m benchmarks.attention_ffn [--only frontier|afd-plugin] [--quick] [--json FILE]
 
@@ -9,8 +9,8 @@ Invariant: rows say what was asked of which GPUs; a published number is a row of
 "afd-plugin" is its recipe for DeepSeek-V3.2 on Ascend (recipe/npu/CAMP2pAFDConnector/deepseek_v3_2 of
 github.com/vllm-project/afd-plugin): tokens/s of a die with EP 64 and with 48 or 64 attention and 16 FFN ranks, at the
 recipe's batches, in two micro-batches, with weights of 8 bits, on a die of CloudMatrix384 by its data sheet. The recipe
-forces tokens to four experts of each FFN rank, as in a deployment of four times as many dies; the same without that is
-asked, too. DeepSeek-V3 stands for V3.2: once all of a context is read, and once as much as sparse attention reads.
+forces tokens to four experts of each FFN rank, as in a deployment of four times as many dies; the same is simulated
+without that. DeepSeek-V3 stands for V3.2: once all of a context is read, and once as much as sparse attention reads.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def frontier_question(ttft: float, quick: bool = False) -> SizingQuestion:
 
 
 def frontier_best(asked: SizingQuestion, architecture: Architecture) -> list[tuple[ServingCandidate, Trial]]:
-    """Of each division of the engines that generate, what serves most for long; the best first."""
+    """The deployment with the highest lasting rate, for each division of the engines that generate; the best first."""
     menu, bounds = ServingMenu(MENU.model_copy(update={"architectures": (architecture,)})), Bounds(asked)
     bounded = {it: bounds.of(it).rate for it in menu.candidates(asked)}
     best: dict[EngineSetup, tuple[ServingCandidate, Trial]] = {}
@@ -141,7 +141,7 @@ def plugin_rows() -> Iterator[Row]:
 
 
 def plugin_cost(attention: int, ffn: int) -> GroupCost:
-    """Of so many ranks; without attention ranks of 64 that do both."""
+    """Cost of `attention` and `ffn` ranks; without attention ranks, of 64 ranks that do both."""
     model, stored = load_model("deepseek-ai/DeepSeek-V3"), Quantization("fp8")
     assert model.experts is not None
     config = EngineConfig(max_model_len=40_000, kv_blocks=200_000, max_num_seqs=512)
@@ -156,7 +156,7 @@ def plugin_cost(attention: int, ffn: int) -> GroupCost:
 
 
 def iteration_seconds(cost: GroupCost, batch: int, context: int, ranks: int) -> float:
-    """Of ranks that all decode as many requests."""
+    """Seconds of an iteration of `ranks` ranks that each decode `batch` requests."""
     graph = Graph("NONE")
     base, slope, _ = cost.rank(graph).line(DecodeBatch(batch), batch * context)
     own = base + slope * batch * context

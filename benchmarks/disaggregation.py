@@ -1,5 +1,4 @@
-"""How long it takes to simulate engines that compute prompts and others that generate, ranks that divide experts, and
-an engine that drafts.
+"""CPU time to simulate prefill and decode engines, ranks that divide experts, and an engine that drafts.
 
 Invariant: a case's time is the CPU time of a process of its own that makes the workload and runs it, with the engines'
 profiles made beforehand; memory is that process's peak.
@@ -10,7 +9,7 @@ profiles made beforehand; memory is that process's peak.
 for itself, and begin their iterations together.
 
 "contended" has links of 1 GB/s, of which a decode engine's is busy most of the time. The engine with drafts proposes
-three with EAGLE, and accepts 1.7 of them in the mean; the same requests come to it as to the one without.
+three with EAGLE, and accepts 1.7 of them in the mean; it serves the same requests as the engine without drafts.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def apart() -> SimCluster:
 
 
 def expert_ranks() -> SimCluster:
-    """16,384 requests of mixed lengths for DeepSeek-V3 on 64 ranks of one H200 each, which divide its experts: these
-    are asked for by a power law, and balanced."""
+    """16,384 requests of mixed lengths for DeepSeek-V3 on 64 ranks of one H200 each, which divide its experts. The
+    load of experts follows a power law, and is balanced."""
     model, gpu = load_model("deepseek-ai/DeepSeek-V3"), GPUS["H200"]
     sizes = capture_sizes(256, 8192)
     config = EngineConfig(max_model_len=16384, kv_blocks=20_000, max_num_seqs=256, capture_sizes=sizes)

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f" --trajectories {(most - _OTHER_FILES) // 2}\n",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of the processes that are started
-    gc.disable()  # the client's own pauses are nobody's; it ends before they would be needed
+    gc.disable()  # pauses of the client would count as latency; it ends before it needs a collection
     report(measured(size), options.json)
     return 0
 
@@ -266,7 +266,7 @@ class _Client:
     in_flight: int = 0
 
     async def look(self) -> None:
-        """At how late this event loop is."""
+        """Record how late this event loop is."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(_LOOK_SECONDS)
@@ -274,7 +274,7 @@ class _Client:
                 self.load.late.append(time.monotonic() - began - _LOOK_SECONDS)
 
     async def watch(self, who: str, base: str) -> None:
-        """How long a process leaves those waiting who ask next to nothing of it."""
+        """Record how long a process takes to answer requests that need next to no work."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a core trainer notices of a replica that joins.
+"""Effect of a joining replica on the steps of a core trainer.
 
 Invariant: a step is timed as its caller sees it, waiting for the step boundary included, so whatever a join holds up is
 in the number. Steps alone and steps during a join alternate on the same processes.
@@ -207,7 +207,7 @@ def _children_seconds(process: int) -> float:
 
 
 def _processor_seconds(process: int) -> float:
-    """Of all threads of another process: the kernel's clock of it (see clock_getcpuclockid(3))."""
+    """Processor time of all threads of another process, by the kernel's clock (see clock_getcpuclockid(3))."""
     return time.clock_gettime((~process << 3) | 2)
 
 

@@ -1,7 +1,7 @@
-"""What a member of a torchft group notices of a replica that joins: the contrast to `benchmarks.joins`.
+"""Effect of a joining replica on the steps of a torchft group's member: the contrast to `benchmarks.joins`.
 
 Invariant: the member's step is timed from the start of its quorum to the end of its optimiser step. Work and state are
-those of a model of so many parameters: matrix products, gradients, AdamW moments; only their meaning is missing.
+those of a model with `parameters` parameters: matrix products, gradients, AdamW moments; only their meaning is missing.
 
     pip install torchft
     python -m benchmarks.joins_torchft [--quick] [--json FILE]

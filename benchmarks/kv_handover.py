@@ -280,7 +280,7 @@ async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]
 
 
 async def _iteration(engine: EngineHandle, sequences: int, tag: str) -> float:
-    """Mean seconds of processor time while so many turns decode."""
+    """Mean seconds of processor time per iteration while `sequences` turns decode."""
     requests = [Generate(f"{tag}-{n}", [4 + n] * 16, 200, 0.0, -1, 0, f"{tag}-{n}") for n in range(sequences)]
     began, before = _processor([engine]), engine.iterations
     await asyncio.gather(*(engine.generate(request, lambda piece: None) for request in requests))

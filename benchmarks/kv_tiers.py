@@ -1,4 +1,4 @@
-"""What KV kept beside the GPUs is worth for agents, whose next turn comes when their KV may have left the GPU.
+"""Worth of KV offloaded from the GPUs for agents, whose next turn comes when their KV may have left the GPU.
 
 Invariant: each case is the same engines and the same trajectories, replayed; only the host's memory differs.
 
@@ -28,7 +28,7 @@ SIZES = (16, 64, 256)  # GiB of the host, for each engine
 
 
 def rows_of(case: str, gib: int) -> list[Row]:
-    """With so much memory of the host; without a tier where that is 0."""
+    """Rows of a host tier of `gib` GiB; without a tier where that is 0."""
     deployment = load_engines(EXAMPLES / "kv_tiers.yaml")
     [host] = deployment.engines[0].config.kv_tiers
     tiers = (replace(host, chunks=host.chunks * gib // SIZES[0]),) if gib else ()

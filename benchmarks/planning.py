@@ -1,4 +1,4 @@
-"""How long the planner takes, how far from the optimum it may be, and the memory it needs.
+"""Time and memory that the planner needs, and how far from the optimum its plans may be.
 
 Invariant: the questions are the same on every machine; only the seconds and the memory are the machine's.
 

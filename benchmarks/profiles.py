@@ -1,4 +1,4 @@
-"""How far rooflines are from measured kernel tables, how tight the planner's bounds are, and what both take to make.
+"""Errors of rooflines against measured kernel tables, tightness of the planner's bounds, and the time to make both.
 
 Invariant: errors are of whole iterations, against tables that are sampled anew; nothing is fitted here.
 
@@ -145,7 +145,7 @@ def quantile_rows(case: str, phase: str, values: Array) -> list[Row]:
 
 
 def line_rows(profiles: Iterable[EngineProfile]) -> list[Row]:
-    """What the planner's affine bounds lose of a table, for contexts and memory as they occur, and what they take."""
+    """Loss of the planner's affine bounds against a table, for contexts and memory as they occur, and their time."""
     shortest, longest, memory = 1024, 40960, 500_000
     full, any_batch, prefill, taken = [], [], [], []
     above = 0.0

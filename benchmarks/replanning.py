@@ -1,4 +1,4 @@
-"""What replanning is worth where the lengths of trajectories drift.
+"""Worth of replanning where the lengths of trajectories drift.
 
 Invariant: every policy is charged for the same true work, by the price of what it holds under the true distribution of
 each period, and for every change by the same rule. Policies see sampled trajectories only, and the replanner what its
@@ -152,7 +152,7 @@ def rows_of(case: str, runs: Sequence[Run]) -> list[Row]:
 def _followed(
     planner: Planner, mean: Callable[[float], float], seed: int, starts: Sequence[int]
 ) -> dict[str, list[Plan]]:
-    """What each policy holds in each period, from the trajectories of one seed."""
+    """Plans that each policy holds, by period, from the trajectories of one seed."""
     rng = random.Random(seed)
     tracker = LengthTracker(REPLANNER_HALF_LIFE_STEPS * _RECIPE.batch, block_tokens=BLOCK)
     tracker.observe_running(())
@@ -238,7 +238,7 @@ def _planner() -> Planner:
 
 @cache
 def _known(mean: float) -> LengthTracker:
-    """What someone knows who knows the distribution."""
+    """A tracker that knows the true distribution."""
     tracker = LengthTracker(half_life=1e12, bins_per_octave=48, block_tokens=BLOCK)
     tracker.observe_running(())
     for number in range(_TRUE_QUANTILES):
@@ -262,7 +262,7 @@ def _calls(many: int) -> tuple[Turn, ...]:
 
 
 def _trajectory(length: int, name: str, version: int) -> Trajectory:
-    """As many turns with a tool return as fit, and a last one that fills up the length."""
+    """A trajectory of the most turns with a tool return that fit, and a last one that fills up the length."""
     calls = (length - _PROMPT - 1) // (_TURN + _RETURN)
     last = length - _PROMPT - calls * (_TURN + _RETURN)
     return Trajectory(name, name, "made", _PROMPT, (*_calls(calls), Turn(last, None, None, 0)), None, version, True)

@@ -1,4 +1,4 @@
-"""How long a worker takes from one role to the other and back, beside the restart that this replaces.
+"""Time of a worker from one role to the other and back, next to the restart that this replaces.
 
 Invariant: a change is timed from the order until the worker is of use in its new role, while the others go on: training
 steps are made all the time, and every engine has turns under way that move elsewhere.
@@ -55,8 +55,8 @@ class Measured:
     to_engine: list[float] = field(default_factory=list)
     to_trainer: list[float] = field(default_factory=list)
     imports: list[float] = field(default_factory=list)  # of a process that was not forked from one that has them
-    steps: int = 0  # made meanwhile
-    turns: int = 0  # made meanwhile
+    steps: int = 0  # during the changes
+    turns: int = 0  # during the changes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +169,7 @@ def _sample(number: int) -> Sample:
 
 
 async def _keep_generating(executor: RunExecutor, measured: Measured) -> None:
-    """So many turns at a time as fit the engines; one whose engine goes away is made again by another."""
+    """Keep the engines full of turns; one whose engine goes away is made again by another."""
     await asyncio.gather(*(_agent(executor, number, measured) for number in range(2 * _TURNS)))
 
 
@@ -197,7 +197,7 @@ def _say_nothing(step: int, steps: int, loss: float) -> None: ...
 
 
 class _Silent:
-    """A watcher that has nothing to say of moves, and to whom a loss is an error."""
+    """A watcher that ignores moves, and raises an error for a loss."""
 
     def role(self, worker: Worker) -> None: ...
     def moved(self, moved: MoveOutcome) -> None: ...

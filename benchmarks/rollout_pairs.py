@@ -1,6 +1,6 @@
 """Whether prefill/decode pairs pay in agentic post-training, and what it is worth to change the roles of engines.
 
-Invariant: a gain is told beside what bounds it, and a published number beside ours, whether they agree or not.
+Invariant: a gain is reported next to its bound, and a published number next to ours, whether they agree or not.
 
     python -m benchmarks.rollout_pairs [--steps N] [--sessions FILE] [--only PART] [--json FILE]
 
@@ -113,7 +113,7 @@ def bound_rows(logs: dict[str, tuple[Trajectory, ...]]) -> Iterator[Row]:
 
 
 def _gain(problem: Problem, gpus: dict[str, float]) -> float:
-    """Rate of all engines with pairs over that without; each kind has so many GPUs."""
+    """Rate of all engines with pairs over the rate without; `gpus` has the number of GPUs of each kind."""
     alone = {it.shape: (it.pool, it.devices * max(map(sum, it.work))) for it in problem.engines if it.prefill is None}
     halves: dict[tuple[str, str], tuple[str, float]] = {}
     for it in problem.engines:
@@ -127,8 +127,8 @@ def _gain(problem: Problem, gpus: dict[str, float]) -> float:
 def _rate(
     alone: dict[str, tuple[str, float]], halves: dict[tuple[str, str], tuple[str, float]], gpus: dict[str, float]
 ) -> float:
-    """Steps/s, by a linear program: GPUs of each engine, which take so many GPU seconds a step, and the steps/s that go
-    through pairs."""
+    """Steps/s, by a linear program. Its variables: GPUs of each engine, given the GPU seconds that it takes a step, and
+    the steps/s that go through pairs."""
     engines = [("alone", *it) for it in alone.values()] + [(role, *it) for (role, _), it in halves.items()]
     cost = [-1 / each if role == "alone" else 0.0 for role, _, each in engines] + [-1.0]
     rows = [[-1 / each if role == half else 0.0 for role, _, each in engines] + [1.0] for half in ("prefill", "decode")]

@@ -1,11 +1,11 @@
-"""How near the planner's price of a synchronous rollout is to the simulated one; and the table that corrects prices.
+"""Error of the planner's price of a synchronous rollout against the simulated one; the table that corrects prices.
 
 Invariant: families of trajectories and seeds that the table of corrections was fitted to are not those of any verdict.
 
     python -m benchmarks.rollout_price [--quick] [--json FILE] [--fit]
 
 A case is a random cluster (GPUs, nodes, tensor-parallel degrees), model, recipe and distribution of trajectories. The
-planner is told of 4,096 trajectories and plans synchronous training; then batches drawn anew are rolled out by the
+planner observes 4,096 trajectories and plans synchronous training; then batches drawn anew are rolled out by the
 simulator on the plan's engines, all at once, with every trajectory sent to its bucket. Predicted seconds are an
 expectation, so they are compared with the mean of as many batches as it takes to know that. `--fit` makes the table
 anew from other families, and writes it to `src/libra/cost/corrections.py`: from such rollouts, and from the steps of
@@ -39,7 +39,7 @@ MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
 
 _CASES = 100
 _FIT_SEEDS = 20  # of each family
-_OVERLAP_PART = 3  # of as many seeds one, where each sample is a run of many steps
+_OVERLAP_PART = 3  # seeds for one sample, where each sample is a run of many steps
 _STALENESS = (1, 2, 4)  # in turn
 # Batches of a case are simulated until the standard error of their mean is known to be small, or there are many.
 _BATCHES = (4, 32)
@@ -102,8 +102,8 @@ def test_cases(count: int) -> list[Case]:
 
 
 def fit_factors(seeds: int) -> BatchFactors:
-    """To rollouts of single batches and to steps of whole runs. Twice: what is mispriced shows in plans that were made
-    by the price."""
+    """Fit factors to rollouts of single batches and to steps of whole runs. They are fitted twice, as prices that are
+    wrong show in plans that were made by them."""
     samples: list[Sample] = []
     factors = UNCORRECTED
     for first in (0, seeds):
@@ -147,7 +147,7 @@ def _sample(plan: Plan, problem: Problem, seconds: float) -> Sample:
 
 
 def price_all(cases: Iterable[Case], batches: tuple[int, int], factors: BatchFactors = BATCH) -> Iterable[Priced]:
-    """Those cases that have a plan."""
+    """Price the cases that have a plan."""
     for case in cases:
         try:
             yield price_case(case, batches, factors)
@@ -166,7 +166,7 @@ def price_case(case: Case, batches: tuple[int, int], factors: BatchFactors = BAT
 
 
 def _standard_error(rollouts: Sequence[Rollout]) -> float:
-    """Of the mean of their seconds, relative to it; infinite for fewer than two."""
+    """Standard error of the mean of the rollouts' seconds, relative to it; infinite for fewer than two."""
     seconds = [rollout.seconds for rollout in rollouts]
     return stdev(seconds) / fmean(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
 

@@ -1,6 +1,6 @@
 """Random clusters and distributions of trajectories whose rollout is priced and simulated.
 
-Invariant: a case is told by its family and seed alone; no family is both fitted and tested.
+Invariant: a case is determined by its family and seed alone; no family is both fitted and tested.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Case:
     make: Make
 
     def observed(self) -> tuple[Trajectory, ...]:
-        """What the planner is told of."""
+        """Trajectories that the planner observes."""
         samples = self.recipe.samples_per_prompt
         return self.make(OBSERVED // samples, OBSERVED_NUMBER, samples)
 
     def batch(self, number: int) -> tuple[Trajectory, ...]:
-        """Those of one step, drawn anew."""
+        """Trajectories of one step, drawn anew."""
         return self.make(self.recipe.prompts, 2_000 + number, self.recipe.samples_per_prompt)
 
 

@@ -1,6 +1,6 @@
 """Factors that bring prices near what was simulated.
 
-Invariant: nothing but the price of given allocations is asked here, so the same samples give the same factors.
+Invariant: only the price of given allocations is computed here, so the same samples give the same factors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sample:
 
     @cached_property
     def _profiles(self) -> list[tuple[NodeClass, EngineProfile]]:
-        """Of the sizes that the allocation has: no others need a price."""
+        """Profiles with only the engine sizes that the allocation has: no others need a price."""
         shapes = {bucket.shape for bucket in self.allocation.buckets}
         found = []
         for nodes, profile in zip(self.request.cluster.nodes, self.request.profiles, strict=True):

@@ -1,6 +1,6 @@
 """The plan of a case.
 
-Invariant: the planner is told of the case's observed trajectories and of nothing that is simulated afterwards.
+Invariant: the planner knows the case's observed trajectories and nothing that is simulated afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REPLAYED = 4_096  # observed trajectories that a router learns from, or is meas
 
 
 def request_of(case: Case) -> ClusterRequest:
-    """What the planner is asked."""
+    """The planner's request for a case, from all of its observed trajectories."""
     planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
     tracker = planner.tracker(half_life_steps=1e6)  # all that is observed counts
     for trajectory in case.observed():
@@ -41,7 +41,7 @@ def plan_case(case: Case, factors: BatchFactors = BATCH) -> tuple[Plan, Menu]:
 
 
 def routed_case(case: Case) -> tuple[Plan, Menu]:
-    """As `plan_case`, by what the recipe's router gets right of the observed trajectories, as `libra plan` does."""
+    """As `plan_case`, with the recall of the recipe's router on observed trajectories, as `libra plan` does."""
     request, menu, best = with_recall(request_of(case), _replayed(case), policy_named(case.recipe.router, seed=0))
     return answer(request, menu, best), menu
 

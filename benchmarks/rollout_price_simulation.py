@@ -23,7 +23,7 @@ from libra.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What became of one batch."""
+    """Outcome of one batch."""
 
     seconds: float  # until its last trajectory was finished
     prefilled: float  # tokens, as a multiple of those that each trajectory needs once

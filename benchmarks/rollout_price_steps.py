@@ -18,15 +18,15 @@ from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
 
-# Batches that are under way at first all start together. Measured are so many times as many steps as start together,
-# so that whatever they do in turn is done as often, and no fewer than the least. As many more follow, so that none that
-# is measured has engines with less to do, as no later batches start.
+# The first batches, one more than the staleness, all start together. `_PERIODS` times their number of steps are
+# measured, at least `_LEAST`, so that whatever they do in turn is done equally often. The same number of steps follows,
+# so that no measured step has engines with less to do because no later batches start.
 _PERIODS, _LEAST = 6, 12
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What became of the measured steps."""
+    """Outcome of the measured steps."""
 
     seconds: float  # of a step, mean
     each: tuple[float, ...]  # seconds of the steps, one by one
@@ -60,7 +60,7 @@ class CaseEpisodes:
 
 
 def measured_steps(staleness: int) -> tuple[int, int]:
-    """Steps that are left out at the beginning, as many as start together, and those that are measured then."""
+    """Numbers of steps: those left out at the beginning, which start together, and those measured after them."""
     ahead = 1 + staleness
     return ahead, max(_LEAST, _PERIODS * ahead)
 

@@ -1,7 +1,7 @@
-"""What a routing decision costs, and what it costs to learn from a finished trajectory, in process CPU time.
+"""CPU time of the process for a routing decision, and for learning from a finished trajectory.
 
-Invariant: a decision is timed alone, on a fleet that shows it the same loads however long it takes; of every policy the
-same trajectories are asked, after it has learned from the same ones.
+Invariant: a decision is timed alone, on a fleet that shows it the same loads however long it takes. Every policy routes
+the same trajectories, after it has learned from the same ones.
 
     python -m benchmarks.routing_speed [--quick] [--json FILE]
 
@@ -110,7 +110,7 @@ def view(instances: int) -> View:
 
 
 def drawn(count: int, seed: int) -> Iterator[Trajectory]:
-    """So many finished trajectories, one at a time."""
+    """Draw `count` finished trajectories, one at a time."""
     random = np.random.default_rng(seed)
     for number in range(count):
         turns = int(random.geometric(1 / 12))

@@ -1,6 +1,6 @@
-"""What a benchmark found, as rows to print and to keep.
+"""Results of a benchmark, as rows to print and to keep.
 
-Invariant: what is printed and what is written are the same rows in the same order. A goal that a row names is either
+Invariant: the printed rows and the written rows are the same, in the same order. A goal that a row names is either
 met or not; a row without a goal promises nothing.
 """
 

@@ -1,6 +1,6 @@
-"""How long `libra search` takes, how much of the menu its bound rules out, and whether the answer is brute force's.
+"""Time of `libra search`, share of the menu that its bound rules out, and whether the answer is brute force's.
 
-Invariant: rows say what was asked and what was measured; times are CPU times of all processes that took part.
+Invariant: rows name the question and the measure; times are CPU times of all processes that took part.
 
     python -m benchmarks.search [--jobs N] [--json FILE] [--quick]
     python -m benchmarks.search --peer [apart]
@@ -8,10 +8,10 @@ Invariant: rows say what was asked and what was measured; times are CPU times of
 "menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "sixteen" is about
 all deployments of a 32B model on 16 GPUs. "brute force" simulates every candidate of 60 random menus to its goodput
 without a bound, and compares the Pareto sets. "windows" runs the winners of 20 searches on other requests of the same
-traffic: of Azure's trace, where it is there. "plan" mixes 1,024
-GPUs of three types. "published" asks what Frontier (arXiv 2605.21312) told of prefill and decode apart, and of mixed
-GPUs, with a model, requests and GPUs of our own. --peer asks the sweep of aiconfigurator-core the same with the same
-tables; "apart" that of the package aiconfigurator, which has to be installed beside.
+traffic: of Azure's trace, where it is there. "plan" mixes 1,024 GPUs of three types. "published" repeats Frontier's
+(arXiv 2605.21312) questions on prefill and decode apart, and on mixed GPUs, with a model, requests and GPUs of our own.
+--peer puts the same question to the sweep of aiconfigurator-core, with the same tables; "apart" to that of the package
+aiconfigurator, which has to be installed in addition.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def cluster(h100: int, a100: int, l40s: int = 0) -> Cluster:
-    """Of so many nodes with eight GPUs each."""
+    """A cluster with the given numbers of nodes, each with eight GPUs of one type."""
     kinds = [it for it in (("H100", h100), ("A100", a100), ("L40S", l40s)) if it[1]]
     return Cluster(tuple(NodeClass(gpu.lower(), count, 8, GPUS[gpu], GPUS[gpu].link, 50e9) for gpu, count in kinds))
 
@@ -84,7 +84,7 @@ def question(there: Cluster, count: int, objectives: str, model: str = MODEL, **
 
 
 def measured(work: Callable[[], T]) -> tuple[T, float, float]:
-    """What it gives, and seconds: of the processors, and of the clock."""
+    """Result of `work`, and seconds: CPU time, and wall clock."""
 
     def cpu() -> float:
         used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -109,7 +109,7 @@ class Listed(ServingMenu):
 
 
 def spread(candidates: list[ServingCandidate], count: int) -> list[ServingCandidate]:
-    """So many of them, evenly."""
+    """`count` of the candidates at even distances, or all if there are fewer."""
     return [candidates[index * len(candidates) // count] for index in range(min(count, len(candidates)))]
 
 

@@ -5,7 +5,7 @@ have one length. The sweep takes a steady state of equal batches, and tells its 
 random (Poisson), and mean TTFT and TPOT are limited. What the sweep finds is also simulated, at its rate and batch.
 
 The core has the sweep over colocated engines alone. That of prefill and decode apart is in the package
-`aiconfigurator`, which this project does not depend on: it is asked where it is installed.
+`aiconfigurator`, which this project does not depend on: it is used where it is installed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def peer_rows() -> Iterator[Row]:
 
 def apart_rows() -> Iterator[Row]:
     """The package's own comparison of colocated engines and of prefill and decode apart: its best deployment of each on
-    so many GPUs, the same simulated at its rate, and the least that a plan of ours takes for that rate."""
+    `GPU_COUNTS` GPUs, the same simulated at its rate, and the fewest GPUs of a plan of ours for that rate."""
     for gpus in GPU_COUNTS:
         began = time.process_time()
         theirs = _sweep_roles(gpus)
@@ -135,7 +135,7 @@ def _sweep_roles(gpus: int) -> dict[Architecture, dict[str, Any]]:
 
 
 def _deployment(architecture: Architecture, row: dict[str, Any], gpus: int) -> tuple[ServingCandidate, float]:
-    """What a row is of, as often as there are GPUs for; and its requests/s."""
+    """The deployment of a row, as often as it fits the GPUs; and its requests/s."""
     times = gpus // int(row["num_total_gpus"])
     shape = EngineSetup("h100", 1, 1, 256, 8192, False)
     if architecture == "colocated":
@@ -153,7 +153,7 @@ def _deployment(architecture: Architecture, row: dict[str, Any], gpus: int) -> t
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """With the model's config.json."""
+    """A temporary folder with the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_configuration(load_model(MODEL))), encoding="utf-8")
         yield folder

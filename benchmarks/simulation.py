@@ -1,4 +1,4 @@
-"""How long the simulator takes, and what it leaves out to be that fast.
+"""Time that the simulator takes, and what it leaves out to be that fast.
 
 Invariant: a case's time is the CPU time of one process that makes the workload and runs it, with the engines' profiles
 made beforehand, so that neighbours on the machine count little; memory is that process's peak. Events are what the
@@ -55,7 +55,7 @@ PROMPT, OUTPUT = 512, 128
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one run of a case took, and did."""
+    """Costs and counts of one run of a case."""
 
     cpu_seconds: float
     peak_mib: float

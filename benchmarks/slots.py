@@ -1,4 +1,4 @@
-"""How fast a CPU slot is while its neighbours are idle, and while they are busy.
+"""Speed of a CPU slot while its neighbours are idle, and while they are busy.
 
 Invariant: both speeds of a configuration are measured in turns on the same processes, so what else the machine does in
 the meantime touches both alike. A speed counts finished pieces of work, never a sleep.
@@ -7,7 +7,7 @@ the meantime touches both alike. A speed counts finished pieces of work, never a
 
 The work is small float32 matrix products on one thread, in pieces of a few milliseconds as engine iterations are.
 Slots are as `libra run` makes them: slot n lives on core n modulo the cores, at the share that `cluster.share` defaults
-to. The last configuration is a contrast without a goal: whole cores, shared by whoever wants them.
+to. The last configuration is a contrast without a goal: whole cores, shared by all processes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def configurations(cores: int) -> tuple[Configuration, ...]:
-    """As many slots to a core as the default share lets live there."""
+    """Configurations with the most slots to a core that the default share allows."""
     share = ClusterConfig().share
     slots = range(1, cores * int(1 / share))
     own_core = tuple(slot for slot in slots if slot % cores == 0)

@@ -1,4 +1,4 @@
-"""How far tracked lengths are from the true ones while these drift, jump, and finish late.
+"""Error of tracked lengths while the true ones drift, jump, and finish late.
 
 Invariant: the tracker sees what a run would show it: finished trajectories in the order in which they finish, and how
 far the others have come. The truth is the distribution that trajectories of the newest version are drawn from.
@@ -12,12 +12,12 @@ Beside the tracker stands what is often done instead: a window of the last traje
 one of what starts with 4 versions and a long one of what starts with 16.
 
 In whole simulated runs (48 A800 train Qwen3-14B; `benchmarks.workloads` without their drift) time is not context: tools
-wait, and engines slow down with load. At every optimiser step the tracker is told what a replanner is told. Its error
-is the difference to a tracker that knows how each of those trajectories ends; that of the finished ones alone stands
-beside it.
+wait, and engines slow down with load. At every optimiser step the tracker gets the input of a replanner. Its error
+is the difference to a tracker that knows how each of those trajectories ends; the error of the finished ones alone is
+reported next to it.
 
 Recorded logs, where they are at hand, are replayed: each replay draws 128 of their trajectories for each of 24
-versions, and is asked at its end, when many still run. Whole simulated runs draw from every other trajectory of a log,
+versions, and is judged at its end, when many still run. Whole simulated runs draw from every other trajectory of a log,
 too, and from the others.
 """
 
@@ -253,8 +253,8 @@ class Stationary:
 
 
 class Watching:
-    """A `Replan` that keeps the plan, and trackers of what it is told: `errors` at each step, as [P50, P90, P99, mean]
-    relative to the tracker that knows the ends."""
+    """A `Replan` that keeps the plan, and feeds trackers with its input: `errors` at each step, as [P50, P90, P99,
+    mean] relative to the tracker that knows the ends."""
 
     period = 1
 

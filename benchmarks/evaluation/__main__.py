@@ -1,6 +1,6 @@
-"""What Libra is worth: runs the experiments, and writes their rows, tables and figures.
+"""Runs the experiments on what Libra is worth, and writes their rows, tables and figures.
 
-Invariant: what is printed, written and put on the page is made of the same results. A cell that finished is kept, and
+Invariant: printed rows, written rows and the page are made of the same results. A cell that finished is kept, and
 computed again only when its code, inputs or libraries have changed.
 
     python -m benchmarks.evaluation [NAMES...] [--quick] [--json FILE] [--markdown docs/evaluation.md]

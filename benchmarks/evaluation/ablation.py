@@ -1,4 +1,4 @@
-"""What each part is worth: added one by one as published, and taken from ours one at a time.
+"""Worth of each part: added one by one as published, and taken from ours one at a time.
 
 Invariant: published numbers are those of Libra (arXiv 2606.03077), and only stand beside ours. The links of the chain,
 and ours with all its parts, are runs of `throughput`.

@@ -29,7 +29,7 @@ from libra.sim.training_run.trainer import TrainingPrice
 #   that hold the longest context: it sees neither the longest trajectory nor what engines lose by waiting.
 #   Free: concurrency.
 # static: Free: split, tp, concurrency, for what is known at the start (AReaL, as the paper has it).
-# hindsight: likewise for the whole drift, which nobody knows at the start.
+# hindsight: the same for the whole drift, which is unknown at the start.
 NAMES = ("colocated", "even", "greedy", "static", "hindsight")
 SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
 SEARCH_STEPS = 4  # that a choice is judged by first, after those that fill the pipeline
@@ -40,7 +40,7 @@ _BATCHING = 0.1  # of the seconds of training, granted for batches that come tog
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a baseline leaves open."""
+    """Values of the settings that a baseline leaves open."""
 
     training: int  # GPUs that train
     shape: str  # of every engine

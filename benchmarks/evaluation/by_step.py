@@ -1,7 +1,7 @@
 """Trajectories that drift by the step that their group is for.
 
-Invariant: a group's trajectories are the same whoever starts it, and whenever: all systems get the same work. Where a
-drift went by the version that starts a group, more staleness would mean shorter trajectories.
+Invariant: a group's trajectories do not depend on which system starts it, or when: all systems get the same work. If
+the drift followed the version that starts a group, more staleness would mean shorter trajectories.
 """
 
 from __future__ import annotations

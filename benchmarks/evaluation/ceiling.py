@@ -1,4 +1,4 @@
-"""How much there is to gain at all: what every GPU could do if none ever waited, and what tools leave of it.
+"""Ceiling of throughput: the work of all GPUs if none ever waited, and the share of it that tools leave.
 
 Invariant: the runs are those of `throughput`; the ceiling is made of the planner's prices, and is as true as they are.
 """
@@ -42,7 +42,7 @@ def _cells(quick: bool) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Of one workload, means over the seeds."""
+    """Bounds and shares of one workload, means over the seeds."""
 
     ceiling: float  # tokens/s
     tools_alone: float  # tokens/s
@@ -51,7 +51,7 @@ class _Room:
 
 
 def _rooms(results: Sequence[Result]) -> dict[str, _Room]:
-    """By workload."""
+    """Bounds and shares by workload."""
     bounds = (ceiling, tool_bound)
     runs = Runs([it for it in results if it.cell.function not in bounds])
     found = {}

@@ -1,7 +1,7 @@
-"""A cell of `ceiling`: what the planner's own prices allow, if nobody ever waits.
+"""A cell of `ceiling`: the throughput that the planner's own prices allow if no GPU ever waits.
 
-Invariant: prices of training and of generating are those that the planner uses; that a trajectory has a longest one
-beside it, and that weights have to be sent, costs nothing here.
+Invariant: prices of training and of generating are those that the planner uses. Waiting for the longest trajectory and
+sending weights cost nothing here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ceiling(setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def balance(problem: Problem) -> Balance:
-    """Of a problem with one pool of devices. Raises ValueError for more."""
+    """The best balance of a problem with one pool of devices. Raises ValueError for more pools."""
     (pool,) = problem.pools
     found = []
     for training in problem.training:

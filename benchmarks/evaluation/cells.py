@@ -26,7 +26,7 @@ from libra.config.cache import cache_directory
 
 
 class CellError(RuntimeError):
-    """A cell raised, or what it depends on changed while it ran. The message names it, and has the traceback if any."""
+    """A cell raised, or its code or inputs changed while it ran. The message names it, and has the traceback if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a cell returned, and the CPU seconds that it took."""
+    """The values that a cell returned, and the CPU seconds that it took."""
 
     values: dict[str, Any]
     cpu_seconds: float
@@ -73,7 +73,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a cell returned, and the CPU seconds of the process that computed it, be it now or earlier."""
+    """The values that a cell returned, and the CPU seconds of the process that computed it, now or earlier."""
 
     cell: Cell
     values: Mapping[str, Any]
@@ -87,8 +87,8 @@ def run(
     """The results of the cells, in their order. What is not kept in `folder` is computed, by at most `processes` at a
     time; not given, the folder is `evaluation` in the cache directory. Equal calls are computed once.
 
-    Raises `CellError` where a cell raises, once those that run beside it have finished and are kept, and where code or
-    inputs changed meanwhile, as then nobody could say what the results are of.
+    Raises `CellError` where a cell raises, once the cells that run at the same time have finished and are kept. Also
+    raises it where code or inputs changed meanwhile, as results would then belong to neither version.
     """
     if processes < 1:
         raise ValueError(f"processes is {processes}; give 1 or more")
@@ -171,7 +171,7 @@ def _code(cell: Cell) -> tuple[str, tuple[Path, ...]]:
 
 
 def _codes(cells: Sequence[Cell]) -> dict[tuple[str, tuple[Path, ...]], tuple[Code, str]]:
-    """What the cells depend on, with its digest."""
+    """The code and inputs that the cells depend on, with their digest."""
     found = {}
     for part in dict.fromkeys(_code(cell) for cell in cells):
         code = code_of(*part)

@@ -1,4 +1,4 @@
-"""Which files a module's code is in, and their digest.
+"""Files that a module's code is in, and their digest.
 
 Invariant: a change of any file that the module imports from our own packages, directly or through others, changes the
 digest; where the packages lie does not.
@@ -66,7 +66,7 @@ def imported(module: str, roots: Mapping[str, Path]) -> dict[str, Path]:
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Of Python and of `LIBRARIES`; `none` where one is not installed."""
+    """Versions of Python and of `LIBRARIES`; `none` where one is not installed."""
     found = {"python": python_version()}
     for library in LIBRARIES:
         try:
@@ -91,7 +91,7 @@ def _folder(package: str) -> Path:
 
 
 def _file(module: str, roots: Mapping[str, Path]) -> Path | None:
-    """None: not a module of these packages."""
+    """File of a module; None for one that is not of these packages."""
     package, _, rest = module.partition(".")
     if package not in roots:
         return None

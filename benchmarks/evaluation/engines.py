@@ -23,7 +23,7 @@ _INTER = 200e9 / 8  # bytes/s of a node: 200 Gb/s, as in Libra (arXiv 2606.03077
 
 
 def a800_nodes(count: int) -> Cluster:
-    """So many nodes of 8 A800."""
+    """A cluster of `count` nodes of 8 A800."""
     gpu = GPUS["A800"]
     return Cluster((NodeClass("a800", count, GPUS_OF_NODE, gpu, gpu.link, _INTER),))
 
@@ -41,7 +41,7 @@ def profiles_of(
 def engines_of(
     model: ModelSpec, cluster: Cluster, recipe: Recipe, tp: int, max_num_seqs: int, source: str = "tables"
 ) -> tuple[EngineSpec, ...]:
-    """As many engines of `tp` GPUs as the cluster holds, each of at most `max_num_seqs` sequences at once."""
+    """Engines of `tp` GPUs on the whole cluster, each with at most `max_num_seqs` sequences at once."""
     (nodes,) = cluster.nodes
     (profile,) = profiles_of(cluster, model, recipe, source)
     kv = engine_kv_tokens(model, nodes, recipe, tp)

@@ -1,4 +1,4 @@
-"""What a few seeds say of a number.
+"""Estimates of a number from a few seeds.
 
 Invariant: one seed gives a value and no interval; more give the interval of `intervals`.
 """
@@ -23,7 +23,7 @@ class Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """By Student's t. Raises ValueError for no value."""
+    """Estimate of the mean, by Student's t. Raises ValueError for no value."""
     if len(values) == 1:
         return Estimate(values[0], None)
     return _of(mean_interval(values))

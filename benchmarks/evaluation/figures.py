@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a result becomes at the two ends of one setting; `ends` names them, such as ("1 s", "60 s")."""
+    """A result at the two ends of one setting; `ends` names them, such as ("1 s", "60 s")."""
 
     label: str
     ends: tuple[str, str]

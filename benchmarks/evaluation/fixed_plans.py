@@ -1,4 +1,4 @@
-"""Plans that somebody else chose: a number of GPUs that train, and engines of one size on the others.
+"""Plans that the planner did not choose: a number of GPUs that train, and engines of one size on the others.
 
 Invariant: layout, micro-batches and memory are the best that the planner's own menu has for that many GPUs; only the
 choices that a baseline stands for are made here.
@@ -34,9 +34,9 @@ def uniform_plan(request: ClusterRequest, menu: Menu, training: TrainingOption, 
 
 
 def uniform_plans(request: ClusterRequest, devices: Sequence[int] | None = None) -> Iterator[Plan]:
-    """Every shape of engine, with each number of training GPUs: those of `devices`, or all whole halves of a node.
+    """Plans for every shape of engine and each number of training GPUs: `devices`, or all whole halves of a node.
 
-    Where no layout uses exactly so many, the largest number below that one does is taken.
+    Where no layout uses exactly that number of GPUs, the largest smaller number that a layout uses is taken.
     """
     menu = request.menu()
     problem = menu.problem

@@ -1,4 +1,4 @@
-"""Who knows every trajectory of a run in advance.
+"""A planner that knows every trajectory of a run in advance.
 
 Invariant: what is foretold is what the run will draw.
 """
@@ -41,7 +41,7 @@ class Foretold:
 
 @dataclass(slots=True)
 class Foresight:
-    """Plans for the steps to come, by a replanner that is told of their very trajectories."""
+    """Plans for the steps to come, by a replanner that observes the trajectories of those steps in advance."""
 
     episodes: Episodes
     planner: Planner
@@ -64,7 +64,7 @@ class Foresight:
 
 @dataclass(slots=True)
 class Foreseeing:
-    """The `Replan` of who has foresight."""
+    """The `Replan` of a system with foresight."""
 
     foresight: Foresight
     plan: Plan

@@ -1,4 +1,4 @@
-"""What is known of a mean, a ratio or a median from a few seeds: intervals.
+"""Intervals for a mean, a ratio or a median, from a few seeds.
 
 Invariant: the same values give the same interval; one that the values cannot support is refused, not
 guessed. `level` is the share of intervals that cover the truth, where the stated assumption holds.

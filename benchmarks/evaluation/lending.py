@@ -1,4 +1,4 @@
-"""What a run gains by engines on devices that serve, and what their users pay for it.
+"""Gain of a run from engines on devices that serve, and the cost to the users of those devices.
 
 Invariant: published numbers are those of ROSE (arXiv 2605.06534), and only stand beside ours. A miss is attributable
 where the same request meets its SLO when its engine serves alone.
@@ -45,7 +45,7 @@ Values = Mapping[str, Any]
 
 
 def synchronous(setting: LendingSetting) -> LendingSetting:
-    """The same, where a step begins when the one before has been trained on."""
+    """The same setting, where a step begins when the one before has been trained on."""
     return replace(setting, steps=setting.steps // 2, staleness=0)
 
 
@@ -67,7 +67,7 @@ def _cell(setting: LendingSetting, system: str) -> Cell:
 
 
 def size_of(setting: LendingSetting) -> str:
-    """The same whatever the size of the clusters."""
+    """Name of the size of a setting, independent of the size of the clusters."""
     waits = "" if setting.staleness else ", synchronous"
     return f"{setting.trajectories_a_gpu} trajectories a step and GPU{waits}"
 

@@ -80,7 +80,7 @@ class LendingSetting:
 
     @property
     def trajectories_a_gpu(self) -> int:
-        """Of a step, for each GPU of the run's own."""
+        """Trajectories of a step, for each GPU of the run's own."""
         return round(self.groups * self.episodes.samples_per_prompt / (8 * self.nodes))
 
     @cached_property
@@ -104,8 +104,8 @@ class LendingSetting:
         )
 
     def plan(self, lending: int, share: float, inside: Envelope | None = None) -> Plan:
-        """The best plan that may borrow the devices of so many nodes, each for a share of its time beside what serves
-        `inside` an envelope; without one nothing else is in their memory, and no grant ends."""
+        """The best plan that may borrow the devices of `lending` nodes, each for `share` of its time next to serving
+        within the envelope `inside`; without one nothing else is in their memory, and no grant ends."""
         own = _nodes("own", self.nodes)
         if not lending or not share:
             return self._solved(Planner(Cluster((own,)), load_model(self.model), self.recipe(), self._profiles(own)))
@@ -170,7 +170,7 @@ SYSTEMS = ("fixed", *RULES, "half-device", "elastic", "whole")
 
 
 def run(setting: dict[str, Any], system: str) -> dict[str, Any]:
-    """What became of it, as JSON values."""
+    """Outcome of a run of `system` in the setting, as JSON values."""
     where = LendingSetting(**setting)
     made = _system(where, system)
     outcome = simulate_posttraining(made, where.episodes, where.steps)
@@ -213,7 +213,7 @@ def _system(where: LendingSetting, name: str) -> System:
 
 
 def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRun) -> dict[str, Any]:
-    """What lenders gave, and what it cost those whom they serve."""
+    """Time that lenders lent, and what that cost their users."""
     devices = {} if system.tenancy is None else system.tenancy.devices
     lenders = outcome.lenders
     attributable = covered = 0
@@ -233,7 +233,7 @@ def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRu
 
 
 def _handed_over(where: LendingSetting, seconds: float) -> dict[str, Any]:
-    """What it costs users that devices are gone: their requests go in turn to those that stay."""
+    """Cost to users when devices are taken away: their requests go in turn to the devices that stay."""
     cases = [_case(number, min(seconds, _HOUR)) for number in range(8 * where.lending)]
     stay = len(cases) - 8 * granted(where)
     load: list[list[tuple[int, int, int]]] = [[] for _ in range(stay)]  # arrival, whose, its number
@@ -285,14 +285,14 @@ def certified_cell(name: str) -> Cell:
 
 
 def _certified(name: str) -> dict[str, Any]:
-    """As kept; found out, and kept, where it is not."""
+    """The kept certificate of `name`; computed and kept where there is none."""
     (result,) = run_cells([certified_cell(name)], processes=1, progress=False)
     return dict(result.values)
 
 
 def certificate(name: str) -> dict[str, Any]:
-    """The share of its time that a lender which is in no run lends by a rule, to whoever spends every grant; of the
-    gate as it is certified, with the envelope."""
+    """Share of its time that a lender outside any run lends by the rule `name`, if the borrower spends every grant.
+    For the gate: the certified share, with rate and envelope."""
     case = _case(_BEFORE, _CERTIFIED)
     if name == "gate":
         (found,) = certify(case, [USE], _LOADS)
@@ -303,7 +303,7 @@ def certificate(name: str) -> dict[str, Any]:
 
 
 def _case(lender: int, seconds: float) -> LendingCase:
-    """What one lender serves: its share of the trace's requests, at their times."""
+    """The requests of one lender: its share of the trace's requests, at their times."""
     kept = generator_of(0, _LENDER, lender)
     requests = tuple(it for it in _trace_requests() if it.arrival < ticks(seconds) and kept.random() < RATE)
     return LendingCase(SERVING, SERVED, "1 x H800", SLO, "trace", requests, LONGEST_GRANT)

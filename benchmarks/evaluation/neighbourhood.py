@@ -53,8 +53,8 @@ def behind(values: Values) -> float:
 
 
 def behind_afresh(values: Values) -> float:
-    """Likewise on batches that the neighbour was not chosen by: less than 0 where it is no better there. 0 where no
-    neighbour was better to begin with."""
+    """The same percent on batches that had no part in choosing the neighbour: below 0 where it is worse there.
+    0 where no neighbour was better to begin with."""
     fresh = values["fresh"]
     return 100 * (float(fresh["plan"]) / float(fresh["best"]) - 1) if behind(values) > 0 else 0.0
 

@@ -66,7 +66,7 @@ class _Here:
 
     def training(self) -> Iterator[Neighbour]:
         pool, devices = self._option.pool, self._option.devices
-        # Of as many devices only those that are worth it: no fewer train as fast.
+        # Only numbers of devices that are worth it: no smaller number trains as fast.
         sizes = {option.devices for option in self._problem.training if option.pool == pool}
         worth = [option for size in sorted(sizes) if (option := self._fastest(size)) and option.devices == size]
         fewer = [option for option in worth if option.devices < devices]
@@ -90,7 +90,8 @@ class _Here:
     def _balanced(
         self, what: str, option: TrainingOption, counts: Sequence[int], pool: str, left: int, changed: int | None
     ) -> Iterator[Neighbour]:
-        """With `left` devices of the pool idle, or fewer than none: what can give or take does, one at a time."""
+        """Neighbours with `left` devices of the pool idle, or missing if negative. One part at a time gives or takes
+        them."""
         if left >= 0:
             yield from self._made(what, option, counts)
         if changed is not None and pool == option.pool and not self._problem.colocated:
@@ -110,7 +111,7 @@ class _Here:
             yield Neighbour(what, Allocation(option.replicas, buckets, option.layout))
 
     def _fastest(self, devices: int) -> TrainingOption | None:
-        """On the pool that trains, of options with at most so many devices."""
+        """The fastest option with at most `devices` devices, on the pool that trains."""
         pool = self._option.pool
         options = [it for it in self._problem.training if it.pool == pool and it.devices <= devices]
         return min(options, key=lambda it: (it.seconds, it.devices, it.layout), default=None)

@@ -13,12 +13,12 @@ INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#dfe3e8", "#ffffff"
 
 
 def colour(number: int) -> str:
-    """Of the series with this number, counted from 0. Raises ValueError where there are more series than colours."""
+    """Colour of series `number`, counted from 0. Raises ValueError where there are more series than colours."""
     if not 0 <= number < len(PALETTE):
         raise ValueError(f"series {number + 1} has no colour of its own: show {len(PALETTE)} or fewer in one figure")
     return PALETTE[number]
 
 
 def number_of(system: str) -> int:
-    """Of the colour that one of `SYSTEMS` has."""
+    """Number of the colour that `system`, one of `SYSTEMS`, has."""
     return SYSTEMS.index(system)

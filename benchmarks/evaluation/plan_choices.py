@@ -27,7 +27,7 @@ def choose(setting: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def choice_cell(setting: Setting, parts: Mapping[str, Any], name: str) -> Cell:
-    """The same for all seeds and lengths of a run, and for all parts that decide nothing about the first plan."""
+    """Cell of a choice: the same for all seeds and lengths of a run, and parts that do not affect the first plan."""
     where = replace(setting, seed=0, steps=STEPS, first=None)
     deciding = {what: value for what, value in parts.items() if what in _DECIDING}
     words = ", ".join([name, *(f"{what} {value}" for what, value in deciding.items())])

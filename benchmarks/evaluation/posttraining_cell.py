@@ -45,7 +45,7 @@ def _oracle(setting: Setting) -> dict[str, Any]:
 
 
 def told(system: System, outcome: SimulatedRun) -> dict[str, Any]:
-    """As JSON values: the sums, the plan it began with, and columns of the steps."""
+    """JSON values of a run: the sums, the plan that it began with, and columns of the steps."""
     steps = outcome.steps
     return {
         "throughput": outcome.throughput,

@@ -1,4 +1,4 @@
-"""How far a run of cells is, for those who wait for it.
+"""Progress of a run of cells, shown while it runs.
 
 Invariant: a line for each finished cell, on a terminal or not; only a terminal gets a bar below them, which is gone at
 the end.

@@ -1,7 +1,7 @@
 """Reward against wall clock, as a function of what was trained on and how stale it was.
 
-Invariant: the same function for all systems: reward only rises, and a token is worth the same whoever trains on it.
-How reward grows is an assumption, as a simulation has no policy that learns:
+Invariant: the same function for all systems: reward only rises, and a token is worth the same in each of them.
+The growth of reward is an assumption, as a simulation has no policy that learns:
 
     reward = 1 - exp(-tokens / scale)      tokens = sum over steps of generated tokens / (1 + discount * mean staleness)
 
@@ -23,12 +23,12 @@ def worth(tokens: Sequence[float], staleness: Sequence[float], discount: float) 
 
 
 def reward(tokens: float, scale: float) -> float:
-    """From 0 to 1. Raises ValueError for a scale that is not above 0."""
+    """Reward from 0 to 1. Raises ValueError for a scale that is not above 0."""
     if scale <= 0:
         raise ValueError(f"scale is {scale} tokens; give more than 0")
     return -math.expm1(-tokens / scale)
 
 
 def seconds_to(target: float, rewards: Sequence[float], ended: Sequence[float]) -> float | None:
-    """When the first step ended whose policy has the reward; None: none of them has."""
+    """End of the first step whose policy has the `target` reward; None where none has."""
     return next((second for found, second in zip(rewards, ended, strict=True) if found >= target), None)

@@ -1,4 +1,4 @@
-"""How long each system takes to the reward that colocated training ends with.
+"""Time that each system takes to the reward that colocated training ends with.
 
 Invariant: the runs are those of `throughput`, and the reward is that of `reward_curve`, the same for all systems. How
 much less a stale token is worth is not known, so it is varied.

@@ -1,4 +1,4 @@
-"""What tool returns of real agents say of the tokens to come, and what routing by it is worth.
+"""Information in real agents' tool returns about the tokens to come, and the worth of routing by it.
 
 Invariant: every number is of logs that are not part of the repository; without them there is none.
 """
@@ -76,7 +76,7 @@ def _cells(quick: bool) -> list[Cell]:
 
 
 def _judged(results: Sequence[Result]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Of the predictions, by log and by what was not seen."""
+    """Values of the predictions, by log and by `unseen`: prompts, or samples."""
     asked = [(result.cell.arguments, result.values) for result in results]
     return {(it["log"], it["unseen"]): values for it, values in asked if "unseen" in it}
 
@@ -91,7 +91,7 @@ def _runs(results: Sequence[Result]) -> Runs:
 
 
 def ratio(seeds: Sequence[Mapping[str, Any]], route: str, other: str, measure: str = "seconds") -> Interval:
-    """Of the same trajectories by two routers: below 1 where the first is faster."""
+    """Ratio of a measure of the same trajectories by two routers: below 1 where the first is faster."""
     return ratio_interval([it[route][measure] for it in seeds], [it[other][measure] for it in seeds])
 
 

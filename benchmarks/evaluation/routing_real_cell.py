@@ -97,8 +97,8 @@ def compared(truth: Array, predicted: Mapping[str, Array], prompts: Sequence[str
 def folds(
     trajectories: Sequence[Trajectory], unseen: str
 ) -> Iterator[tuple[Sequence[Trajectory], Sequence[Trajectory]]]:
-    """What teaches, and what is judged: every trajectory once. Of prompts, each is a fold, or `FOLDS` of them where
-    there are more than `EACH`; of samples each is."""
+    """Pairs of trajectories that teach and trajectories that are judged; each is judged once. With `unseen` prompts,
+    each prompt is a fold; more than `EACH` share `FOLDS` folds. With samples, each sample is a fold."""
     if unseen == "samples":
         fold_of = list(range(len(trajectories)))
     elif unseen == "prompts":

@@ -26,7 +26,7 @@ def folder() -> Path:
 
 
 def log_file(log: str) -> Path:
-    """Where the log of this name of `FILES` should be."""
+    """Expected path of `log`, a name of `FILES`."""
     return folder() / FILES[log]
 
 

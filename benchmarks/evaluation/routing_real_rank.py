@@ -1,4 +1,4 @@
-"""How well predictions of a quantity agree with it: by variance and by rank, of weighted samples.
+"""Agreement of predictions with the quantity that they predict: by variance and by rank, of weighted samples.
 
 Invariant: a sample of whole weight n counts as n samples that are alike.
 """

@@ -1,4 +1,4 @@
-"""How often a policy routes to the right bucket, by how much tool returns tell.
+"""Accuracy of policies that route to buckets, by how much tool returns tell.
 
 Invariant: published numbers are those of Libra (arXiv 2606.03077) on Search-R1, and only stand beside ours. Definitions
 of the measures are those of `benchmarks.workloads.routing_quality`.
@@ -28,7 +28,7 @@ _SEEDS, _QUICK_SEEDS = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload with one setting of how much tool returns tell, its drift taken in so many steps."""
+    """A workload with one setting of how much tool returns tell, its drift taken in `steps` steps."""
 
     workload: str
     signal: str
@@ -77,12 +77,12 @@ def _runs(results: Sequence[Result]) -> Runs:
 
 
 def measured(seeds: Sequence[Mapping[str, Any]], name: str, measure: str) -> Interval:
-    """In percent: the mean over seeds. `name` is a policy or one of `PREDICTED`."""
+    """Mean of a measure over seeds, in percent. `name` is a policy or one of `PREDICTED`."""
     return mean_interval([100 * _of(values, name)[measure] for values in seeds])
 
 
 def difference(seeds: Sequence[Mapping[str, Any]], name: str, other: str, measure: str) -> Interval:
-    """In percentage points: the mean over seeds of what the first has more than the other on the same trajectories."""
+    """Difference of the first from the other on the same trajectories, in percentage points: the mean over seeds."""
     return mean_interval([100 * (_of(values, name)[measure] - _of(values, other)[measure]) for values in seeds])
 
 

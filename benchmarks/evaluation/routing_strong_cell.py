@@ -89,8 +89,8 @@ def judge(workload: str, signal: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def hits(quality: Quality, foretold: dict[str, tuple[int, int]]) -> list[dict[str, float]]:
-    """For each of `PREDICTED` the share of the trajectories counted whose true bucket it is, and its mean over the true
-    buckets that occur. Raises KeyError for a trajectory of which nothing was foretold."""
+    """For each of `PREDICTED`, the share of the counted trajectories whose true bucket it names, and the mean of that
+    share over the true buckets that occur. Raises KeyError for a trajectory of which nothing was foretold."""
     true = quality.outcomes["bucket"]
     named = np.array([foretold[id] for id in quality.ids])
     return [
@@ -103,7 +103,7 @@ def hits(quality: Quality, foretold: dict[str, tuple[int, int]]) -> list[dict[st
 
 
 def whole_run_of(workload: str, signal: str, steps: int, seed: int) -> list[Trajectory]:
-    """The drift of the whole workload in so many steps: all trajectories, in order."""
+    """The drift of the whole workload in `steps` steps: all trajectories, in order."""
     what = read(workload)
     episodes = what.episodes(signal, seed=what.seed + seed, steps=steps)
     return whole_run(replace(what, steps=steps), episodes)

@@ -1,6 +1,6 @@
 """Whole runs: the cells of systems in settings, and their results by what was asked for.
 
-Invariant: what two experiments ask alike is one cell, computed once.
+Invariant: equal runs of two experiments are one cell, computed once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Values = Mapping[str, Any]
 QUICK: Mapping[str, Any] = {"nodes": 2, "groups": 11, "steps": 12}  # of a setting, for a first look
 Key = tuple[Setting, str, tuple[tuple[str, Any], ...]]
 
-# CPU time of a run beside one of a system that decides nothing meanwhile, roughly.
+# CPU time of a run relative to a system that decides nothing during the run, roughly.
 _DECIDING = {"ours": 8.0, "oracle": 4.0, "homogeneous": 1.5, "heterogeneous": 1.5, "published-cmlfq": 1.5}
-_TURNS = {"search_r1": 1.0, "dapo_math": 0.6, "r2e_gym": 2.5}  # likewise, of the workloads
+_TURNS = {"search_r1": 1.0, "dapo_math": 0.6, "r2e_gym": 2.5}  # the same, by workload
 
 
 def run_cell(setting: Setting, system: str, parts: Parts | None = None) -> Cell:
@@ -55,7 +55,7 @@ def with_searches(runs: Iterable[Cell]) -> list[Cell]:
 
 
 def words_of(setting: Setting) -> str:
-    """What tells it from the other settings of an experiment, but for the seed."""
+    """Name of a setting: its differences from the other settings of an experiment, except the seed."""
     usual = Setting(setting.model, setting.workload)
     words = [setting.workload, model_name(setting)]
     words += [f"signal {setting.signal}"] if setting.signal != usual.signal else []
@@ -86,26 +86,26 @@ class Runs:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Each once, as of seed 0, in the order of the results."""
+        """Each setting once, with seed 0, in the order of the results."""
         return tuple(dict.fromkeys(setting for setting, _, _ in self._found))
 
     def systems(self, setting: Setting) -> tuple[str, ...]:
-        """That ran in it with all their parts, in the order of the results."""
+        """Systems that ran in the setting with all their parts, in the order of the results."""
         return tuple(system for where, system, parts in self._found if where == setting and not parts)
 
     def has(self, setting: Setting, system: str, parts: Parts | None = None) -> bool:
         return key(setting, system, parts) in self._found
 
     def of(self, setting: Setting, system: str, parts: Parts | None = None) -> Mapping[int, Values]:
-        """By seed. Raises KeyError for what did not run."""
+        """Values by seed. Raises KeyError for what did not run."""
         return self._found[key(setting, system, parts)]
 
     def mean(self, setting: Setting, system: str, what: str, parts: Parts | None = None) -> Estimate:
-        """Of one of the values, over the seeds."""
+        """Mean of one of the values, over the seeds."""
         return estimate.mean([float(values[what]) for values in self.of(setting, system, parts).values()])
 
     def ratio(self, above: Key, below: Key, what: str) -> Estimate:
-        """Of one of the values, paired by seed."""
+        """Ratio of one of the values, paired by seed."""
         over, under = self.of(above[0], above[1], dict(above[2])), self.of(below[0], below[1], dict(below[2]))
         if over.keys() != under.keys():
             raise ValueError(f"{above[1]} ran with seeds {sorted(over)}, {below[1]} with {sorted(under)}; pair them")
@@ -113,5 +113,5 @@ class Runs:
 
 
 def key(setting: Setting, system: str, parts: Parts | None = None) -> Key:
-    """What results are found by: all seeds have the same."""
+    """Key of results: all seeds of a setting have the same."""
     return replace(setting, seed=0), system, tuple(sorted((parts or {}).items()))

@@ -24,7 +24,7 @@ class Axis:
             raise ValueError(f"axis {self.label!r}: low {self.low} must be below high {self.high}")
 
     def place(self, value: float, start: float, end: float) -> float:
-        """Where `value` lands between the paper coordinates of the two ends of the axis."""
+        """Paper coordinate of `value`, given those of the two ends of the axis."""
         return start + (value - self.low) / (self.high - self.low) * (end - start)
 
     def tick_labels(self) -> tuple[str, ...]:

@@ -23,9 +23,8 @@ T = TypeVar("T")
 
 
 def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
-    """What became of a run, and CPU seconds: `planning` of one plan, and `simulating` of the run, what is decided
-    meanwhile included. A baseline's search is a cell of its own, and so is the choice of the plan that ours begins
-    with."""
+    """Outcome of a run, and CPU seconds: `planning` of one plan, and `simulating` of the run with all decisions in it.
+    A baseline's search is a cell of its own, and so is the choice of the plan that ours begins with."""
     where = Setting(**setting)
     planner = where.planner(**Parts().recipe)
     tracker = where.tracker(planner)  # episodes and profiles are read before the clock starts

@@ -1,4 +1,4 @@
-"""What the baselines choose, searched once for all seeds of a setting and kept.
+"""Choices of the baselines, searched once for all seeds of a setting and kept.
 
 Invariant: a search is a cell of its own. It knows seed 0 and nothing of the runs that its choice is used in.
 """
@@ -39,13 +39,13 @@ def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
 
 
 def search_cell(setting: Setting, system: str, name: str) -> Cell:
-    """The same for all seeds and lengths of a run."""
+    """Cell of a search: the same for all seeds and lengths of a run."""
     where = replace(setting, seed=0, steps=HINDSIGHT_STEPS, first=None)
     arguments = {"setting": where.arguments(), "system": system}
     return Cell(name, search, arguments, where.files, cost=_FIRST * _LONG.get(system, 1))
 
 
 def chosen(setting: Setting, system: str) -> Choice:
-    """As kept; searched, and kept, where it is not."""
+    """The kept choice of a baseline; searched and kept where there is none."""
     (result,) = run([search_cell(setting, system, f"search {system}")], processes=1, progress=False)
     return Choice(**result.values["choice"])

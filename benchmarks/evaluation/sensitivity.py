@@ -1,4 +1,4 @@
-"""How much of the gain is left under other conditions: tools that tell less, other staleness, dearer role changes.
+"""Gain that is left under other conditions: tools that tell less, other staleness, dearer role changes.
 
 Invariant: one condition is changed at a time; the others are those of `throughput`, but for half as many steps over the
 same drift.
@@ -28,14 +28,14 @@ BLIND: Parts = {"route": "least-loaded"}
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One value of what is varied."""
+    """One value of a condition that is varied."""
 
     name: str
     setting: Setting  # of seed 0
     parts: Parts = field(default_factory=dict)  # of ours
 
     def systems(self) -> dict[str, Key]:
-        """Which runs stand for which system. The baseline changes no role, so what that costs is nothing to it."""
+        """Keys of the runs by system. The baseline changes no role, so the cost of role changes does not affect it."""
         return {
             "ours": key(self.setting, "ours", self.parts),
             "best static": key(self.setting, "static"),
@@ -47,7 +47,7 @@ class Condition:
 
 
 def conditions(size: Setting) -> dict[str, list[Condition]]:
-    """By what is varied, the values in their order; `size` is the setting that is varied."""
+    """Values of each condition that is varied, in their order; `size` is the setting that is varied."""
     return {
         "signal": [Condition(name, replace(size, signal=name)) for name in SIGNALS],
         "staleness": [Condition(str(versions), replace(size, staleness=versions)) for versions in (0, 1, 4, 8)],
@@ -87,7 +87,7 @@ def _ran(runs: Runs) -> dict[str, list[Condition]]:
 
 
 def _gains(runs: Runs, condition: Condition) -> dict[str, Estimate]:
-    """Of ours over the others."""
+    """Gain of our system over each of the others."""
     ours, *others = condition.systems().items()
     return {name: runs.ratio(ours[1], other, "throughput") for name, other in others}
 

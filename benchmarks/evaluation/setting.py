@@ -71,7 +71,7 @@ class Setting:
 
     @cached_property
     def known(self) -> tuple[Trajectory, ...]:
-        """What was seen of the policy before its first step."""
+        """Trajectories of the policy that were seen before the first step."""
         groups = (self._drifting.group(_BEFORE + number, 0) for number in range(KNOWN_GROUPS))
         return tuple(trajectory for group in groups for trajectory in group)
 
@@ -94,7 +94,7 @@ class Setting:
         return Planner(a800_nodes(self.nodes), load_model(self.model), self.recipe(**changes), self.profiles)
 
     def tracker(self, planner: Planner) -> LengthTracker:
-        """One that knows what is known."""
+        """A tracker that has observed the `known` trajectories."""
         tracker = planner.tracker()
         for trajectory in self.known:
             tracker.observe(trajectory)

@@ -1,4 +1,4 @@
-"""What all figures have in common: the file, its legend, its grid and its marks.
+"""Common parts of all figures: the file, its legend, its grid and its marks.
 
 Invariant: a legend takes as many lines as it needs, and the plot begins below it; nothing is drawn outside the file.
 """
@@ -61,7 +61,7 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How one series looks. `number` gives its colour and mark; a hollow one shows numbers of others beside ours."""
+    """Look of one series. `number` gives its colour and mark; a hollow one shows others' numbers next to ours."""
 
     name: str
     number: int
@@ -69,7 +69,7 @@ class Key:
 
 
 def sheet(legend_lines: int, height: float = HEIGHT, left: float = 64, bottom: float = 46) -> Paper:
-    """The plot's place below a legend of so many lines, and below the label of its y axis."""
+    """A sheet whose plot is below a legend of `legend_lines` lines and the label of the y axis."""
     return Paper(WIDTH, height, left, 20, _LEGEND + _LINE * legend_lines + 18, bottom)
 
 

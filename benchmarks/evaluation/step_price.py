@@ -1,4 +1,4 @@
-"""How near the planner's step comes to the simulated one.
+"""Error of the planner's predicted step against the simulated one.
 
 Invariant: a case is predicted before it is simulated, by factors fitted to other families and seeds; published numbers
 are those of Libra (arXiv 2606.03077), for its own cost model and cluster, and only stand beside ours.
@@ -53,7 +53,7 @@ def _training_error(result: Result) -> float:
 
 
 def _groups(results: Sequence[Result]) -> Groups:
-    """By staleness, family, number of buckets and kind of model, those that are met; all of them first."""
+    """Results by staleness, family, number of buckets and kind of model, if there are any; all of them first."""
     groups: dict[str, list[Result]] = {"all": list(results)}
     for staleness in STALENESS:
         groups[f"staleness {staleness}"] = [it for it in results if it.cell.arguments["staleness"] == staleness]
@@ -83,8 +83,9 @@ def _rows(results: Sequence[Result]) -> list[Row]:
 
 
 def _width(result: Result) -> float:
-    """Percent of the mean. Batches that start together end one soon after the other, so a long step is followed by
-    short ones; as good as independent are the means of as many steps as start together."""
+    """Half width of the interval of the mean step, in percent of the mean. Batches that start together end in short
+    succession, so a long step is followed by short ones. Means over the steps that start together are nearly
+    independent."""
     together, each = 1 + int(result.cell.arguments["staleness"]), result.values["each"]
     found = mean_interval([fmean(each[k : k + together]) for k in range(0, len(each) - together + 1, together)])
     return 100 * (found.high - found.low) / 2 / found.value

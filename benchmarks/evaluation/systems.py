@@ -53,7 +53,7 @@ def published_cmlfq(setting: Setting) -> System:
 
 
 def published(setting: Setting) -> System:
-    """All of it: role changes at the published seconds."""
+    """All parts of Libra as published, with role changes at the published seconds."""
     return _replanned(setting, "Libra as published", "cmlfq-published", PUBLISHED_SWITCH, move_kv=True)
 
 
@@ -62,7 +62,7 @@ def published(setting: Setting) -> System:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What of ours is there: all, unless an ablation leaves a part out."""
+    """Parts of our system: all, unless an ablation leaves one out."""
 
     early_gradients: bool = True
     route: str = "cmlfq"

@@ -1,4 +1,4 @@
-"""What every system makes of the same cluster: tokens per second over the whole drift.
+"""Throughput of every system on the same cluster: tokens per second over the whole drift.
 
 Invariant: published numbers are those of Libra (arXiv 2606.03077), and only stand beside ours.
 """
@@ -107,7 +107,7 @@ def _table(runs: Runs, setting: Setting) -> str:
 
 
 def _choices(runs: Runs) -> str:
-    """What the baselines' searches found."""
+    """Table of the choices that the baselines' searches found."""
     body = []
     for name, values in runs.searched.items():
         choice = values["choice"]

@@ -1,4 +1,4 @@
-"""How rollout and training of a batch grow with the length of its trajectories.
+"""Growth of a batch's rollout and training time with the length of its trajectories.
 
 Invariant: published numbers are those of Libra (arXiv 2606.03077), and only stand beside ours.
 """

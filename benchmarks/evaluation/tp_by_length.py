@@ -144,7 +144,7 @@ def _advantages(runs: Runs, requests: int) -> list[tuple[float, float]]:
 
 
 def _advantage(runs: Runs, requests: int, span: Span) -> Interval:
-    """Of one engine of tp 8 over eight of tp 1."""
+    """Throughput ratio of one engine of tp 8 over eight of tp 1."""
     return ratio_interval(runs[requests, 8, span], runs[requests, 1, span])
 
 

@@ -1,4 +1,4 @@
-"""What the simulator is held to: vLLM itself.
+"""Comparison of the simulator with vLLM itself.
 
 Invariant: the authority is vLLM's own code at the version that the executor runs, never a copy of its rules.
 """

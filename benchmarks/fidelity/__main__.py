@@ -61,7 +61,7 @@ _SAID_EVERY = 100  # schedules
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is run where the command line does not say."""
+    """Defaults of the command line for the amount of work."""
 
     schedule_cases: int
     models: str

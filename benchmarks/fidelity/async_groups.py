@@ -67,7 +67,7 @@ def vllm_ranks_ahead(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[St
 
 
 def _look(cores: Sequence[_Core]) -> None:
-    """What each rank finds out of the others with this pass: whether anybody has work."""
+    """Let each rank see with this pass whether any rank has work."""
     unfinished = any(core.unfinished for core in cores)
     with patch.object(ParallelConfig, "sync_dp_state", lambda *_, **__: (unfinished, False)):
         for core in cores:
@@ -77,7 +77,7 @@ def _look(cores: Sequence[_Core]) -> None:
 
 
 class _Core(DPEngineCoreProc):  # type: ignore[misc]
-    """A rank's core without a model: it passes its loop once when it is told to."""
+    """A rank's core without a model. Each `go` passes its loop once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.engine = VllmEngine(ranks.config)
@@ -122,10 +122,10 @@ class _Core(DPEngineCoreProc):  # type: ignore[misc]
         return goes
 
     def _process_input_queue(self) -> None:
-        """What came is with the scheduler already."""
+        """Do nothing: requests that arrived are with the scheduler already."""
 
     def _process_aborts_queue(self) -> None:
-        """They come with `post_step`, as in all schedules that are compared here."""
+        """Do nothing: aborts come with `post_step`, as in all schedules that are compared here."""
 
     def post_step(self, model_executed: bool) -> None:
         for number in self.given_up:

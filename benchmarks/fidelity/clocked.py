@@ -1,4 +1,4 @@
-"""One of vLLM's schedulers on a clock, and the worker of a tier beside it.
+"""One of vLLM's schedulers on a clock, and the worker of its tier.
 
 Invariant: every decision is vLLM's. What is made up is when steps and transfers end: a step takes `step + per_token *
 tokens` ticks, and begins when the one before it has ended and what it is told to flush is stored. Stores of a step
@@ -22,7 +22,7 @@ from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 
 @dataclass(slots=True)
 class TierWorker:
-    """Carries out transfers. Blocks take so many ticks."""
+    """Carries out transfers. A block takes `store_ticks` or `load_ticks` ticks."""
 
     store_ticks: int
     load_ticks: int
@@ -54,7 +54,7 @@ class TierWorker:
         self.waiting = []
 
     def ended(self, now: int) -> tuple[list[str], OffloadingWorkerMetadata]:
-        """Whose KV has come, and all that has ended."""
+        """Names of the requests whose KV has been loaded, and all jobs that have ended."""
         done = sorted((end, job, name) for job, (end, name) in self.ends.items() if end <= now)
         for _, job, _ in done:
             del self.ends[job]
@@ -82,7 +82,7 @@ class ClockedEngine:
 
     @property
     def ticks(self) -> list[int]:
-        """At which it has something to do by itself."""
+        """Ticks at which the engine has something to do by itself."""
         if self.end is not None:
             return [self.end]
         return [] if self.worker is None else [tick for tick, _ in self.worker.ends.values()]
@@ -106,12 +106,12 @@ class ClockedEngine:
             self.given_up = []
 
     def hear(self, now: int) -> None:
-        """While no step is under way."""
+        """Pass ended transfers to the engine while no step is under way."""
         if self.end is None and (self.done or self.worker is not None):
             self.engine.hear(self._heard(now))
 
     def begin(self, now: int) -> None:
-        """Begin the step that is decided already, and decide as many more as the engine does: while one is under way it
+        """Begin the step that is decided already, and decide steps until the engine waits: while one is under way it
         waits for that one's end."""
         engine, fresh = self.engine, False
         if self.end is not None:

@@ -10,7 +10,7 @@ from libra.sim.engine.speculative import SEQUENTIAL, Speculative
 
 
 def with_drafts(config: EngineConfig, seed: int) -> EngineConfig:
-    """The same engine with drafts. Its budget may do for all drafts of a full batch, or not; and a pull fits."""
+    """The same engine with drafts. Its budget may be enough for all drafts of a full batch, or not; and a pull fits."""
     random = Random(f"drafts {seed}")
     methods = [it for it in SEQUENTIAL if it != "ngram" or not config.async_scheduling]
     drafts, method = random.choice((1, 2, 3, 5)), random.choice(methods)

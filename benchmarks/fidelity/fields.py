@@ -1,6 +1,6 @@
 """Fields of a measured file, each of which is of its kind or refused by its name.
 
-Invariant: a refusal opens with the field, from the top of the file; keys that nobody asks for are no error.
+Invariant: a refusal opens with the field, from the top of the file; keys that are not read are no error.
 """
 
 from __future__ import annotations

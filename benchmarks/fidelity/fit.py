@@ -1,4 +1,4 @@
-"""From the steps of a calibration to what an iteration takes: one price list for decodes, prefills and both at once.
+"""Iteration prices fitted to the steps of a calibration: one price list for decodes, prefills and both at once.
 
 Invariant: no coefficient is negative, and none belongs to a workload. An iteration is priced by all its tokens
 together, which share the linear layers, by what each part attends to, and by the requests that come and go.
@@ -39,12 +39,12 @@ class Prices:
     error: float
 
     def iteration(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> float:
-        """Of an iteration in which nothing comes or goes."""
+        """Seconds of an iteration in which no request comes or goes."""
         features = _features(decoding, context, chunks)
         return sum(price * amount for price, amount in zip(self._coefficients(), features, strict=True))
 
     def step(self, step: Step) -> float:
-        """All of a step, with the requests that come and go."""
+        """Seconds of a whole step, with the requests that come and go."""
         return (
             self.iteration(step.decodes, step.attended, step.chunks)
             + self.per_admitted * step.admitted
@@ -163,7 +163,7 @@ class FittedCost:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """How far the prices are from steps of one kind, relative to what those took."""
+    """Error of the prices for steps of one kind, relative to the time that those took."""
 
     kind: str  # decode, prefill, several prefills, mixed
     steps: int
@@ -173,7 +173,7 @@ class Residual:
 
 
 def residuals(prices: Prices, steps: Sequence[Step]) -> tuple[Residual, ...]:
-    """Of all steps by kind."""
+    """Residuals of all steps, by kind."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for step in steps:
         pair = prices.step(step), seconds(step.adding + step.duration)

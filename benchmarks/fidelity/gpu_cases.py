@@ -1,6 +1,6 @@
 """Workloads that an engine on a GPU served, for the simulator.
 
-Invariant: of what was measured the simulator is told only when requests came that nothing in the workload brings about:
+Invariant: of what was measured the simulator knows only the arrivals that nothing in the workload brings about:
 those of an open loop, and the first of a closed one. Sharing is that of the workload, not that of the cached tokens.
 
 Requests of a group have one prompt. Turns of a session extend the prompt of the turn before, not what was generated;
@@ -37,8 +37,8 @@ def measured_outcomes(case: Sequence[CaseRequest]) -> tuple[Outcome, ...]:
 def predicted_outcomes(
     case: Sequence[CaseRequest], config: EngineConfig, cost: IterationCost, ranks: tuple[int, GroupCost] | None = None
 ) -> tuple[Outcome, ...]:
-    """What becomes of the requests at these prices. With `ranks` so many of them begin their iterations together; a
-    request goes to the one that has the fewest."""
+    """Outcomes of the requests at these prices. `ranks` is a number of ranks and their group's cost: they begin their
+    iterations together, and a request goes to the least loaded rank."""
     sessions = any(it.session is not None for it in case)
     workload = Sessions(case) if sessions else Requests(lambda: _by_arrival(requests(case)), {})
     if ranks is None:
@@ -77,7 +77,7 @@ def requests(case: Sequence[CaseRequest]) -> list[Request]:
 
 
 class Sessions:
-    """`Workload` of sessions of which as many run at a time as did before the first one had ended."""
+    """`Workload` of sessions. The number that run at a time is that of sessions begun before the first one ended."""
 
     def __init__(self, case: Sequence[CaseRequest]) -> None:
         self._case = case

@@ -90,7 +90,7 @@ def files(folder: Path) -> tuple[Path, ...]:
 
 
 def document(path: Path) -> Any:
-    """What is in a file. Raises `ConfigError` where that is not JSON."""
+    """Contents of a JSON file. Raises `ConfigError` where it cannot be read as JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError, ValueError) as error:

@@ -122,7 +122,7 @@ def rows(predicted: Sequence[Predicted]) -> list[Row]:
 
 
 def show(predicted: Sequence[Predicted], console: Console) -> None:
-    """What was measured, and the errors of each price, workload by workload."""
+    """Print the measured values and the errors of each price, workload by workload."""
     for one in predicted:
         _show_prices(one, console)
         for name in one.run.left_out:

@@ -50,8 +50,8 @@ class Step:
 
 
 def price_steps(folder: Path, gpu: GPU) -> tuple[tuple[Step, ...], tuple[ConfigError, ...]]:
-    """Of the folder's files that are lists, such as `training.json`, and why others of their rows could not be: they
-    are not of the format, or of a model or a type that is not known."""
+    """Priced steps of the folder's files that are lists, such as `training.json`, and the reasons for refused rows:
+    not of the format, or of a model or a type that is not known."""
     steps: list[Step] = []
     refused: list[ConfigError] = []
     for path in files(folder):

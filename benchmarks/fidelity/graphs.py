@@ -1,7 +1,7 @@
-"""Which CUDA graph runs a batch, beside vLLM's own dispatcher, which needs no GPU for that.
+"""Choice of a batch's CUDA graph, compared with vLLM's own dispatcher, which needs no GPU for that.
 
-Invariant: modes, seats, budgets and batches are drawn from the seed of a case; sizes are those that Libra takes vLLM to
-capture, and both are asked about the same batch.
+Invariant: modes, `max_num_seqs`, budgets and batches are drawn from the seed of a case; sizes are those that Libra
+expects vLLM to capture, and both sides get the same batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GOAL = 10_000
 
 
 def differences(seeds: Iterable[int]) -> list[str]:
-    """What is said of the cases in which the two differ."""
+    """Messages on the cases in which the two differ."""
     return [found for found in map(_difference, seeds) if found is not None]
 
 

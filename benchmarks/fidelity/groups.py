@@ -105,7 +105,7 @@ class _ByNumber(RoundRobin):
 
 
 def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = False) -> list[tuple[Step, ...]]:
-    """The steps of each rank but its dummy batches."""
+    """The steps of each simulated rank except its dummy batches."""
     iterations: list[Iteration] = []
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
     group = GroupSpec("group", ranks.cost, ranks.sync_interval, ranks.micro_batching)
@@ -124,7 +124,7 @@ def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = 
 
 
 def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ...]]:
-    """The same of vLLM."""
+    """The steps of each of vLLM's ranks except its dummy batches."""
     engines = [VllmEngine(ranks.config) for _ in range(ranks.count)]
     steps: list[list[Step]] = [[] for _ in engines]
     wave: Any = SimpleNamespace(
@@ -176,7 +176,7 @@ def _step(ranks: Ranks, engines: Sequence[VllmEngine]) -> tuple[list[int], int]:
 
 
 def step_ticks(ranks: Ranks, rows_of_ranks: Sequence[Sequence[int]]) -> int:
-    """Of a step in which each rank has requests of so many tokens."""
+    """Ticks of a step; `rows_of_ranks` has, for each rank, the tokens of each of its requests."""
     config, dispatch = ranks.config, None
     if config.capture_sizes:
         dispatch = dispatcher("FULL_AND_PIECEWISE", config.max_num_seqs, config.capture_sizes, config.tokens_each)

@@ -1,9 +1,9 @@
-"""What an iteration takes by tables of single layers, each timed by itself.
+"""Time of an iteration from tables of single layers, each timed by itself.
 
-Invariant: an iteration is the sum of its kernels: all that looks at each token by itself, at as many tokens as the CUDA
-graph has; the output head and the sampler; and attention. Prefill and decode attention of one iteration are one kernel:
-decodes beside a chunk take what the tables have for both together, less the chunk alone. Where batches of contexts that
-differ were timed too, these count as longer ones.
+Invariant: an iteration is the sum of its kernels: all that looks at each token by itself, at the token count of the
+CUDA graph; the output head and the sampler; and attention. Prefill and decode attention of one iteration are one
+kernel: decodes beside a chunk take what the tables have for both together, less the chunk alone. Where batches of
+contexts that differ were timed too, these count as longer ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LayerTables:
             raise ValueError("attention has no decodes alone, or no chunks alone: measure both")
 
     def grid(self, config: EngineConfig) -> EngineGrid:
-        """Of batches that only decode, at the sizes of the engine's graphs, and of one chunk; without experts."""
+        """Grid of batches that only decode, at the sizes of the engine's graphs, and of one chunk; without experts."""
         batches = tuple(
             size for size in config.capture_sizes if size <= padded(config.max_num_seqs, config.capture_sizes)
         )
@@ -70,11 +70,11 @@ class LayerTables:
         return EngineGrid(self.tp, batches, contexts, _seconds(decode), chunks, prefixes, _seconds(prefill))
 
     def counted(self, kind: str, count: int, spread: int) -> int:
-        """Tokens of context that a batch counts more than it has, for contexts that differ."""
+        """Tokens of context that are added to those of a batch, for contexts that differ."""
         return round(_between(self.spread.get(kind), count) * spread)
 
     def mixed(self, size: int, decodes: int, context: float, chunks: Sequence[Chunk]) -> float:
-        """Of an iteration of a graph of `size` tokens; decodes have `context` tokens each."""
+        """Time of an iteration of a graph of `size` tokens; decodes have `context` tokens each."""
         new = sum(tokens for tokens, _ in chunks)
         alone = self.prefill(new, sum(tokens * (before + tokens / 2) for tokens, before in chunks) / new)
         beside = self.beside(new, decodes, context) if decodes else 0.0
@@ -86,7 +86,7 @@ class LayerTables:
         return _interpolated(*self._decodes, count, context)
 
     def prefill(self, new: float, seen: float) -> float:
-        """Attention of new tokens alone, of one chunk or several, of which each sees so many in the mean."""
+        """Attention of `new` tokens alone, of one chunk or several; each sees `seen` tokens in the mean."""
         chunks = [*self._prefills]
         place = min(max(bisect_right(chunks, new) - 1, 0), max(0, len(chunks) - 2))
         near = chunks[place : place + 2]
@@ -95,7 +95,7 @@ class LayerTables:
         return values[0] + part * (values[-1] - values[0])
 
     def beside(self, new: float, count: float, context: float) -> float:
-        """What decodes add to the attention of so many new tokens; not less than alone."""
+        """Attention that `count` decodes add to that of `new` tokens; not less than alone."""
         sizes, tables = self._beside
         place = min(max(bisect_right(sizes, new) - 1, 0), max(0, len(sizes) - 2))
         near = [_interpolated(*table, count, context) for table in tables[place : place + 2]]
@@ -109,7 +109,7 @@ class LayerTables:
 
     @cached_property
     def _prefills(self) -> dict[int, tuple[tuple[float, ...], tuple[float, ...]]]:
-        """By new tokens, what they see and what that takes."""
+        """For each number of new tokens: tokens seen, and the time of their attention."""
         alone = [row for row in self.attention if row[0] and not row[2]]
         found = {}
         for chunk in sorted({int(row[0]) for row in alone}):
@@ -194,7 +194,7 @@ def price_at(points: Points, count: float) -> float:
 
 
 def read_layers(document: Mapping[str, Any], tp: int) -> LayerTables:
-    """Of a file's `layers`. Raises ValueError or KeyError where it is not of the format."""
+    """Tables of a file's `layers`. Raises ValueError or KeyError where these are not of the format."""
     more = {key: document.get(key, {}) for key in ("experts", "spread")}
     return LayerTables(document["tokens"], document["sequences"], document["attention"], tp, **more)
 

@@ -33,7 +33,7 @@ from benchmarks.fidelity.workloads import Engine, Group, Workload, pair_workload
 from libra.backends.machine import hardware_name
 from libra.sim.engine.config import EngineConfig
 
-RANDOM_SEEDS = range(1, 11)  # of the workloads that nobody chose
+RANDOM_SEEDS = range(1, 11)  # of the random workloads
 _ROUNDS: dict[ModelName, int] = {"small": 5, "tiny": 10}  # of calibration, while all workloads run once
 
 # A first look: a workload of each kind, and a grid with the same range but fewer points.

@@ -1,4 +1,4 @@
-"""What real engines did, as a file.
+"""Measurements of real engines, as a file.
 
 Invariant: the file holds all that a prediction and its comparison need, and reading it back gives what was written.
 """
@@ -56,7 +56,7 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """What `Measured.write` wrote. Raises ValueError where the file holds something else."""
+    """Read what `Measured.write` wrote. Raises ValueError where the file holds something else."""
     try:
         document = json.loads(gzip.decompress(path.read_bytes()))
         return Measured(

@@ -41,5 +41,5 @@ def write_model(directory: Path, name: ModelName) -> None:
 
 
 def vocabulary(directory: Path) -> int:
-    """How many token ids the model has."""
+    """Number of token ids of the model."""
     return int(json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])

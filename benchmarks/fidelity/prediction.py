@@ -25,7 +25,7 @@ _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what
 
 
 def predict(workload: Workload, cost: IterationCost) -> tuple[Outcome, ...]:
-    """What becomes of a workload's requests at these prices."""
+    """Outcomes of a workload's requests at these prices."""
     return _simulate(workload, [cost] * workload.engines, exact=False)
 
 

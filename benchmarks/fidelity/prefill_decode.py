@@ -49,7 +49,7 @@ def random_pair(
 ) -> tuple[Pair, tuple[Request, ...]]:
     """The random case of a seed on two engines like its own, which differ in blocks; a link that is quick, or not. With
     `ahead` both schedule asynchronously, or one of them; with `tier` the prefill engine has one; with `fails` some
-    pulls are lost on their way, and the lease on what nobody reads ends soon."""
+    pulls are lost on their way, and the lease on KV that is not read ends soon."""
     config, requests = async_case(seed) if ahead else random_case(seed)
     if drafts:
         config = with_drafts(config, seed)
@@ -97,7 +97,7 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
     network, out, into = Network(), link(pair.transfer.bandwidth), link(pair.transfer.bandwidth)
     known: dict[int, int] = {}  # tick since which the decode engine says that it needs a prompt's KV
     failing: list[tuple[int, int]] = []  # (tick, request): pulls that are lost then, if they go on
-    leases: list[tuple[int, int, int]] = []  # (tick, when it was lost, request): what nobody reads is let go then
+    leases: list[tuple[int, int, int]] = []  # (tick, when it was lost, request): unread KV is released then
     alarms = alarms_of(requests)
     while alarms or leases or len(network) or any(side.ticks for side in sides):
         coming = [tick for tick in (network.next_end(), *prefill.ticks, *decode.ticks) if tick is not None]
@@ -153,8 +153,8 @@ def vllm_pair(pair: Pair, requests: Sequence[Request]) -> tuple[tuple[Step, ...]
 
 
 def _lease_end(transfer: KVNetwork, known: int, lost: int) -> int:
-    """Of KV that an engine said it needs from one tick on until another: it says so six times in a lease, and each time
-    the lease ends two thirds of it later at the soonest."""
+    """Tick at which the lease ends on KV that an engine needs from tick `known` until `lost`. It is renewed six times
+    in a lease; after a renewal it lasts at least two thirds of a lease."""
     lease = ticks(transfer.lease)
     end = known + lease
     for beat in range(known, lost + 1, lease // 6):
@@ -165,7 +165,7 @@ def _lease_end(transfer: KVNetwork, known: int, lost: int) -> int:
 def simulated_pair(
     pair: Pair, requests: Sequence[Request], *, exact: bool = False
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The same of the simulator."""
+    """The steps of both engines in the simulator."""
     iterations: list[Iteration] = []
     cost = AffineCost(pair.step, per_sequence=pair.per_token, per_new_token=pair.per_token)
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))

@@ -52,7 +52,7 @@ class PullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids)
 
-    # The worker's half, which nobody asks here
+    # The worker's half, which is not called here
 
     def start_load_kv(self, *arguments: Any, **options: Any) -> None: ...
     def wait_for_layer_load(self, *arguments: Any, **options: Any) -> None: ...

@@ -100,7 +100,7 @@ def vllm_pulls(
 def vllm_pulls_ahead(
     config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer]
 ) -> tuple[Step, ...]:
-    """The same of vLLM's asynchronous scheduler. Who finishes with a step is not told."""
+    """The same steps of vLLM's asynchronous scheduler, without the requests that finish with each."""
     fails = frozenset(name_of(number) for number, transfer in transfers.items() if transfer.fails)
     one = ClockedEngine(VllmEngine(config, kv_role="kv_both"), step=1, per_token=0, fails=fails)
     ends: dict[int, int] = {}  # of pulls under way, by request

@@ -33,8 +33,8 @@ def random_case(seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
 
 
 def async_case(seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
-    """The random case of a seed with asynchronous scheduling. Half of the requests end with a token that nobody knows
-    beforehand."""
+    """The random case of a seed with asynchronous scheduling. Half of the requests end with a stop token, which is not
+    known beforehand."""
     config, requests = random_case(seed)
     random = Random(seed)
     for request in requests:
@@ -69,7 +69,7 @@ def _random_config(random: Random) -> EngineConfig:
 
 
 class _Source:
-    """Requests in waves. A wave arrives once everything before it has surely ended, so it may go on with its chains."""
+    """Requests in waves. A wave arrives once everything before it has surely ended, so it may continue its chains."""
 
     def __init__(self, random: Random, config: EngineConfig, count: int) -> None:
         self._random = random
@@ -100,7 +100,7 @@ class _Source:
             self._random.choice(families)(min(self._random.randint(1, 8), self.left - last_left))
 
     def _alone(self, count: int) -> None:
-        """Prompts that nobody shares; some of them on chains of their own, which a later wave goes on with."""
+        """Prompts that are not shared; some of them are on chains of their own, which a later wave continues."""
         for _ in range(count):
             if self._random.random() < 0.5:
                 self._ask(self._length(1), None)
@@ -149,7 +149,7 @@ class _Source:
             self._ending.append(request)
 
     def _next_turns(self, count: int) -> None:
-        """What ended goes on, on its own chain; or forks from what it generated."""
+        """Continue ended requests on their own chains, or fork from what they generated."""
         for _ in range(min(count, len(self._ended))):
             before = self._ended.pop(self._random.randrange(len(self._ended)))
             longer = self._longer(before)
@@ -186,7 +186,7 @@ class _Source:
         return Chain(f"c{self._chains}", parent, fork)
 
     def _length(self, least: int) -> int:
-        """Of a prompt: `least` or more tokens, short ones more often, half the time whole blocks."""
+        """Length of a prompt: `least` or more tokens, short ones more often, half the time whole blocks."""
         longest = self._config.max_model_len - 1
         length = least + int((longest - least + 1) * self._random.random() ** 2)
         whole = length // self._config.block_size * self._config.block_size

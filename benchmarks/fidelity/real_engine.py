@@ -227,7 +227,7 @@ def chain_of(request: Request) -> Chain:
 
 
 def _transfer(request: Request) -> dict[str, object] | None:
-    """What vLLM is told of a request whose KV comes from elsewhere, or goes there."""
+    """vLLM's KV transfer parameters of a request whose KV comes from another engine, or goes there."""
     if request.pull:
         return {"kv_transfer_params": {"do_remote_prefill": True}}
     return {"kv_transfer_params": {"do_remote_decode": True}} if request.keeps else None

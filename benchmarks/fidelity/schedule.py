@@ -69,13 +69,13 @@ class Summary:
 
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
-    """One engine."""
+    """The random case of a seed, with one engine."""
     config, requests = async_case(seed) if kind in ("async", "drafts-async") else random_case(seed)
     return with_drafts(config, seed) if kind in ("drafts", "drafts-async") else config, requests
 
 
 def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
-    """The cases of these seeds, each when it is asked for: a few tens of milliseconds."""
+    """Compare the cases of these seeds lazily; each takes a few tens of milliseconds."""
     for seed in seeds:
         config, requests, ours, theirs = _schedules(kind, seed)
         wanted = [step for steps in theirs for step in steps]
@@ -161,7 +161,7 @@ def rows(found: Summary) -> list[Row]:
 
 
 def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:
-    """What the simulated engine decides, a tick a step, jumping where it can. Writes the requests."""
+    """Steps of the simulated engine, a tick each, jumping where it can. Writes the requests."""
     iterations: list[Iteration] = []
     workload = _Ended(requests)
     SimCluster([EngineSpec("engine", config, AffineCost(1))], workload, trace=iterations.append).run()
@@ -171,7 +171,7 @@ def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tup
             scheduled=iteration.scheduled,
             preempted=iteration.preempted,
             cached=iteration.cached,
-            # A step that schedules nothing ends when it begins, as does the one before it: nobody finishes there.
+            # A step that schedules nothing ends when it begins, as does the one before it: no request finishes there.
             finished=tuple(workload.finished_at.get(iteration.end, ())) if iteration.scheduled else (),
             free_blocks=iteration.free_blocks,
         )

@@ -104,8 +104,8 @@ def _document(clone: Path, run: Path) -> dict[str, Any]:
 
 
 def _blocks(memory: Mapping[str, float], perf: Path, model: ModelSpec, tp: int, dp: int) -> int:
-    """Of a rank, where the run does not say its KV blocks: what the project's own configuration gives the engine of a
-    GPU, less weights."""
+    """KV blocks of a rank, where the run does not say them: the memory that the project's own configuration gives the
+    engine of a GPU, less weights."""
     spec = yaml.safe_load((perf / "hardware.yaml").read_text("utf-8"))["spec"]
     size = memory.get("mem_size") or spec["memory_total_gib"]
     left = memory["mem_util"] * size * 2**30 - _VALUE * model.device_parameters(tp, ep=dp)

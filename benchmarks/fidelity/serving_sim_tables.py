@@ -90,8 +90,8 @@ def _attention(path: Path, layers: int) -> list[tuple[float, ...]]:
 
 
 def _spread(path: Path) -> dict[str, Pairs]:
-    """What contexts that differ take longer than even ones, as tokens of context for each of their standard deviation,
-    by decodes: least squares over batches of two lengths, each against even ones of its mean and of its longest."""
+    """Extra time of contexts that differ over even ones, as tokens of context for each of their standard deviation, by
+    decodes: least squares over batches of two lengths, each against even ones of its mean and of its longest."""
     sums: dict[str, dict[int, list[float]]] = {}
     for row in _csv(path) if path.is_file() else ():
         if row.get("layer", "attention") != "attention" or _count(row.get("decode_q_len", "1")) > 1:
@@ -134,7 +134,7 @@ _Parts = dict[str, tuple[_ByTokens, list[dict[int, float]]]]
 
 
 def _parts(folder: Path, dp: int) -> _Parts:
-    """Where experts were timed apart from what every GPU does with its own tokens; empty where they were not."""
+    """Times of experts measured apart from what every GPU does with its own tokens; empty where there are none."""
     index = folder / "moe_components.json"
     entries = json.loads(index.read_text(encoding="utf-8"))["entries"] if index.is_file() else []
     target = {"tp": 1, "dp": dp, "ep": dp, "rank": 0}
@@ -175,7 +175,7 @@ def _exchange(hardware: Path, model: ModelSpec, experts: Experts, dp: int) -> Pa
 
 
 def _collective(path: Path, name: str, model: ModelSpec, more: int = 0) -> Pairs:
-    """(tokens, microseconds) of a collective of a layer's output, in 16 bits, and of so many bytes more a token."""
+    """(tokens, microseconds) of a collective of a layer's output, in 16 bits and `more` additional bytes a token."""
     measured = yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]["interconnect"]
     samples: Iterable[Mapping[str, Any]] = measured["samples"] if measured else ()
     samples = [it for it in samples if it.get("collective", "all_reduce") == name]

@@ -1,4 +1,4 @@
-"""What became of requests, and the few numbers that a run is judged by.
+"""Outcomes of requests, and the few numbers that a run is judged by.
 
 Invariant: measured and predicted runs are reduced by the same code from the same fields.
 """
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def outcomes(requests: Iterable[Request]) -> tuple[Outcome, ...]:
-    """By number. Raises ValueError for a request that was not served in full."""
+    """Outcomes by request number. Raises ValueError for a request that was not served in full."""
     done = []
     for request in sorted(requests, key=lambda request: request.number):
         if request.engine is None or request.first_token is None or request.finish is None:
@@ -96,7 +96,7 @@ def summarize(served: Sequence[Outcome]) -> Summary:
 
 
 def mean(repeats: Sequence[Summary]) -> Summary:
-    """By field. Raises ValueError where there is none."""
+    """Mean of the repeats by field. Raises ValueError where there are none."""
     if not repeats:
         raise ValueError("there are no repeats to take the mean of; run the workload once or more")
     return Summary(**{field.name: fmean(getattr(one, field.name) for one in repeats) for field in fields(Summary)})
@@ -113,8 +113,8 @@ def errors(predicted: Summary, measured: Summary) -> Summary:
 
 
 def repeat_error(repeats: Sequence[Summary]) -> Summary:
-    """How well an engine predicts itself: the mean, over the repeats, of the size of the error of that repeat as a
-    prediction of the mean of all others. By field."""
+    """Error of an engine as a prediction of itself, by field: the mean, over the repeats, of the absolute error of that
+    repeat as a prediction of the mean of all others."""
     if len(repeats) < 2:
         raise ValueError(f"there is {len(repeats)} repeat; an engine is compared with itself over two or more")
     found = [errors(one, mean([*repeats[:index], *repeats[index + 1 :]])) for index, one in enumerate(repeats)]

@@ -1,4 +1,4 @@
-"""What was found, as Markdown tables.
+"""Findings as Markdown tables.
 
 Invariant: equal findings give equal text; nothing is rounded so far that an error can hide in it.
 """

@@ -48,7 +48,7 @@ def random_tier(seed: int, *, ahead: bool = False, drafts: bool = False) -> tupl
 
 
 def with_tier(config: EngineConfig, random: Random, step: int) -> tuple[EngineConfig, int, int]:
-    """An engine with a tier, and the ticks that storing and loading a block take beside steps of so many."""
+    """An engine with a tier, and the ticks to store and to load a block, drawn relative to those of a `step`."""
     store, load = (random.choice((1, max(1, step // 4), step, 5 * step)) for _ in range(2))
     # A context that is one chunk of one token is loaded, found to lack what is sampled from, and loaded again for ever.
     blocks_per_chunk = random.choice((1, 1, 2, 3) if config.block_size > 1 else (2, 3))
@@ -73,7 +73,7 @@ def tiered_cluster(
     exact: bool = False,
     trace: Callable[[Iteration], None] | None = None,
 ) -> SimCluster:
-    """One such engine. Its run writes the requests."""
+    """A cluster of the case's one engine. Its run writes the requests."""
     cost = AffineCost(case.step, per_sequence=case.per_token, per_new_token=case.per_token)
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
     spec = EngineSpec("engine", case.config, cost)

@@ -38,7 +38,7 @@ def vllm_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:
 
 
 def simulated_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:
-    """The same of the simulator. Writes the requests."""
+    """The same steps in the simulator. Writes the requests."""
     iterations: list[Iteration] = []
     tiered_cluster(case, requests, trace=iterations.append).run()
     return tuple(Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks) for it in iterations)

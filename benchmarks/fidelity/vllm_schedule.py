@@ -1,4 +1,4 @@
-"""What vLLM's own V1 scheduler decides for a workload, with no model behind it.
+"""Decisions of vLLM's own V1 scheduler for a workload, with no model behind it.
 
 Invariant: every decision is vLLM's. What is made up here is the clock, on which every iteration takes one tick, and the
 tokens that a model would have returned.
@@ -80,8 +80,8 @@ def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[St
     A step that schedules something takes one tick. One that only preempts takes none: with the priority policy, a
     request that finds no block and is itself the lowest is preempted, and no other is looked at in that step. What
     happens at one instant happens in this order: steps end, requests are cancelled by rising number, requests arrive by
-    rising number, the next step is scheduled: with asynchronous scheduling the one after that. Whoever is cancelled no
-    later than it arrives is never seen.
+    rising number, the next step is scheduled: with asynchronous scheduling the one after that. A request that is
+    cancelled no later than it arrives is never seen.
 
     `requests` are read, not written. Raises ValueError for what the scheduler alone cannot answer.
     """
@@ -138,8 +138,8 @@ class VllmEngine:
     """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
 
     def __init__(self, config: EngineConfig, *, kv_role: str | None = None) -> None:
-        """With a `kv_role` beside a connector that pulls KV, or keeps it to be pulled; a tier has vLLM's own, and with
-        both that of the role comes first."""
+        """`kv_role` adds a connector that pulls KV, or keeps it to be pulled. A tier has vLLM's own connector; with
+        both, that of the role comes first."""
         self.scheduler = _make_scheduler(config, kv_role)
         self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
@@ -163,12 +163,12 @@ class VllmEngine:
 
     @property
     def scheduled_something(self) -> bool:
-        """Whether the youngest step under way does."""
+        """Whether the youngest step under way schedules something."""
         return bool(self._under_way[-1][1].scheduled)
 
     @property
     def scheduled_tokens(self) -> int:
-        """In the youngest step under way."""
+        """Tokens of the youngest step under way."""
         return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)
 
     @property
@@ -182,17 +182,17 @@ class VllmEngine:
 
     @property
     def has_work(self) -> bool:
-        """Also for its connector alone."""
+        """Whether the scheduler has work, be it for its connector alone."""
         return bool(self.scheduler.has_requests())
 
     @property
     def transfers(self) -> OffloadingConnectorMetadata:
-        """What the youngest step under way asks of the tier's worker."""
+        """Transfers that the youngest step under way asks of the tier's worker."""
         asked = self._under_way[-1][0].kv_connector_metadata
         return asked.metadata[-1] if isinstance(asked, MultiKVConnectorMetadata) else asked
 
     def of_tier(self, told: OffloadingWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """What the tier's worker tells, as the scheduler is told it."""
+        """The report of the tier's worker, in the form that the scheduler takes."""
         beside = isinstance(self.scheduler.connector, MultiConnector)
         return MultiKVConnectorWorkerMetadata(metadata=(None, told)) if beside else told
 
@@ -227,7 +227,7 @@ class VllmEngine:
         return not self.full
 
     def scheduled(self, output: SchedulerOutput) -> Step:
-        """What the scheduler has decided is under way from now on."""
+        """Record a decision of the scheduler as a step under way."""
         scheduled = tuple((int(name), tokens) for name, tokens in output.num_scheduled_tokens.items())
         free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
@@ -254,14 +254,14 @@ class VllmEngine:
         return _ended(self.scheduler.update_from_output(SchedulerOutput.make_empty(), output))
 
     def end_oldest(self, time: int, transfers: KVConnectorOutput | None = None) -> Step:
-        """What came of the oldest step under way, which began at `time`, and the transfers that ended meanwhile."""
+        """End the oldest step under way, which began at `time`; `transfers` are those that ended meanwhile."""
         output, step, _ = self._under_way[0]
         results = self.scheduler.update_from_output(output, self.compute_oldest(transfers))
         self._draft(list(output.num_scheduled_tokens))
         return replace(step, time=time, finished=_ended(results))
 
     def compute_oldest(self, transfers: KVConnectorOutput | None = None) -> ModelRunnerOutput:
-        """What a model would return for the oldest step under way, which is under way no more."""
+        """Take the oldest step from those under way, and return what a model would return for it."""
         output, step, samples = self._under_way.popleft()
         drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
@@ -334,7 +334,7 @@ class _Tokens:
 
 
 def _ended(results: Any) -> tuple[int, ...]:
-    """In the order of their ends, but for those whose KV did not come: vLLM ends these in no order."""
+    """Requests in the order of their ends, except those whose KV did not come: vLLM ends these in no order."""
     ended = [
         (int(result.request_id), result.finish_reason)
         for client in results.values()
@@ -470,7 +470,7 @@ def _attention(block_size: int) -> FullAttentionSpec:
 
 @cache
 def _model_config() -> ModelConfig:
-    """Of a model that exists as a configuration only: the scheduler asks for no more."""
+    """Configuration of a model that exists only as such: the scheduler needs no more."""
     init_none_hash(sha256)
     with TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(

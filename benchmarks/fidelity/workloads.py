@@ -101,7 +101,7 @@ class Engine(_Value):
 
 
 class Workload(_Value):
-    """What some engines are asked. A router gives turns to the engines in the order of their arrival, round robin."""
+    """Engines and the sessions that they serve. A router gives turns to them in the order of arrival, round robin."""
 
     name: str
     why: str  # it is here
@@ -149,7 +149,7 @@ def pair_workloads() -> tuple[Workload, ...]:
 
 
 def random_time_workload(seed: int) -> Workload:
-    """A workload nobody chose: all of settings, lengths, arrivals, turns and priorities are drawn."""
+    """A random workload: settings, lengths, arrivals, turns and priorities are all drawn."""
     random = Random(seed)
     priority = random.random() < 0.3
     tight = random.random() < 0.4

@@ -1,1 +1,1 @@
-"""What lending costs the users of a deployment, and what it is worth to rollouts."""
+"""Cost of lending to the users of a deployment, and its worth to rollouts."""

@@ -45,7 +45,7 @@ def write_models(directory: Path) -> None:
 
 
 def serving_engine(directory: Path, scheduler: Any = SynchronousLending, **more: Any) -> LLMEngine:
-    """As a server has it: `scheduler` None is vLLM's own."""
+    """A serving engine as a server has it. `scheduler` None is vLLM's own."""
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(directory / "serve"),
@@ -85,7 +85,7 @@ def start_rollout(directory: Path, device: Path, terms: LendingTerms, record: Pa
 
 
 def rollout_engine(start: StartEngine) -> VllmEngine:
-    """In this process."""
+    """A rollout engine in this process."""
     return VllmEngine(start, WeightBuffer(create_buffer(), start.buffer_bytes))
 
 
@@ -116,7 +116,7 @@ def turn(number: int, prompt_tokens: int, output_tokens: int) -> Generate:
 
 
 class CpuDevice:
-    """One core, on a clock of this process's CPU time: whoever else uses the machine does not count, and time without
+    """One core, on a clock of this process's CPU time: other processes of the machine do not count, and time without
     work is skipped."""
 
     def __init__(self) -> None:

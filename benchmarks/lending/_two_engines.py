@@ -238,7 +238,7 @@ class _Stepped:
 
 
 def _phases(pipe: Connection) -> Any:
-    """Phases and when they begin, as they are told."""
+    """Phases and when they begin, as they are received."""
     while told := json.loads(pipe.recv_bytes()):
         yield Phase(*told[:3]), told[3]
 
@@ -256,7 +256,7 @@ def _draw(setting: Setting, phase: Phase) -> list[_Asked]:
 
 
 def _watched(token: Any) -> list[tuple[float, bool]]:
-    """What serving waits for the token from now on, and whether it was lent."""
+    """Record from now on the seconds that serving waits for the token, and whether it was lent."""
     waits, acquire = list[tuple[float, bool]](), token.acquire
 
     def watched() -> bool:
@@ -283,7 +283,7 @@ def _ask(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
 
 
 def _warm_up(engine: Any, vocabulary: int) -> None:
-    """What is set up with the first steps."""
+    """Run the first steps of an engine, which set things up."""
     for number, tokens in enumerate((300, 5, 60)):
         _ask(engine, f"warm-{number}", [4 + index % (vocabulary - 4) for index in range(tokens)], 8)
     while engine.has_unfinished_requests():

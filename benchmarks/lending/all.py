@@ -2,8 +2,8 @@
 
     python -m benchmarks.lending all [--traffic FILE] [--quick] [--json FILE]
 
-Each runs as a process of its own. One that fails is told and left out, and the status is 1, as where a goal was missed.
-Without recorded traffic those that replay it are left out, which is told.
+Each runs as a process of its own. A failure is reported and left out, and the status is 1, as where a goal was missed.
+Without recorded traffic, benchmarks that replay it are left out, which is reported.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rows(command: Sequence[str]) -> list[Row]:
-    """What it wrote; none where it failed, with its last words on standard error."""
+    """Rows that the command wrote; none where it failed, with the end of its errors on standard error."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows.jsonl"
         try:

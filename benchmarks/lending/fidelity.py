@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is compared."""
+    """Values of a run that are compared."""
 
     rollout: float  # tokens/s
     lent: float  # share of the time
@@ -90,7 +90,7 @@ def measured(traffic: Path, rate: float, count: int, directory: Path) -> list[Ro
 
 
 def _simulated(asked: list[Asked], run: Served, record: Path, most_tokens: int) -> Observed:
-    """The same requests and turns, from when those come that count."""
+    """Simulate the same requests and turns, from the arrival of the first request that counts."""
     assert run.learnt is not None
     serving, rollout = run.learnt
     for cost in (serving, rollout):

@@ -1,4 +1,4 @@
-"""What it takes to simulate an hour of one lender, its steps one by one and advanced together.
+"""CPU time to simulate an hour of one lender, with its steps one by one and advanced together.
 
 Invariant: both give the same outcome of every request and the same tokens of rollout, or there is no verdict.
 

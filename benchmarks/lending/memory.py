@@ -181,7 +181,7 @@ def _prompt(name: str, length: int) -> list[int]:
 
 
 def _serve(engine: _Engine, between: Callable[[], None]) -> tuple[list[list[int]], Tokens]:
-    """What each step computed, and the tokens of each request; `between` is called after each step."""
+    """Tokens that each step computed, and the tokens of each request; `between` is called after each step."""
     engine.reset()
     steps: list[list[int]] = []
     schedule = engine.scheduler.schedule

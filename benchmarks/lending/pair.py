@@ -1,7 +1,7 @@
 """Two real vLLM engines on one core: what lending gives rollouts and costs users, rule by rule.
 
 Invariant: every rule serves the same arrivals with the same two engines, and a miss is attributable where the same
-request meets the SLO alone. The device's clock is this process's CPU time, so a busy machine slows nobody down.
+request meets the SLO alone. The device's clock is this process's CPU time, so a busy machine does not count.
 
     python -m benchmarks.lending pair --traffic azure_2023_conv.csv [--rate 3] [--requests 120] [--json FILE]
 
@@ -101,7 +101,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one rule did, with the requests that count."""
+    """Outcome of one rule, with the requests that count."""
 
     requests: list[Asked]
     began: float  # on the device's clock
@@ -115,7 +115,7 @@ class Served:
 
 
 class PairScheduler(SynchronousLending):
-    """On the clock of this process."""
+    """The lending scheduler on the clock of this process."""
 
     device = CpuDevice()
 

@@ -1,4 +1,4 @@
-"""What lent GPUs are worth to a plan: with the split of one's own kept, and planned together with them.
+"""Worth of lent GPUs to a plan: with the split of one's own GPUs kept, and planned together with them.
 
 Invariant: every row prices the same trajectories; a lent engine has the memory that serving leaves, steps that fit into
 a grant, and the certified share of the time, and never the longest contexts.
@@ -7,8 +7,8 @@ a grant, and the certified share of the time, and never the longest contexts.
 
 Own GPUs are A800 in nodes of eight that train and generate with Qwen3-14B, four versions stale. Lenders are A800, too:
 engines of one GPU that serve Qwen3-8B, or of four that serve Qwen3-32B, as the borrowing engine has as many GPUs as the
-one beside it. Either holds 86 requests with 105,000 tokens of context at most, which is what Azure's conversation hour
-at half its rate comes to where its tokens take 120 ms. `--simulate` makes whole runs of the plans, `--lifted` plans the
+one beside it. Either holds 86 requests with 105,000 tokens of context at most, which Azure's conversation hour reaches
+at half its rate where its tokens take 120 ms. `--simulate` makes whole runs of the plans, `--lifted` plans the
 first case again with one restriction of a loan, or of the recipe, lifted at a time.
 """
 
@@ -56,7 +56,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Of a loan."""
+    """Terms of a loan."""
 
     share: float  # of a lender's time
     grant: float = 0.05  # seconds, the longest
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.lending plan", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--share", type=float, default=0.75, help="of a lender's time (default: 0.75)")
-    parser.add_argument("--simulate", type=int, default=0, metavar="STEPS", help="whole runs of so many steps, too")
+    parser.add_argument("--simulate", type=int, default=0, metavar="STEPS", help="simulate whole runs of STEPS steps")
     parser.add_argument("--lifted", action="store_true", help="what each restriction costs, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What a serving engine can lend over a trace of its traffic, and what that costs its users, rule by rule.
+"""Time that a serving engine can lend over a trace of its traffic, and the cost to its users, rule by rule.
 
 Invariant: every rule serves the same arrivals on the same simulated engine; a miss is attributable where the same
 request meets the SLO alone. The certificate is of the first half of the trace; the rows are of the second.

@@ -1,4 +1,4 @@
-"""What serving waits for a borrower that is killed, stopped or slow, and what it costs where nobody borrows.
+"""Time that serving waits for a borrower that is killed, stopped or slow, and the overhead without a borrower.
 
 Invariant: real processes: a serving engine, the agent's borrower with its weights, and signals at random moments. A
 wait is from the moment that serving asks for the device to that at which it goes on, less the time in which other
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """What a serving engine says in the end."""
+    """Final report of a serving engine."""
 
     waits: list[float]  # seconds
     left: list[float]  # of them, until the grant was over
@@ -174,7 +174,7 @@ async def _ready(agent: LendingAgent, running: asyncio.Task[None]) -> int:
 
 
 async def _granted(agent: LendingAgent, count: int) -> None:
-    """So many grants were used since it began."""
+    """Wait until `count` grants were used since the agent began."""
     while agent.tally.grants < count:
         await asyncio.sleep(0.05)
 

@@ -22,7 +22,7 @@ _SHOWN = 5  # contradictions that a check names
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What must hold; `detail` is what was counted, or what contradicts it."""
+    """One condition that must hold; `detail` is what was counted, or what contradicts it."""
 
     name: str
     held: bool
@@ -37,7 +37,7 @@ def checked(name: str, wrong: Iterable[str], counted: str) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the configuration says."""
+    """Sizes from the configuration."""
 
     steps: int
     groups: int  # in a batch
@@ -48,7 +48,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What the segments of episodes tell, in order. Wrong is what cannot have happened."""
+    """Contents of the segments of episodes, in order. `wrong` lists what cannot have happened."""
 
     started: Mapping[int, int]  # version by group
     episodes: Mapping[tuple[int, int], Row]

@@ -1,7 +1,7 @@
-"""What is done to the run, and when.
+"""Faults that strike a run, and their times.
 
-Invariant: a seed gives the same faults in the same order at the same intervals; whom they strike is decided by a number
-that comes with them, among those who are there by then. Every kind of a deck comes up once in it.
+Invariant: a seed gives the same faults in the same order at the same intervals. A number that comes with each fault
+picks its target among the processes there by then. Every kind of a deck comes up once in it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`pause` seconds after the fault before. `draw`, in [0, 1), says whom it strikes; `seconds`: how long it lasts."""
+    """`pause` seconds after the fault before. `draw`, in [0, 1), picks its target; `seconds`: how long it lasts."""
 
     kind: Kind
     pause: float

@@ -43,10 +43,10 @@ class Served:
 
 @dataclass(slots=True)
 class _Life:
-    """Of one server in one session."""
+    """Records of one server in one session."""
 
     requests: list[Row] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # at which was looked how long it had waited for a core
+    times: list[float] = field(default_factory=list)  # when its wait for a core was read
     waited: list[float] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ class Lenders:
         self._scanned = (0, 0.0)
 
     def process(self, name: str) -> psutil.Process | None:
-        """Of a server of the session that was looked at last, if it is there."""
+        """Process of a server of the session that was looked at last, if it is running."""
         if self.owners:
             return self.owned(name)
         process = self._processes.get(name)
@@ -88,7 +88,7 @@ class Lenders:
 
     @property
     def servers(self) -> list[str]:
-        """Who serves now."""
+        """Names of the servers that are running now."""
         names = [f"server-{n}" for n in range(len(self.owners))] or sorted(self._processes)
         return [name for name in names if self.process(name) is not None]
 
@@ -131,7 +131,7 @@ class Lenders:
         ]
 
     def back(self, server: str, time: float) -> float:
-        """When this server was started again that was killed at that time; inf: not in this session."""
+        """Time at which a server that was killed at `time` was started again; inf: not in this session."""
         starts = self.owners[int(server.removeprefix("server-"))].starts if self.owners else []
         return next((start for start in starts if start > time), math.inf)
 

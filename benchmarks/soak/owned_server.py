@@ -1,7 +1,7 @@
 """A server as its owner runs it, under traffic: `python -m benchmarks.soak.owned_server DIRECTORY NUMBER`.
 
 Invariant: it is vLLM with `LendingScheduler`, and knows of no borrower. Requests come at random, ten times as many at
-the same moments at all servers of a machine. A line is written of each as it ends.
+the same moments at all servers of a machine. A line is written for each as it ends.
 """
 
 from __future__ import annotations

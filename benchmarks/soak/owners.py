@@ -1,4 +1,4 @@
-"""Owners of devices that are lent: on each of them a server under traffic, and `libra lend serve` beside it.
+"""Owners of devices that are lent: on each of them a server under traffic, and `libra lend serve`.
 
 Invariant: an owner starts again what has ended, and knows nothing of the run that borrows; a run knows its agents'
 sockets only. Nothing that an owner started is running after `end`, or after the soak, however that ended.
@@ -45,7 +45,7 @@ _CERTIFICATE = replace(
 
 
 class Owner:
-    """Of device `number`; files of all owners are in `directory`."""
+    """Owner of device `number`; files of all owners are in `directory`."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self._directory, self._number = directory, number
@@ -119,7 +119,7 @@ class Owner:
         try:
             page = DevicePage(self._device, create=False)
         except LendingError:
-            return 0  # nobody has served here
+            return 0  # no server has run here
         try:
             return page.tally.grants
         finally:
@@ -156,7 +156,7 @@ class Owner:
 
 
 def owned_run(template: Path, directory: Path, count: int) -> tuple[Path, list[Owner]]:
-    """A configuration as the template, of a run that borrows from so many owners; and these."""
+    """A configuration like the template, of a run that borrows from `count` owners; and these owners."""
     directory.mkdir(parents=True)
     alphabet = Unruly().alphabet
     write_tiny_model(directory / "chat", ModelConfig.model_validate(MODEL), alphabet, LIMITS["max_model_len"])

@@ -43,7 +43,7 @@ class Processes:
         return len(self._seen)
 
     def look(self, controller: int, session: int, ready: bool) -> None:
-        """Remember who is there now; no error where somebody ends meanwhile."""
+        """Remember the processes that are there now; no error where one of them ends meanwhile."""
         try:
             root = psutil.Process(controller)
             family = [root, *root.children(recursive=True)]
@@ -58,11 +58,11 @@ class Processes:
         self._look_for_ports(family)
 
     def left(self) -> list[str]:
-        """Who is still there although its controller is gone, after waiting for it."""
+        """Processes that are still there although their controller is gone, after waiting for their end."""
         return [f"{process.pid} {process.name()}" for process in still_there(self._seen.values())]
 
     def listening(self) -> list[str]:
-        """Addresses that somebody seen here listened on, and that are listened on still."""
+        """Addresses that a process seen here listened on, and that are listened on still."""
         return [address for inode, address in _listeners().items() if inode in self._listening]
 
     def _look_for_ports(self, family: list[psutil.Process]) -> None:
@@ -75,7 +75,7 @@ class Processes:
 
 
 def still_there(processes: Collection[psutil.Process]) -> list[psutil.Process]:
-    """Who of them has not ended, after waiting for all. Whoever waits for somebody to read its exit status has."""
+    """Processes that have not ended, after waiting for all. One whose exit status is yet to be read has ended."""
     ends = time.monotonic() + _GONE_SECONDS
     while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < ends:
         time.sleep(0.1)
@@ -108,7 +108,7 @@ def shared_files() -> set[str]:
 
 
 def unused_shared_files(before: set[str]) -> list[str]:
-    """New files in shared memory that no process maps: whoever made them has left them behind. Those of a process that
+    """New files in shared memory that no process maps: their makers have left them behind. Those of a process that
     has just ended are taken away by its resource tracker a moment later."""
     ends = time.monotonic() + _TRACKER_SECONDS
     while (left := _unmapped(shared_files() - before)) and time.monotonic() < ends:

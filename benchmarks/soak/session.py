@@ -49,7 +49,7 @@ class Session:
 
     @property
     def status(self) -> int | None:
-        """None while it runs."""
+        """Exit status; None while it runs."""
         return self._process.poll()
 
     def read(self) -> list[tuple[float, Row]]:

@@ -28,8 +28,8 @@ ROOMY = Certificate(  # whatever a small server may be asked, it is inside
 
 
 def write_loan(file: Path, certificate: Certificate, served: Path, rollout: dict[str, Any], **more: Any) -> Path:
-    """A loan beside whoever serves the model in the directory `served`; `more` are its other keys. The certificate is
-    written beside the file, of that model."""
+    """Write a loan for a server of the model in the directory `served`; `more` are its other keys. The certificate of
+    that model is written next to the file."""
     (file.parent / "certificate.json").write_text(certificate_json(replace(certificate, model=served.name)))
     slo = certificate.slo
     loan = {

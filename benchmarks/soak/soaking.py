@@ -44,7 +44,7 @@ class Soaked:
     checks: tuple[Check, ...]
     recoveries: tuple[Recovery, ...]
     struck: tuple[Struck, ...]
-    passed: int  # faults that found nobody to strike
+    passed: int  # faults that found no target
     moves: int  # changes of role or shape that were made
     steps: int
     sessions: int
@@ -60,7 +60,7 @@ class Soak:
     """One run. Its files go to `directory`, which is emptied; `say` is told what happens."""
 
     def __init__(self, directory: Path, say: Callable[[str], None], config: Path = CONFIG, *, owners: int = 0) -> None:
-        """`owners` of devices that are lent, from whom the run borrows; 0: from whom the configuration says."""
+        """`owners`: number of owners of lent devices from which the run borrows; 0: those of the configuration."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         owned = (directory / "owned").resolve()
@@ -86,8 +86,8 @@ class Soak:
         self._sampled = 0.0
 
     def run(self, faults: Iterator[Fault], seconds: float) -> Soaked:
-        """Faults for so long, or until there are no more; then the run ends in peace, and is looked at. Raises
-        `SoakError` where it never came to its first checkpoint."""
+        """Strike with faults for `seconds`, or until there are no more. Then the run ends in peace, and is checked.
+        Raises `SoakError` where it never reached its first checkpoint."""
         began, files, memory = time.monotonic(), shared_files(), shared_memory()
         storm = Storm(faults, lambda struck: self._say(_words(struck)), self._lenders)
         try:
@@ -145,7 +145,7 @@ class Soak:
                 session = self._start("--resume")
 
     def _end_in_peace(self) -> int:
-        """The last session, which is told how many steps there are; returns that number."""
+        """Run the last session with a number of steps to end at; returns that number."""
         session = self._session
         assert session is not None
         self._until_lent(session)

@@ -1,4 +1,4 @@
-"""Faults as they come: each strikes whom it can strike at its moment, and is written down.
+"""Faults as they come: each strikes a process that it can strike at its moment, and is written down.
 
 Invariant: a fault that is not of `ENDING` strikes only what a run can lose: from its first allocation on, and never the
 last core trainer that is sound. So a session that ends otherwise has ended wrongly.
@@ -24,7 +24,7 @@ from benchmarks.soak.session import Session
 from libra.backends.launch.worker import die_with
 
 _STOPPED = frozenset({Kind.SLOW, Kind.HANG, Kind.STOP_BORROWER, Kind.LOOP_BORROWER})
-_PATIENCE = 3.0  # seconds for which a fault waits for somebody whom it can strike
+_PATIENCE = 3.0  # seconds for which a fault waits for a target
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Storm:
         """`tell` hears of every fault that is done."""
         self._faults, self._tell, self._lenders = faults, tell, lenders
         self.struck: list[Struck] = []
-        self.passed = 0  # faults that found nobody to strike
+        self.passed = 0  # faults that found no target
         self._next: Fault | None = None
         self._due = 0.0
         self._stopped: list[_Stopped] = []
@@ -65,7 +65,7 @@ class Storm:
         return self._next is None and self._due > 0
 
     def tick(self, session: Session) -> None:
-        """Let go of whom is held long enough, and do the fault that is due."""
+        """Let processes go on that were held long enough, and do the fault that is due."""
         now = time.monotonic()
         self._let_go(now)
         if self._next is None:
@@ -78,12 +78,12 @@ class Storm:
                 self._take(now)
 
     def session_ended(self) -> None:
-        """The waits of the next fault begin anew; nobody is left to be let go."""
+        """The wait for the next fault begins anew; no process is held any more."""
         self._due = time.monotonic()
         self._stopped.clear()
 
     def calm(self) -> None:
-        """Everybody who is held goes on."""
+        """Let all processes that are held go on."""
         self._let_go(float("inf"))
 
     def _take(self, now: float) -> None:
@@ -100,7 +100,7 @@ class Storm:
             hog.wait()
 
     def _strike(self, session: Session, fault: Fault, now: float) -> bool:
-        """Whether there was somebody to strike."""
+        """Do the fault. Returns whether there was a target."""
         if fault.kind in ENDING:
             return self._end(session, fault, now)
         if not session.ready:
@@ -130,7 +130,7 @@ class Storm:
         return self._note(session, fault, now, name, process.pid)
 
     def _owned(self, session: Session, kind: Kind) -> list[tuple[str, psutil.Process]]:
-        """Whom such a fault may strike now."""
+        """Processes that such a fault may strike now, with their names."""
         lenders = self._lenders
         match kind:
             case Kind.KILL_PUBLISHER:
@@ -167,7 +167,7 @@ class Storm:
         return self._note(session, fault, now, name, session.pids[name])
 
     def _caught(self, process: psutil.Process, name: str) -> bool:
-        """Stop it; whether that was while it had its device. If not, it goes on."""
+        """Stop a process. Returns whether it had its device then; if not, it continues."""
         _send(process, signal.SIGSTOP)
         if holds(process.pid, self._lenders.device(name)):
             return True
@@ -175,7 +175,7 @@ class Storm:
         return False
 
     def _hog(self, until: float, cores: Sequence[int] | None = None) -> None:
-        """Somebody who computes, on these cores or any."""
+        """Start a process that only computes, on these cores or any."""
         soak = os.getpid()
         hog = subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: die_with(soak))
         if cores is not None:

@@ -1,6 +1,6 @@
-"""What the faults did to the run: who was lost and why, how each session ended, and how long it took to recover.
+"""Effects of the faults on the run: lost workers and the reasons, the end of each session, and times to recover.
 
-Invariant: nobody is lost without a fault that struck that very process, and a session ends only by a fault that ends
+Invariant: no worker is lost without a fault that struck that very process, and a session ends only by a fault that ends
 it. Times are of the soak's clock: of what was found in the journal, looked at every `LOOK_SECONDS`.
 """
 
@@ -36,7 +36,7 @@ _GROWTH = 16.0  # MiB a minute
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a session ended. `status` is None for one that did not end in time; `left` are processes that outlived it."""
+    """End of a session. `status` is None for one that did not end in time; `left` are processes that outlived it."""
 
     session: int
     ending: Kind | None
@@ -101,7 +101,7 @@ def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[s
 
 
 def growth(samples: Sequence[Sample]) -> Iterator[Check]:
-    """Of controllers, in sessions that were long enough."""
+    """Checks of the growth of controllers, in sessions that were long enough."""
     sessions: dict[int, list[Sample]] = {}
     began: dict[int, float] = {}
     for sample in samples:
@@ -146,7 +146,7 @@ class Recovery:
 
 
 def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Recovery]:
-    """Of the faults that were made good in their session, or for those that end one, in any later one."""
+    """Recoveries from faults that were made good in their session, or for those that end one, in any later one."""
     for name, kind, sign in (
         ("killed engine: its turns are given to others", Kind.KILL_ENGINE, "lost"),
         ("killed engine: its slot works again", Kind.KILL_ENGINE, "done"),
@@ -179,7 +179,8 @@ def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:
 
 
 def _until_new_step(fault: Struck, seen: Sequence[Seen]) -> float | None:
-    """In a later session; steps that are made again are none. One that is killed as it starts is a part of the time."""
+    """Seconds until a new step of a later session; repeated steps do not count. A session that is killed as it starts
+    is a part of the time."""
     steps = [entry for entry in seen if entry.row["kind"] == "step"]
     before = max((entry.row["version"] for entry in steps if entry.session <= fault.session), default=0)
     return next((entry.time - fault.time for entry in steps if entry.row["version"] > before), None)

@@ -1,4 +1,4 @@
-"""What a run has written, read as it grows.
+"""Files that a run writes, read as they grow.
 
 Invariant: nothing of the run's own code is used to read it. A segment of episodes that was seen once stays readable
 here after the run has deleted it.

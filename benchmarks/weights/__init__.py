@@ -1,1 +1,1 @@
-"""What weights cost on their way: exact deltas between versions of a model that is trained here, and a slow link."""
+"""Cost of sending weights: exact deltas between versions of a model that is trained here, and a slow link."""

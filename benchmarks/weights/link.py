@@ -141,7 +141,7 @@ class _Node:
 
 class _Publisher(_Node):
     def publish(self, version: int, content: Vector) -> float:
-        """As a trainer does; returns when it lay there."""
+        """Publish a version as a trainer does; returns the time at which its content was in memory."""
         buffer = version % BUFFERS
         os.pwrite(self._memory, content.data, buffer * self._grid.size)
         order = LoadWeights(version, buffer, zlib.crc32(content.data))
@@ -152,7 +152,7 @@ class _Publisher(_Node):
 
 class _Follower(_Node):
     def check(self, order: FollowerPlace | LoadWeights, version: int, content: Vector) -> None:
-        """That its engines load this version, and what was published; they have it then."""
+        """Check that the order loads this version, with the published content. Then report it as loaded."""
         assert isinstance(order, LoadWeights) and order.version == version, order
         found = os.pread(self._memory, len(content), order.buffer * self._grid.size)
         assert zlib.crc32(found) == order.checksum == zlib.crc32(content.data)
@@ -160,7 +160,7 @@ class _Follower(_Node):
 
 
 async def _loaded(nodes: list[_Follower], version: int, content: Vector) -> float:
-    """When the last node said that its engines may load this version."""
+    """Time at which the last node said that its engines may load this version."""
     orders = await asyncio.gather(*(node.word() for node in nodes))
     told = time.monotonic()
     for node, order in zip(nodes, orders, strict=True):

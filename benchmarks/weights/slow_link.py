@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 _PIECE = 1 << 14  # bytes that are sent at a time
-_AT_ONCE = 0.002  # seconds within which a piece was there already: the link would have gone on with it
+_AT_ONCE = 0.002  # seconds; a piece that is read faster was there already, and the link would have sent it
 
 
 class Direction:
@@ -38,7 +38,7 @@ class Direction:
         self.bytes = 0
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """All that one end says, until it has said all."""
+        """Forward the bytes that one end sends, until its end of file."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         delivering = asyncio.create_task(self._deliver(under_way, writer))
         late = 0.0  # seconds for which this process held up a piece that was there

@@ -105,7 +105,7 @@ def _by_difference(before: Vector, after: Vector, into: Vector) -> None:
 
 
 def _rows(training: _Training, rate: float, most: float | None) -> Iterator[Row]:
-    """Of the last step at a rate. Rates follow each other, from small to large, on the same weights."""
+    """Rows of the last step at a rate. Rates follow each other, from small to large, on the same weights."""
     for _ in range(_STEPS - 1):
         training.step(rate)
     before = training.published()

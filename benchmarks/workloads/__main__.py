@@ -1,4 +1,4 @@
-"""What the workloads are like, beside what is published: `python -m benchmarks.workloads [--quick] [--json FILE]`.
+"""Facts about the workloads, next to published ones: `python -m benchmarks.workloads [--quick] [--json FILE]`.
 
 Invariant: what a workload was fitted to is shown on runs of other seeds than it was fitted on.
 """

@@ -1,4 +1,4 @@
-"""How well published routing rules do on a workload.
+"""Quality of published routing rules on a workload.
 
 Invariant: they are judged over a whole run, drift included, from its second step on: the first one teaches them.
 """
@@ -25,7 +25,7 @@ def whole_run(workload: Workload, episodes: Episodes) -> list[Trajectory]:
 
 
 def quality(workload: Workload, episodes: Episodes, policy: str) -> Quality:
-    """Of the policy of this name, over a whole run in which all of a step's trajectories are in flight together."""
+    """Quality of a named policy over a whole run in which all of a step's trajectories are in flight together."""
     step = workload.groups_per_step * episodes.samples_per_prompt
     fleet = static_fleet(workload.limits, turn_tokens=TURN_TOKENS)
     return evaluate(policy_named(policy), whole_run(workload, episodes), fleet, batch=step, warm_up=step)

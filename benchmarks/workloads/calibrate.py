@@ -100,7 +100,7 @@ def _solve(
 
 
 def _with_shares(workload: Workload, means: tuple[float, float], shortest: tuple[float, float]) -> Workload:
-    """With class shares that have these mean final contexts at the two ends of the drift."""
+    """The workload with class shares that have these mean final contexts at the two ends of the drift."""
     ends = [
         _shares(_class_means(workload, version), mean, share)
         for version, mean, share in zip((0, workload.steps), means, shortest, strict=True)
@@ -124,7 +124,7 @@ def _class_means(workload: Workload, version: int) -> list[float]:
 
 
 def _shares(means: Sequence[float], wanted: float, shortest: float) -> tuple[float, float, float]:
-    """Of three classes of these means, the shares that have the wanted mean, given the shortest's; to four places."""
+    """Shares of three classes of these means that have the `wanted` mean, given the shortest's; to four places."""
     short, middle, long = means
     rest = 1 - shortest
     longest = round((wanted - shortest * short - rest * middle) / (long - middle), 4)

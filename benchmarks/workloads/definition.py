@@ -52,8 +52,8 @@ class Workload:
                 raise ValueError(f"{self.name}: source of {field} must begin with one of {_KINDS}")
 
     def episodes(self, signal: str, *, seed: int | None = None, steps: int | None = None) -> DriftingTasks:
-        """What is generated with this setting of how much tool returns tell. `seed` and `steps` in place of its own:
-        another run of the same workload, and the same drift in another number of steps."""
+        """Tasks with this setting of how much tool returns tell. `seed` and `steps` in place of its own: another run of
+        the same workload, and the same drift in another number of steps."""
         if signal not in self.signals:
             raise ValueError(f"signal is {signal!r}; choose one of {', '.join(self.signals)}")
         return DriftingTasks(

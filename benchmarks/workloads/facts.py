@@ -1,4 +1,4 @@
-"""What the episodes of a workload look like, in numbers that others publish too.
+"""Statistics of a workload's episodes that are also published for other workloads.
 
 Invariant: every number is exact over the trajectories given. Lengths are tokens, times are seconds.
 """
@@ -22,7 +22,7 @@ BATCH = 512  # trajectories that start together, where what is left of a batch's
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of some trajectories, all of one stage of a run."""
+    """Statistics of some trajectories, all of one stage of a run."""
 
     trajectories: int
     mean_final_context: float
@@ -85,8 +85,8 @@ def longest_tenth(values: NDArray[np.int64] | NDArray[np.float64]) -> float:
 
 
 def tail(seconds: NDArray[np.float64]) -> float:
-    """How much of a batch's time is left when nine tenths of it are done, on average over whole batches of `BATCH` in
-    order; over all of them as one where there are fewer."""
+    """Share of a batch's time that is left when nine tenths of it are done, on average over whole batches of `BATCH`
+    in order; over all of them as one where there are fewer."""
     batches = [seconds[start : start + BATCH] for start in range(0, len(seconds) - BATCH + 1, BATCH)] or [seconds]
     return float(np.mean([1 - np.percentile(batch, 90, method="inverted_cdf") / batch.max() for batch in batches]))
 
@@ -119,7 +119,7 @@ def returns(trajectory: Trajectory, passive: Collection[str] = ()) -> list[tuple
 
 
 def at_version(episodes: Episodes, version: int, groups: int, first: int = 0) -> list[Trajectory]:
-    """The trajectories of so many groups, all generated at one version."""
+    """The trajectories of `groups` groups from number `first` on, all generated at one version."""
     return [each for number in range(first, first + groups) for each in episodes.group(number, version)]
 
 

@@ -1,4 +1,4 @@
-"""How well a policy routes: trajectories of known length replayed through it, and the share that went where they fit.
+"""Quality of routing: trajectories of known length replayed through a policy, and the share that went where they fit.
 
 Invariant: a policy learns a trajectory only after its last turn was placed, and policies that are compared see the same
 trajectories, turns and fleet in the same order. Nothing is generated: no load changes, and no time passes.
@@ -19,7 +19,7 @@ from libra.trajectory import Trajectory
 
 
 class Outcome(NamedTuple):
-    """What routing did to one trajectory."""
+    """Routing of one trajectory, in numbers."""
 
     bucket: int  # of its true final context, the most tokens it ever held
     single_shot: bool  # after its first tool return it was in this bucket; without tool return: at its first placement
@@ -52,7 +52,7 @@ class Quality:
     @property
     def balanced_accuracy(self) -> float:
         """Single-shot accuracy within each true bucket that occurs, averaged over these buckets: one over their number
-        for whoever sends everything to the same one."""
+        for a policy that sends everything to the same one."""
         bucket = self.outcomes["bucket"]
         of_bucket = np.bincount(bucket)
         right = np.bincount(bucket, self.outcomes["single_shot"])
@@ -72,7 +72,7 @@ class Quality:
 
 
 def static_fleet(limits: Sequence[int], *, turn_tokens: int, instances: int = 1) -> View:
-    """A fleet with so many idle instances for each bucket, each of which holds its bucket's limit and one more turn."""
+    """A fleet of `instances` idle instances for each bucket; each holds its bucket's limit and one more turn."""
     if instances < 1:
         raise ValueError(f"instances is {instances}; a bucket needs 1 or more")
     return View(

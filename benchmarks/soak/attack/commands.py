@@ -90,7 +90,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 async def read_and_stop(config: RunConfig, environment: object, display: object, resume: bool) -> None:
-    """In place of `libra.loop.run.run`: reads all that a session which goes on reads, and stops."""
+    """Stands in for `libra.loop.run.run`: reads all that a resumed session reads, and stops."""
     from libra.loop.checkpoint import missing_trajectories, read_interrupted
     from libra.plan.problem import InfeasiblePlanError
 

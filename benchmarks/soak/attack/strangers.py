@@ -96,7 +96,7 @@ def attack_as_stranger(say: Callable[[str], None]) -> Iterator[Finding]:
 
 
 def _kept_out(kind: str, answer: str) -> bool:
-    """Whether nothing was had. HTTP has to ask for its token; other ports and sockets may close without a word."""
+    """Whether access was denied. HTTP has to ask for its token; other ports and sockets may close without a word."""
     if kind == "http":
         return answer != "refused" and bytes.fromhex(answer).startswith(b"HTTP/1.1 401")
     return answer == "refused" or (kind in ("unix", "tcp") and not answer)
