@@ -46,12 +46,13 @@ fuzz: setup  ## the planner on 5,000 random problems, against brute force; 5,500
 soak: setup  ## a run under random faults for 20 minutes: processes killed and stopped, and whether everything held
 	$(VENV)/bin/python -m benchmarks.soak
 
-lint: setup  ## ruff (rules and format), mypy, the direction of imports, and that a public name is one thing
+lint: setup  ## ruff (rules and format), mypy, the direction of imports, that a public name is one thing, and prose
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/python tools/public_names.py
+	$(VENV)/bin/python tools/prose.py
 
 bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.planning --quick

@@ -1,1 +1,1 @@
-"""What engines, training, memory and transfers cost."""
+"""Costs of engines, training, memory and transfers."""

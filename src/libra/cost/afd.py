@@ -1,8 +1,8 @@
-"""What attention and FFN apart take: the stages of a layer with experts, and all that is outside of them.
+"""Times of attention and FFN on separate GPUs: the stages of layers with experts, and all work outside of them.
 
-Invariant: an attention rank does everything but the routed experts, which is where afd-plugin for vLLM 0.26 divides a
-layer (router, shared experts and dense layers stay with attention); an FFN rank is one GPU with its share of every
-layer's experts. Times are of kernels, from one source, which the grid names.
+Invariant: an attention rank does everything but the routed experts (router, shared experts and dense layers stay with
+attention), as afd-plugin for vLLM 0.26 divides a layer. An FFN rank is one GPU with its share of every layer's experts.
+Times are of kernels, from one source, which the grid names.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from libra.hardware.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class StageGrid:
-    """Of one model, on attention ranks of `attention.tp` GPUs and `ffn` FFN ranks."""
+    """Times of one model on attention ranks of `attention.tp` GPUs and on `ffn` FFN ranks."""
 
     attention: EngineGrid  # an attention rank: all layers with experts
     layers: int  # with experts
-    dense: int  # layers without
-    tokens: tuple[int, ...]  # axis of the two that follow
-    outside: tuple[float, ...]  # an attention rank with so many tokens: dense MLPs and the output head
-    head: tuple[float, ...]  # of these, the head with so many logits
-    experts: tuple[float, ...]  # the fullest FFN rank, one layer: so many tokens of all attention ranks
+    dense: int  # layers without experts
+    tokens: tuple[int, ...]  # axis of `outside`, `head` and `experts`
+    outside: tuple[float, ...]  # dense MLPs and output head, by tokens of an attention rank
+    head: tuple[float, ...]  # the head's part of `outside`, by logits
+    experts: tuple[float, ...]  # one layer on the fullest FFN rank, by tokens of all attention ranks
     ffn: int
-    token_bytes: float  # that cross the network for each token and layer, one way
+    token_bytes: float  # bytes that cross the network for each token and layer, one way
     source: str
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class StageGrid:
         return _between(self.tokens, self.head, logits)
 
     def dense_seconds(self, tokens: float) -> float:
-        """Of the layers without experts: their MLPs."""
+        """Seconds of the MLPs of all layers without experts."""
         return self.outside_seconds(tokens) - self.head_seconds(tokens)
 
     def experts_seconds(self, tokens: float) -> float:
@@ -54,19 +54,19 @@ class StageGrid:
 
     @property
     def least_expert_seconds(self) -> float:
-        """For each token of a layer, however many there are."""
+        """Lower bound of a layer's expert seconds per token, for any number of tokens."""
         beyond = (self.experts[-1] - self.experts[-2]) / (self.tokens[-1] - self.tokens[-2])
         return min(beyond, *(seconds / count for count, seconds in zip(self.tokens, self.experts, strict=True)))
 
 
 def token_copies(model: ModelSpec, ffn: int) -> float:
-    """FFN ranks to which a token goes, on average: those that have one of its experts, which are drawn evenly."""
+    """Mean number of FFN ranks that a token goes to: those with one of its experts, which are drawn evenly."""
     assert model.experts is not None
     return ffn * (1 - (1 - 1 / ffn) ** model.experts.active)
 
 
 def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) -> str | None:
-    """Why attention and FFN cannot be apart like this; None where they can. It opens with the key."""
+    """Why attention and FFN cannot be separated like this, opening with the key; None where they can."""
     if model.experts is None:
         return f"afd: {model.name} has no experts that FFN ranks could hold: leave it out, or name a mixture of experts"
     if attention % ffn:
@@ -79,7 +79,7 @@ def afd_refusal(model: ModelSpec, attention: int, ffn: int, micro_batches: int) 
 
 
 def _between(axis: tuple[int, ...], seconds: tuple[float, ...], at: float) -> float:
-    """Linear between points; beyond the last as before it."""
+    """Linear between points; beyond the last one, the last interval is extrapolated."""
     if at <= axis[-1]:
         return float(np.interp(at, axis, seconds))
     slope = (seconds[-1] - seconds[-2]) / (axis[-1] - axis[-2])

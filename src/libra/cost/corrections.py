@@ -1,7 +1,7 @@
-"""What closed forms of batches are multiplied by, so that they come near the simulated seconds.
+"""Factors that bring closed forms of batches near the simulated seconds.
 
-Invariant: each factor corrects one named mechanism of `libra.cost.rollout`, and all are fitted together, on families of
-trajectories and seeds that no test uses: `python -m benchmarks.rollout_price --fit` says how far and writes them here.
+Invariant: each factor corrects one named mechanism of `libra.cost.rollout`. All are fitted together, on families of
+trajectories and seeds that no test uses: `python -m benchmarks.rollout_price --fit` writes them here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 class BatchFactors:
     """Factors of the parts of a step: those of `libra.cost.rollout` and `libra.cost.longest`."""
 
-    decode: float  # of all
+    decode: float  # decoding of all trajectories
     prefill: float  # samples of one prompt prefill it together
-    eviction: float  # contexts that are prefilled again: those of the longer trajectories are gone more often
+    eviction: float  # contexts that are prefilled again: those of longer trajectories are evicted more often
     memory: float  # waiting for memory, which others use meanwhile
-    generation: float  # of the longest trajectory: as the batch drains
+    generation: float  # generation of the longest trajectory, as the batch drains
 
 
 UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0)

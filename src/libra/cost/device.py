@@ -1,4 +1,4 @@
-"""What one device was measured to do: the numbers every price is made of.
+"""Measured costs of one device: the numbers that every price is made of.
 
 Invariant: a profile is complete and positive. It says what hardware and model it was measured on, and how well its
 fit predicted samples that it was not fitted to.
@@ -47,7 +47,7 @@ class TrainCost:
         _require_measured("TrainCost", asdict(self))
 
     def step_seconds(self, tokens: float, replicas: int) -> float:
-        """Of `tokens` tokens shared evenly by `replicas` >= 1 replicas; two or more exchange gradients."""
+        """Seconds of a step on `tokens` tokens, shared evenly by `replicas` >= 1; two or more exchange gradients."""
         if replicas < 1:
             raise ValueError(f"replicas is {replicas}; a step needs at least one training replica")
         exchange = self.exchange if replicas > 1 else 0.0
@@ -68,7 +68,7 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class HandoverCost:
-    """Seconds of two engines to hand the KV of a context over: `fixed + per_token*tokens`."""
+    """Seconds that two engines take to hand over the KV of a context: `fixed + per_token*tokens`."""
 
     fixed: float
     per_token: float  # one saves, the other takes

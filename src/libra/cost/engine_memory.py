@@ -4,8 +4,8 @@ Invariant: weights and KV are divided by the tensor-parallel degree once and by 
 engine needs besides is stated here and taken off before the KV cache gets the rest.
 
 vLLM takes `gpu_memory_utilization` of the memory that PyTorch reports, and off it weights, the peak of a profiling run
-and captured graphs. What these leave open is fitted to logs: see `_EAGER` and below.
-`python -m benchmarks.public` compares the sum with logs that were not fitted to.
+and captured graphs. The rest is fitted to logs: see `_EAGER` and below.
+`python -m benchmarks.public` compares the sum with logs outside of the fit.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def kv_tokens(
 ) -> int:
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
     it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
-    token, so the fullest stage decides. `taken` bytes of each device are another engine's, and with each byte of KV
-    there are `kv_beside` of a drafter's. The other arguments are those of `held_bytes`. Raises ValueError where the
-    degrees do not divide the model.
+    token, so the fullest stage decides. Another engine takes `taken` bytes of each device, and a drafter `kv_beside`
+    bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError where the degrees do not
+    divide the model.
     """
     held = held_bytes(
         *(model, tp),
@@ -118,8 +118,8 @@ def drafter_memory(
     quantization: Quantization = AS_STORED,
     dp: int = 1,
 ) -> tuple[float, float]:
-    """Bytes of weights on each device of what proposes drafts, and bytes of its KV for each of the model's. It is a
-    model of its own, not quantized; or, without one, a layer like the model's, whose experts `dp` ranks divide."""
+    """Bytes of a drafter's weights on each device, and its bytes of KV for each byte of the model's. `drafter` is a
+    model of its own, not quantized; None: a layer like the model's, whose experts `dp` ranks divide."""
     if drafter is None:
         elsewhere = (1 - 1 / dp) * quantization.matrix_bytes(model, "experts") * model.routed_parameters / tp
         return (quantization.weight_bytes(model, tp) - elsewhere) / model.layers, 1 / model.layers
@@ -135,8 +135,8 @@ def expert_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization
 
 
 def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Quantization = AS_STORED) -> float:
-    """Bytes that each of `ranks` devices needs that divide the experts and have nothing else, for `tokens` tokens of
-    all attention ranks together: what comes, and an MLP's vectors of it, as above."""
+    """Bytes that each of `ranks` devices needs if they divide the experts and have nothing else. `tokens` tokens of
+    all attention ranks arrive: they take their own bytes and an MLP's vectors, as in `held_bytes`."""
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks

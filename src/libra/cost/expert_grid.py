@@ -1,4 +1,4 @@
-"""What data-parallel ranks take whose experts are divided over all their GPUs: each rank's own part, the experts of the
+"""Times of data-parallel ranks that divide the experts over all their GPUs: each rank's own part, the experts of the
 fullest GPU, and the exchange before and after them.
 
 Invariant: times are of kernels, and the grid names their sources. A rank's own part is everything but routed experts.
@@ -19,16 +19,16 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ExpertGrid:
-    """Of one model on `gpus` GPUs, a rank each or several."""
+    """Times of one model on `gpus` GPUs, of which each rank has one or several."""
 
     own: EngineGrid  # a rank's own part
     layers: int  # with experts
     gpus: int
-    tokens: tuple[int, ...]  # of each GPU: axis of the two that follow
-    experts: tuple[float, ...]  # one layer, where all experts are asked for alike
+    tokens: tuple[int, ...]  # of each GPU: axis of `experts` and `exchange`
+    experts: tuple[float, ...]  # one layer, where all experts are equally frequent
     exchange: tuple[float, ...]  # one layer: dispatch and combine
     expert_bytes: float  # weights of one expert of a layer
-    link: float  # bytes/s at which an expert comes to another GPU
+    link: float  # bytes/s at which an expert moves to another GPU
     source: str
 
     def __post_init__(self) -> None:
@@ -38,11 +38,11 @@ class ExpertGrid:
             raise ValueError("ExpertGrid.experts and exchange need a time for each of tokens; measure what is missing")
 
     def layer_seconds(self, tokens: Seconds) -> Seconds:
-        """Experts and exchange of a layer, of as many tokens as the fullest GPU has."""
+        """Experts and exchange of a layer; `tokens` is the number that the fullest GPU has."""
         return self._of(self.experts, tokens) + self._of(self.exchange, tokens)
 
     def _of(self, seconds: tuple[float, ...], tokens: Seconds) -> Seconds:
-        """Linear between points; beyond the last as before it."""
+        """Linear between points; beyond the last one, the last interval is extrapolated."""
         axis = self.tokens
         slope = (seconds[-1] - seconds[-2]) / (axis[-1] - axis[-2])
         found: Seconds = np.interp(tokens, axis, seconds) + slope * np.maximum(tokens - axis[-1], 0)

@@ -1,9 +1,8 @@
-"""Which expert ranks tokens go to: how often each expert is asked for, where it is, and how full that makes the fullest
-rank.
+"""Load of expert ranks: how often tokens choose each expert, where each expert is, and how full the fullest rank is.
 
-Invariant: every token goes to `active` different experts of a layer, so none has more than that share of them; replicas
-of an expert share its tokens evenly. Placement is vLLM's: ranks hold consecutive experts at first, and its balancer
-(`vllm.distributed.eplb`, after DeepSeek's EPLB) moves and replicates them.
+Invariant: every token goes to `active` different experts of a layer, so no expert has more than 1 / `active` of all
+copies of tokens; replicas of an expert share its tokens evenly. Placement is vLLM's: ranks hold consecutive experts at
+first, and its balancer (`vllm.distributed.eplb`, after DeepSeek's EPLB) moves and replicates them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Shares = NDArray[np.float64]  # [layers, experts], each row's sum 1: of all copies of tokens
+Shares = NDArray[np.float64]  # [layers, experts] shares of all copies of tokens; each row sums to 1
 Placement = NDArray[np.int64]  # [layers, slots]: which expert each slot holds; ranks have consecutive slots
 
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """vLLM's `eplb_config`: from the load of the last `window_size` iterations, every `step_interval` of them."""
+    """vLLM's `eplb_config`: every `step_interval` iterations, experts move by the load of the last `window_size`."""
 
     num_redundant_experts: int = 0
     window_size: int = 1000
@@ -34,16 +33,16 @@ class Balancing:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
 
     def moves(self, iteration: int) -> int:
-        """How often experts have been moved before an iteration, counted from 0. vLLM begins as if three quarters of
-        an interval were over."""
+        """Number of moves of experts before `iteration`, which counts from 0. vLLM begins as if three quarters of an
+        interval were over."""
         return (iteration + self._ahead) // self.step_interval
 
     def moved_at(self, moves: int) -> int:
-        """The iteration before which they are moved for the so-manieth time."""
+        """The iteration before which experts are moved for the `moves`-th time."""
         return moves * self.step_interval - self._ahead
 
     def next_move(self, iteration: int) -> int:
-        """The first iteration after this one before which experts are moved."""
+        """The first iteration after `iteration` before which experts are moved."""
         return self.moved_at(self.moves(iteration) + 1)
 
     @property
@@ -52,8 +51,8 @@ class Balancing:
 
 
 def power_law(experts: int, active: int, exponent: float, layers: int, seed: int) -> Shares:
-    """The i-th most frequent expert is asked for in proportion to i ** -exponent, as far as `active` experts of a token
-    allow; which one that is, is drawn for each layer. Exponent 0: all are alike."""
+    """Shares by a power law: that of the i-th most frequent expert is proportional to i ** -exponent, at most
+    1 / `active`. The order of the experts is drawn for each layer. Exponent 0: all shares are equal."""
     if not 0 <= exponent < 100:
         raise ValueError(f"power_law is {exponent}; give 0, where all experts are alike, or more")
     ranked = _capped(np.arange(1, experts + 1, dtype=float) ** -exponent, active)
@@ -64,8 +63,8 @@ def power_law(experts: int, active: int, exponent: float, layers: int, seed: int
 
 
 def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layers: int) -> Shares:
-    """From how often each expert was asked for: a row for each layer, or one for all. Raises ValueError that opens with
-    `frequencies`."""
+    """Shares by counts of how often tokens chose each expert: a row for each layer, or one for all. Raises ValueError
+    that opens with `frequencies`."""
     if len(counts) not in (1, layers):
         raise ValueError(f"frequencies are {len(counts)} rows; give 1 or {layers} of {experts} counts each")
     for place, row in enumerate(counts):
@@ -79,12 +78,12 @@ def measured(counts: Sequence[Sequence[float]], experts: int, active: int, layer
 
 
 def initial_placement(experts: int, slots: int, layers: int) -> Placement:
-    """Experts in their order, and again from the first where there are more slots."""
+    """Experts in their order, repeated from the first where there are more slots."""
     return np.tile(np.arange(slots, dtype=np.int64) % experts, (layers, 1))
 
 
 def rank_shares(shares: Shares, placement: Placement, ranks: int) -> Shares:
-    """[layers, ranks]: of all copies of tokens, those that each rank computes."""
+    """[layers, ranks] shares of all copies of tokens that each rank computes."""
     layers, slots = placement.shape
     each = shares / np.stack([np.bincount(row, minlength=shares.shape[1]) for row in placement])
     found: Shares = np.take_along_axis(each, placement, axis=1).reshape(layers, ranks, slots // ranks).sum(axis=2)
@@ -92,14 +91,14 @@ def rank_shares(shares: Shares, placement: Placement, ranks: int) -> Shares:
 
 
 def fullness(shares: Shares, placement: Placement, ranks: int) -> Shares:
-    """[layers] how many times the mean of all ranks the fullest one has."""
+    """[layers] load of the fullest rank, relative to the mean of all ranks."""
     found: Shares = rank_shares(shares, placement, ranks).max(axis=1) * ranks
     return found
 
 
 def rebalanced(load: Shares, placement: Placement, ranks: int) -> Placement:
-    """Where experts go for such a load: replicas for the most loaded, each rank's load as even as a greedy packing
-    makes it, and what stays on a rank in the slot where it is."""
+    """The placement for this load: the most loaded experts get replicas, a greedy packing evens out the ranks, and an
+    expert that stays on a rank keeps its slot."""
     slots = placement.shape[1]
     replicas, counts = _replicated(load, slots)
     packed = _packed(np.take_along_axis(load / counts, replicas, axis=1), ranks)
@@ -108,7 +107,7 @@ def rebalanced(load: Shares, placement: Placement, ranks: int) -> Placement:
 
 
 def arrivals(before: Placement, after: Placement, ranks: int) -> NDArray[np.int64]:
-    """[layers, ranks] experts that come to a rank which did not have them."""
+    """[layers, ranks] number of experts that a rank gets and did not have."""
     layers, slots = before.shape
     each = slots // ranks
     counts = np.zeros((layers, ranks), np.int64)
@@ -133,8 +132,8 @@ def _capped(weights: Shares, active: int) -> Shares:
 
 
 def _replicated(load: Shares, slots: int) -> tuple[Placement, Shares]:
-    """[layers, slots] the expert of each replica, and [layers, experts] their numbers: one more for the expert whose
-    replicas have most, until slots are full."""
+    """[layers, slots] expert of each replica, and [layers, experts] number of replicas. The expert whose replicas have
+    the most load gets one more, until all slots are full."""
     layers, experts = load.shape
     replicas = np.tile(np.arange(slots, dtype=np.int64), (layers, 1))
     counts, each = np.ones((layers, experts)), np.arange(layers)
@@ -146,7 +145,7 @@ def _replicated(load: Shares, slots: int) -> tuple[Placement, Shares]:
 
 
 def _packed(load: Shares, ranks: int) -> Placement:
-    """[layers, slots] which replica is in each slot: from the most loaded on, to the rank that has least and a slot."""
+    """[layers, slots] replica in each slot: the most loaded goes first, to the least loaded rank with a free slot."""
     layers, slots = load.shape
     each = slots // ranks
     order = np.argsort(-load, axis=1)
@@ -167,7 +166,7 @@ def _packed(load: Shares, ranks: int) -> Placement:
 
 
 def _kept_in_place(after: Placement, before: Placement, ranks: int) -> Placement:
-    """The same experts on each rank, in the slots that they had there; others fill what is left, in order."""
+    """The same experts on each rank: those that were there keep their slots, others fill the rest in order."""
     each, kept = after.shape[1] // ranks, after.copy()
     for layer in range(len(after)):
         for start in range(0, after.shape[1], each):

@@ -1,4 +1,4 @@
-"""Which CUDA graph runs an iteration, and how large it is: vLLM's `cudagraph_mode` and its dispatcher.
+"""The CUDA graph that runs an iteration, and its size: vLLM's `cudagraph_mode` and its dispatcher.
 
 Invariant: the rules are those of `vllm.v1.cudagraph_dispatcher.CudagraphDispatcher` without LoRA.
 """
@@ -15,9 +15,9 @@ GraphKind = Literal["FULL", "PIECEWISE", "NONE"]  # one graph, one between every
 def capture_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, *, most: int = 512, tokens_each: int = 1
 ) -> tuple[int, ...]:
-    """The sizes for which vLLM captures CUDA graphs unless told: 1, 2, 4, 8 to 248 by 8, then by 16, up to twice
-    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself. With drafts a request that decodes has
-    `tokens_each`: so many times these are captured too, and all are multiples of it."""
+    """The sizes for which vLLM captures CUDA graphs by default: 1, 2, 4, 8 to 248 by 8, then by 16, up to twice
+    `max_num_seqs` and to `most` (1,024 on Blackwell), and `max_num_seqs` itself. With drafts, a decoding request has
+    `tokens_each` tokens: `tokens_each` times these sizes are captured too, and all are multiples of it."""
     largest = min(2 * max_num_seqs * tokens_each, most)
     counts = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
     sizes = counts | {max_num_batched_tokens}
@@ -32,7 +32,7 @@ def capture_sizes(
 
 
 def padded(tokens: int, sizes: tuple[int, ...]) -> int:
-    """The size of the CUDA graph that runs so many tokens; without one that large they run as they are."""
+    """The size of the CUDA graph that runs `tokens` tokens; `tokens` itself where no graph is that large."""
     place = bisect_left(sizes, tokens)
     return sizes[place] if place < len(sizes) else tokens
 
@@ -40,8 +40,8 @@ def padded(tokens: int, sizes: tuple[int, ...]) -> int:
 def graph_of(
     tokens: int, sizes: tuple[int, ...], max_num_seqs: int, mode: CudagraphMode, *, uniform: bool, tokens_each: int = 1
 ) -> tuple[GraphKind, int]:
-    """The kind of graph and its size in tokens; `uniform` is a batch that only decodes, each request with as many
-    tokens."""
+    """The kind of graph and its size in tokens. In a `uniform` batch every request decodes, all with the same number
+    of tokens."""
     if mode == "NONE" or not sizes or tokens > sizes[-1]:
         return "NONE", tokens
     size = padded(tokens, sizes)

@@ -1,9 +1,9 @@
-"""What engines of one model on one GPU take, as a piecewise-linear grid.
+"""Iteration times of engines of one model on one GPU, as a piecewise-linear grid.
 
-Invariant: wherever the numbers came from (tables, calibration, roofline), planner and simulator read the same grid,
-and the grid says where it is from. Between grid points times are linear along each axis; before the first and beyond
-the last point they go on as in the nearest interval, from 1 sequence or new token and 0 others to four times the last
-point, and a grid that would reach a negative time on the way is refused: measured tables fall here and there.
+Invariant: wherever the numbers came from (tables, calibration, roofline), planner and simulator read the same grid, and
+its profile names the source. Times are linear between grid points along each axis. Outside, the nearest interval is
+extrapolated: down to 1 sequence or new token and to 0 of the others, and up to four times the last point. A grid that
+reaches a negative time on the way is refused: measured tables decrease here and there.
 Memory is not checked here: a grid has times for batches that no KV cache holds.
 """
 
@@ -38,8 +38,8 @@ class EngineGrid:
     chunks: tuple[int, ...]  # new prompt tokens
     prefixes: tuple[int, ...]  # tokens cached before them
     prefill: Table  # [chunk][prefix] seconds to prefill the chunk of one sequence
-    terms: KernelTerms = NO_TERMS  # what the two tables do not show of an iteration
-    host: HostCost = NO_HOST  # what comes to the kernels
+    terms: KernelTerms = NO_TERMS  # corrections for what the two tables do not show
+    host: HostCost = NO_HOST  # added to the kernels
 
     def __post_init__(self) -> None:
         if self.tp < 1:
@@ -66,12 +66,12 @@ class EngineGrid:
 
     @property
     def most_sequences(self) -> int:
-        """That there are times for: of larger batches there are none."""
+        """Sequences of the largest batch that has a time."""
         return _BEYOND * self.batches[-1]
 
     @property
     def most_tokens(self) -> int:
-        """Of a chunk."""
+        """Tokens of the largest chunk that has a time."""
         return _BEYOND * self.chunks[-1]
 
     def decode_seconds(self, batch: float, context: float) -> float:
@@ -79,7 +79,7 @@ class EngineGrid:
         return _interpolate(self.batches, self.contexts, self.decode, batch, context)
 
     def prefill_seconds(self, chunk: float, prefix: float) -> float:
-        """Prefill of `chunk` >= 1 new tokens of one sequence, of which the `prefix` tokens before are cached."""
+        """Prefill of `chunk` >= 1 new tokens of one sequence, after `prefix` tokens that are cached."""
         return _interpolate(self.chunks, self.prefixes, self.prefill, chunk, prefix)
 
     def decode_seconds_at(self, batches: ArrayLike, contexts: ArrayLike) -> Array:
@@ -93,7 +93,7 @@ class EngineGrid:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """All degrees of one model on one GPU."""
+    """Grids of one model on one GPU, one for each tensor-parallel degree."""
 
     gpu: str
     model: str
@@ -120,7 +120,7 @@ class EngineProfile:
 
     @property
     def host(self) -> HostCost:
-        """The host part, with its source: one for all degrees."""
+        """The host overhead, with its source: the same for all degrees."""
         return self.engines[0].host
 
     @property
@@ -128,14 +128,14 @@ class EngineProfile:
         return self.engines[0].terms
 
     def beside(self, host: HostCost, terms: KernelTerms) -> EngineProfile:
-        """The same kernels with these corrections, on this host."""
+        """The same kernels on this host, with these corrections."""
         return replace(self, engines=tuple(replace(grid, host=host, terms=terms) for grid in self.engines))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON: equal exactly where every number and name is."""
+        """SHA-256 of the canonical JSON: equal if and only if all numbers and names are."""
         values = asdict(self)
-        for grid in values["engines"]:  # profiles without these parts are as they were before there were any
+        for grid in values["engines"]:  # profiles without these parts keep the digest of versions without them
             for part, nothing in (("terms", NO_TERMS), ("host", NO_HOST)):
                 if grid[part] == asdict(nothing):
                     del grid[part]
@@ -194,7 +194,7 @@ def _within(at: ArrayLike, least: int, axis: tuple[int, ...]) -> bool:
 
 
 def _weights(axis: tuple[int, ...], at: ArrayLike) -> Array:
-    """[at, axis]: how much each point of the axis has in each of the values between."""
+    """[at, axis] weight of each point of the axis in each of the interpolated values."""
     values, points = np.asarray(at, dtype=float), np.array(axis, dtype=float)
     left = np.clip(np.searchsorted(points, values, side="right") - 1, 0, len(points) - 2)
     part = (values - points[left]) / (points[left + 1] - points[left])
@@ -206,10 +206,10 @@ def _weights(axis: tuple[int, ...], at: ArrayLike) -> Array:
 
 
 def linear_layers(grid: EngineGrid, most: int) -> Array:
-    """[tokens] seconds of the linear layers, and of all else that looks at each token alone, for 0 to `most` tokens."""
+    """[tokens] seconds of linear layers and all other work on single tokens, for 0 to `most` tokens."""
     chunk, far, near = grid.chunks[-1], grid.prefixes[-1], grid.prefixes[0]
     pair = (grid.prefill_seconds(chunk, far) - grid.prefill_seconds(chunk, near)) / (chunk * (far - near))
     tokens = np.arange(1, most + 1)
     alone = grid.prefill_seconds_at(tokens, [0])[:, 0] - max(0.0, pair) * tokens * (tokens + 1) / 2
-    # More tokens never cost less: measured tables fall here and there.
+    # More tokens never cost less, though measured tables decrease here and there.
     return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(alone, 0.0))])

@@ -1,13 +1,13 @@
-"""What the CPU adds to an engine's iterations, beside the kernels that tables and rooflines know.
+"""Host overhead: CPU time that an engine's iterations take in addition to the kernels of tables and rooflines.
 
 Invariant: a host belongs to a machine and a version of the engine, not to a GPU, and its source says which. A part that
-is 0 leaves every price as it is, to the bit.
+is 0 leaves every price unchanged, to the bit.
 
-An engine takes, for an iteration, what the host does before and after it, and in between the longer of two: the
-kernels, and their launching. CUDA graphs make launching short: a batch that only decodes is one graph; a batch with
-prefill is a graph between every two attentions ("piecewise") up to the largest size that was captured; beyond that
-every kernel is launched by itself ("eager"). A batch with a graph is padded to its size. These are vLLM's rules for
-`cudagraph_mode` FULL_AND_PIECEWISE, its default.
+An iteration takes the host's work before and after it, and in between the longer of two: the kernels, and their
+launching. CUDA graphs shorten launching. A batch that only decodes is one graph; a batch with prefill is a graph
+between every two attentions ("piecewise") up to the largest captured size; beyond that every kernel is launched by
+itself ("eager"). A batch with a graph is padded to its size. These are vLLM's rules for `cudagraph_mode`
+FULL_AND_PIECEWISE, its default.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from dataclasses import dataclass, fields, replace
 
 from libra.cost.graphs import GraphKind
 
-# A host that serves takes longer than one that measures the same batch again and again: requests come and go, the
-# garbage collector has more to look at. Read off four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
+# A host that serves takes longer than one that measures the same batch again and again: requests come and go, and the
+# garbage collector has more to do. Read off four workloads of Qwen3-8B on an H100 (docs/fidelity.md).
 SERVING = 1.15
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Seconds of the host."""
+    """Seconds of the host's parts in an iteration."""
 
     iteration: float = 0.0  # scheduling, preparing inputs, handling outputs
     request: float = 0.0  # for each request in the iteration
     overlapped: bool = False  # prepared while the GPU is busy (asynchronous scheduling): only the longer one counts
-    admission: float = 0.0  # for each request that is admitted with it
-    context_token: float = 0.0  # for each token of the admitted contexts: taken in, hashed
-    cached_token: float = 0.0  # for each of them that the prefix cache had: blocks found, held, put in block tables
-    piecewise: float = 0.0  # least that an iteration with prefill takes the device, as far as there are graphs
-    eager: float = 0.0  # least that an iteration takes the device beyond the largest graph
+    admission: float = 0.0  # for each request admitted in the iteration
+    context_token: float = 0.0  # for each token of the admitted contexts: received, hashed
+    cached_token: float = 0.0  # for each of these that is cached: blocks found, held, put in block tables
+    piecewise: float = 0.0  # least device time of an iteration with prefill, up to the largest graph
+    eager: float = 0.0  # least device time of an iteration beyond the largest graph
     source: str = "not priced"
 
     def __post_init__(self) -> None:
@@ -52,24 +52,24 @@ class HostCost:
         return bool(self.admission or self.context_token or self.cached_token)
 
     def slowed(self, factor: float) -> HostCost:
-        """Of a host that takes `factor` times as long for everything."""
+        """The host that takes `factor` times as long for everything."""
         seconds = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.type == "float"}
         return replace(self, **seconds)
 
     def seconds(self, requests: float) -> float:
-        """Of an iteration of so many requests."""
+        """CPU seconds of an iteration with `requests` requests, without admissions."""
         return self.iteration + self.request * requests
 
     def admitting(self, requests: int, tokens: int, cached: int) -> float:
-        """What comes to that if requests are admitted, with so many tokens of context and so many of them cached."""
+        """Further CPU seconds to admit `requests` requests with `tokens` tokens of context, `cached` of them cached."""
         return self.admission * requests + self.context_token * tokens + self.cached_token * cached
 
     def beside(self, device: float, cpu: float) -> float:
-        """Seconds of an iteration of which the device takes so many, and the host so many."""
+        """Seconds of an iteration that takes `device` seconds on the GPU and `cpu` seconds on the host."""
         return max(device, cpu) if self.overlapped else device + cpu
 
     def launching(self, kind: GraphKind) -> float:
-        """Seconds that an iteration takes the device at least, by the kind of its graph."""
+        """Least device seconds of an iteration, by the kind of its graph."""
         return {"FULL": 0.0, "PIECEWISE": self.piecewise, "NONE": self.eager}[kind]
 
 
@@ -79,8 +79,8 @@ _PIECEWISE_LAYER, _EAGER_LAYER = 0.27e-3, 0.91e-3  # of 36 layers
 
 
 def default_host(layers: int) -> HostCost:
-    """The host of a model of so many layers where none was measured: vLLM 0.26 beside an H100, synchronous scheduling,
-    as the grid of Qwen3-8B has it; to launch kernels takes as long as there are layers."""
+    """The host of a model of `layers` layers where none was measured: vLLM 0.26 on a machine with an H100, synchronous
+    scheduling, by the grid of Qwen3-8B. Launching takes time in proportion to the layers."""
     return HostCost(
         iteration=SERVING * 2.0e-3,
         request=20e-6,

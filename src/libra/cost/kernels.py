@@ -1,16 +1,16 @@
-"""What tables of kernels do not show, for they time one kind of work at a time, on even batches that share nothing.
+"""Corrections for what kernel tables miss: they time one kind of work at a time, on even batches without sharing.
 
-Invariant: terms correct the kernels of one source; terms that correct nothing leave every price as it is, to the bit.
+Invariant: terms correct the kernels of one source; terms that correct nothing leave every price unchanged, to the bit.
 
-- Contexts of a batch that differ: decode attention waits for its longest ones. They count as if the batch had more
+- Uneven contexts in a batch: decode attention waits for its longest ones. They count as if the batch had more
   context, in proportion to the number of requests times the standard deviation of their contexts.
-- Contexts that share blocks: what one request reads the others find in the L2 cache.
-- Prefill and decode together: all tokens of an iteration pass through its linear layers as one prefill does.
-- Experts: tables take them to be asked for by a power law, random weights ask for all alike, and routers that were
-  trained lie between. What a decode of a mixture of experts takes without its context is so much more, or less.
-- Beside prefill, attention is not divided along a context: the longest context of an iteration is read by one
-  multiprocessor from end to end, however few tokens attend to it. Work that is shared out like this takes at most its
-  even share and the longest piece of it (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 1).
+- Contexts that share blocks: what one request reads, the others find in the L2 cache.
+- Prefill and decode together: all tokens of an iteration pass through its linear layers as in one prefill.
+- Experts: tables assume that tokens choose them by a power law; with random weights all are equally frequent, and
+  trained routers lie between. `decode` scales what a decode of a mixture of experts takes without its context.
+- With prefill in an iteration, attention is not divided along a context: one multiprocessor reads the longest context
+  from end to end, however few tokens attend to it. Work that is shared out like this takes at most its even share plus
+  its longest piece (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KernelTerms:
     """Corrections of a grid of kernel times."""
 
     spread: float = 0.0  # tokens of context that a token of `DecodeBatch.spread` counts as
-    shared: float = 0.0  # part of its price that a token saves which another request of the batch has in the same block
+    shared: float = 0.0  # share of its price saved by a token that another request has in the same block
     linear: float | None = None  # linear layers of an iteration with prefill, over the grid's; None: decode's, and more
     longest: float = 0.0  # seconds for each token of the longest context, in an iteration with prefill
     decode: float = 1.0  # a decode without its context, over the grid's
@@ -39,12 +39,12 @@ class KernelTerms:
             raise ValueError(f"KernelTerms.shared is {self.shared}; a token that is read costs something: less than 1")
 
     def slowed(self, factor: float) -> KernelTerms:
-        """Of kernels that take `factor` times as long: all terms but one are shares."""
+        """The terms of kernels that take `factor` times as long: all but `longest` are ratios."""
         return replace(self, longest=factor * self.longest)
 
     @property
     def uneven(self) -> bool:
-        """Whether it matters how even the contexts of a batch are, or what they share."""
+        """Whether prices depend on how even the contexts of a batch are, or on what they share."""
         return bool(self.spread or self.shared or self.longest)
 
 
@@ -52,7 +52,7 @@ NO_TERMS = KernelTerms()
 
 
 def default_terms(layers: int) -> KernelTerms:
-    """What vLLM 0.26 with FlashAttention 3 showed on an H100, of tables of the same kernels one by one."""
+    """The terms of vLLM 0.26 with FlashAttention 3 on an H100, relative to tables of its single kernels."""
     return KernelTerms(
         spread=0.75,
         shared=0.5,

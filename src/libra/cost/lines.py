@@ -46,7 +46,7 @@ def non_negative(rows: Array, times: Array) -> Array:
 
 
 def least_squares(scaled: Array, wanted: Array) -> Array:
-    """The coefficients (k), none of them negative, that bring rows [samples, k] nearest to what is wanted of them:
+    """The coefficients (k), none of them negative, that bring the rows `scaled` [samples, k] nearest to `wanted`:
     Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23)."""
     lengths = np.linalg.norm(scaled, axis=0)
     lengths[lengths == 0] = 1.0
@@ -78,8 +78,8 @@ def least_squares(scaled: Array, wanted: Array) -> Array:
 class IterationLine:
     """Seconds of a decode iteration, from below: `step + per_sequence*b + per_context_token*S`.
 
-    `b` sequences decode in it and hold `S` tokens together. No coefficient is negative: `step` may be spread over as
-    many sequences, or as many tokens, as an iteration can have, and what remains is still a lower bound.
+    `b` sequences decode in it and hold `S` tokens together. No coefficient is negative: `step` may be divided by
+    the most sequences, or the most tokens, that an iteration can have, and the result is a lower bound.
     """
 
     step: float
@@ -97,12 +97,12 @@ def iteration_lines(
 ) -> tuple[IterationLine, ...]:
     """Affine lower bounds of a decode iteration with up to `max_num_seqs` sequences, together as tight as a few can be.
 
-    They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (the grid's
-    range unless told), as far as `kv_tokens` can hold the batch: a bilinear function less a multiple of b*context is
-    least in a corner of its cell, and all corners are looked at. One slope over tokens serves all b. It is the one, of
-    those between two contexts of one batch, whose lines stay closest to the points; what is left at each b is the least
-    over the contexts, and the lines are edges of the lower convex hull of that over b. What they miss is where times
-    are not convex in b, or not linear in context: say which contexts and how much memory there are, for a tight answer.
+    They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (default: the
+    grid's range), as far as `kv_tokens` can hold the batch. A bilinear function less a multiple of b*context is least
+    in a corner of its cell, and all corners are checked. All b share one slope over tokens: of the slopes between two
+    contexts of one batch, the one whose lines stay closest to the points. The remainder at each b is the least over the
+    contexts, and the lines are edges of the lower convex hull of the remainders over b. They are loose where times are
+    not convex in b, or not linear in context: give `contexts` and `kv_tokens` for tight bounds.
     """
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {max_num_seqs}; set it to 1 or more")

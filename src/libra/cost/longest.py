@@ -1,7 +1,7 @@
 """The longest trajectory of a step, from trajectories that stand for all of them.
 
 Invariant: an expected maximum is taken over members, each with its own tokens and tool seconds, and never over means.
-So it grows with every token and every second of any member, and is convex in what generation is slowed by.
+So it grows with every token and every second of any member, and is convex in the factor that slows generation.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-_CERTAIN = 30.0  # draws of each trajectory that was seen: that none of the longest is among them has a chance of 1e-13
+_CERTAIN = 30.0  # mean draws of each seen trajectory; the longest is missed with a probability of 1e-13
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSeconds:
-    """Members of all classes on one engine, by themselves: seconds that others slow, and seconds of tools."""
+    """Seconds of the members of all classes on one engine: generation, which others slow, and tools."""
 
     of_class: Ints  # [member]
     shares: Floats  # [member] of all trajectories
     generates: Floats  # [member] seconds
     waits: Floats  # [member] seconds
-    seen: float | None  # equally weighted trajectories that they are known from; None: they are known exactly
+    seen: float | None  # equally weighted trajectories that they come from; None: they are known exactly
 
     @classmethod
     def of(cls, timing: EngineTiming, classes: Sequence[TrajectoryClass], together: Sequence[float] = ()) -> Self:
-        """`together` is, for each class, the sequences that decode with it; it decodes alone otherwise."""
+        """The members of `classes`. `together`: sequences that decode together, for each class; default: 1."""
         each = [own_members(it) for it in classes]
         counts = [len(its) for its in each]
         share, generated, prefill, turns, tools = np.array([row for its in each for row in its]).T
@@ -57,7 +57,7 @@ class MemberSeconds:
         return cls(of_class, share * by_member([it.share for it in classes]), generates, tools, seen)
 
     def more(self, generates: Sequence[float] = (), waits: Sequence[float] = ()) -> Self:
-        """Each with the further seconds of its class."""
+        """Add the further seconds of its class to each member."""
         return replace(
             self,
             generates=self.generates + (np.array(generates)[self.of_class] if generates else 0.0),
@@ -75,31 +75,31 @@ class MemberSeconds:
         return found
 
     def longest(self, draws: float, slowed: float = 1.0) -> tuple[float, ...]:
-        """[class] seconds to expect of the longest of the trajectories of all classes up to each one that are among
-        `draws`, where generation takes `slowed` times as long.
+        """[class] expected seconds of the longest of those among `draws` trajectories that belong to the classes up to
+        each one. Generation takes `slowed` times as long.
 
-        Of `seen` trajectories, each is among as many that are drawn without replacement with a chance of draws / seen.
-        The mean of the longest over all such draws is an unbiased estimate of what new ones have, whatever their
-        distribution (Hoeffding 1948); with replacement it would be too short. More draws than were seen have the
-        longest that was seen; how much further the tail goes is not known.
+        Drawn without replacement, each of the `seen` trajectories is among them with a probability of draws / seen. The
+        mean of the longest over all such draws is an unbiased estimate for new trajectories, whatever their
+        distribution (Hoeffding 1948); with replacement it would be too short. More draws than `seen` have the longest
+        that was seen; how much further the tail goes is not known.
         """
         ratio = draws / self.seen if self.seen else 0.0
-        # The count of a Poisson distribution that is 0 with a chance of 1 - ratio.
+        # Mean of the Poisson distribution that is 0 with a probability of 1 - ratio.
         each = min(_CERTAIN, -math.log1p(-ratio)) if ratio < 1 else _CERTAIN
         counts = (self.seen * each if self.seen and ratio else draws) * self.shares
         return longest_upto(slowed * self.generates + self.waits, counts, self.of_class)
 
 
 def own_members(cls: TrajectoryClass) -> tuple[Member, ...]:
-    """The members of a class; of one without, the mean."""
+    """The members of a class; its mean where it has none."""
     return cls.members or (Member(1.0, cls.generated, cls.prefill, cls.turns, cls.tool_seconds),)
 
 
 def longest_upto(seconds: Floats, draws: Floats, of_class: Ints) -> tuple[float, ...]:
-    """[class] seconds to expect of the longest of all draws from members of the classes up to each one.
+    """[class] expected seconds of the longest of all draws from members of the classes up to each one.
 
-    As many of a member are drawn as a Poisson distribution with the mean `draws` says, so the longest is above x unless
-    none above x is drawn: the integral of 1 - exp(-D(x)), where D(x) draws are expected above x. A step without any has
+    The number of draws of a member is Poisson with the mean `draws`. So the longest is above x unless none above x is
+    drawn, and its mean is the integral of 1 - exp(-D(x)), where D(x) draws are expected above x. A step without any has
     a longest of 0 seconds.
     """
     order = np.argsort(-seconds, kind="stable")

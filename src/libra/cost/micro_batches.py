@@ -1,4 +1,4 @@
-"""What micro-batches take that go round a ring of stages, layer after layer: attention, a link, FFN, a link back.
+"""Time of micro-batches that go round a ring of stages, layer after layer: attention, a link, FFN, a link back.
 
 Invariant: whole numbers in, whole numbers out, and exact; a micro-batch begins in a stage when it has left the one
 before and, in a serial stage, when the micro-batch before it has left. They keep their order in every layer.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 
 def makespan(times: Sequence[Sequence[int]], serial: Sequence[bool], layers: int) -> int:
-    """From the first micro-batch's start in the first layer to the last one's end in the last, event by event;
-    `times[s][i]` is what micro-batch `i` takes in stage `s` of any layer."""
+    """Time from the first micro-batch's start in the first layer to the last one's end in the last, event by event;
+    `times[s][i]` is the time of micro-batch `i` in stage `s` of any layer."""
     free = [0] * len(times)
     ready = [0] * len(times[0])
     for _ in range(layers):
@@ -28,13 +28,12 @@ def makespan(times: Sequence[Sequence[int]], serial: Sequence[bool], layers: int
 
 
 def alike_makespan(stages: Sequence[int], serial: Sequence[bool], micro_batches: int, layers: int) -> int:
-    """`makespan` of micro-batches that are alike, in closed form.
+    """`makespan` of identical micro-batches, in closed form.
 
     Of all chains of events that wait for each other, the longest goes from stage to stage of one micro-batch (`around`
-    a layer) or from one micro-batch to the next in the longest serial stage. In which of the `layers` it does the one
-    or the other changes nothing, and going around saves waiting for `micro_batches`: so it does always or never, but
-    for the first time around. A layer takes max(micro_batches x longest, around): the period of MegaScale-Infer (arXiv
-    2504.02263, section 4).
+    a layer) or from one micro-batch to the next in the longest serial stage. Which of the `layers` has which way
+    changes nothing, so all but the first have the longer one: a layer takes max(micro_batches x longest, around), the
+    period of MegaScale-Infer (arXiv 2504.02263, section 4).
     """
     around = sum(stages)
     longest = max(stage for stage, one in zip(stages, serial, strict=True) if one)

@@ -1,6 +1,6 @@
-"""How an engine stores weights and KV, and in which type its matrix products are computed.
+"""Types in which an engine stores weights and KV and computes matrix products.
 
-Invariant: memory, transfers and times read the same bytes. Names are vLLM's: `quantization`, of weights, and
+Invariant: memory, transfers and times use the same bytes. Names are vLLM's: `quantization`, for weights, and
 `kv_cache_dtype`. An engine without a `quantization` stores weights as the checkpoint does; one that names the
 checkpoint's own keeps the matrices that the checkpoint keeps.
 """
@@ -17,10 +17,10 @@ from libra.hardware.gpus import record_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.stored_weights import BF16, KeptShares, MatrixKind, NumberFormat, WeightFormat
 
-ACTIVATION_BYTES = 2  # of a number that goes from layer to layer, and of weights that stay as they are
+ACTIVATION_BYTES = 2  # bytes of an activation between layers, and of a weight that is not quantised
 
-# Groups as in vLLM's loaders: 128 of AWQ and GPTQ (with a zero point in AWQ), 16 of NVFP4, 32 of MXFP4, which is of
-# routed experts alone.
+# Group sizes as in vLLM's loaders: 128 for AWQ (with a zero point) and GPTQ, 16 for NVFP4, and 32 for MXFP4, which
+# stores routed experts alone.
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     it.name: it
     for it in (
@@ -44,7 +44,7 @@ KV_FORMATS: Mapping[str, NumberFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What one engine is configured with. Raises ValueError that opens with the key where a name is not known."""
+    """Quantization settings of one engine. Raises ValueError that opens with the key of an unknown name."""
 
     quantization: str | None = None  # None: as the checkpoint stores weights
     kv_cache_dtype: str = "auto"  # auto: what the checkpoint asks for, otherwise 16 bits
@@ -63,7 +63,7 @@ class Quantization:
         return own if own is not None and own.name == self.quantization else WEIGHT_FORMATS[self.quantization]
 
     def note(self, model: ModelSpec) -> str | None:
-        """The type of the engine's weights where its checkpoint names one, which a key may replace; None elsewhere."""
+        """A sentence on the engine's weights if the checkpoint names a type, which a key may replace; else None."""
         own = model.stored
         if own is None:
             return None
@@ -76,7 +76,7 @@ class Quantization:
         return KV_FORMATS[own.kv_cache_dtype if self.kv_cache_dtype == "auto" and own else self.kv_cache_dtype]
 
     def name(self, model: ModelSpec) -> str:
-        """Weights, and KV where it is not of 16 bits."""
+        """The type of weights, and of KV unless it has 16 bits."""
         weights, kv = self.weights(model).described, self.kv_number(model)
         if kv == BF16.number:
             return weights
@@ -148,7 +148,7 @@ class Quantization:
     # Products
 
     def faster(self, gpu: GPU, model: ModelSpec, kind: MatrixKind) -> float:
-        """Times as fast as in bf16 that the GPU multiplies matrices of this kind: those that keep 16 bits are not."""
+        """Speed of the GPU's products with matrices of this kind, over bf16; those that keep 16 bits are no faster."""
         stored = self.weights(model)
         kept = stored.kept.of(kind)
         return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product, 1.0))

@@ -1,15 +1,15 @@
-"""What trajectories cost on rollout engines, in engine seconds (work) and in waiting (residence).
+"""Cost of trajectories on rollout engines, in engine seconds (work) and in waiting (residence).
 
-Invariant: every price is linear in the trajectories given to an engine, so shares of them add up. An engine is short
-of seats (as many sequences decode together) or short of KV memory; it needs time for whichever asks for more, under
-every affine lower bound of its iterations, so all of them are priced. `C / K` below reads: C token-iterations of
-context, at most K of them in one iteration.
+Invariant: every price is linear in the trajectories given to an engine, so shares of them add up. An engine is limited
+by its seats (sequences that decode together) or by KV memory. The tighter limit counts, under every affine lower bound
+of its iterations, so all of them are priced. `C / K` below reads: C token-iterations of context, at most K of them in
+one iteration.
 
 Where a step waits for its whole batch, all of it starts at once on empty engines, and seats that are taken one after
-the other are not what bounds it. Then an engine that generates in I iterations takes `step * I + per_sequence * G +
-per_context_token * C`, and I is what its longest trajectory generates. So a batch takes what all its trajectories ask
-of the engines (`batch_work`, which engines share), and its longest trajectory alone (`libra.cost.longest`), which they
-cannot.
+the other do not bound it. Then an engine that generates in I iterations takes `step * I + per_sequence * G +
+per_context_token * C`, and I is the number of tokens that its longest trajectory generates. So a batch takes the work
+of all its trajectories (`batch_work`), which engines share, and its longest trajectory alone (`libra.cost.longest`),
+which they cannot.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from libra.cost.grid import EngineGrid
 from libra.cost.lines import IterationLine
 from libra.lengths import TrajectoryClass
 
-_NEAR = 0.05  # relative: lines from below that come as near need no help from secants
-_EIGHTH = 8  # between the ends of a secant
+_NEAR = 0.05  # relative distance of lower bounds from the grid up to which there are no secants
+_EIGHTH = 8  # ratio between the ends of a secant
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTiming:
-    """Seconds of one engine: decode iterations from below, prefill, and what each turn costs besides."""
+    """Seconds of one engine: lower bounds of decode iterations, prefill, and further costs of each turn."""
 
-    lines: tuple[IterationLine, ...]  # each holds for up to the seats that it was made for
+    lines: tuple[IterationLine, ...]  # each holds up to the number of seats that it was made for
     per_prefill_token: float
     per_prefill_context: float  # for each pair of a new token and a token before it
     per_turn: float
@@ -54,7 +54,7 @@ def concurrency(max_num_seqs: int, in_flight: int, engines: int) -> int:
 
 
 def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> tuple[float, ...]:
-    """Engine seconds per trajectory, from below: for each line, short of seats and short of memory.
+    """Lower bounds of engine seconds per trajectory: for each line, one by seats and one by memory.
 
     With I iterations, the sum of `step + per_sequence*b + per_context_token*S` over them is `step*I + per_sequence*G +
     per_context_token*C`. G tokens at most `max_num_seqs` at a time take I >= G / max_num_seqs iterations;
@@ -76,8 +76,8 @@ def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_token
 def prefill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
     """Engine seconds to prefill a trajectory's prompt and tool returns, each once.
 
-    They come spread over its growing context, so a prefilled token has half the final context before it on average, and
-    so has a turn that is admitted.
+    They are spread over its growing context, so a prefilled token or an admitted turn has half the final context before
+    it on average.
     """
     token, admission = prompt_seconds(timing, cls.mean_context)
     return cls.prefill * token + cls.turns * (admission - timing.per_turn)
@@ -99,13 +99,13 @@ def refill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
 
 
 def seats_taken(cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> float:
-    """Sequences of the class that decode together on an engine with as many seats, as far as memory holds them."""
+    """Sequences of the class that decode together on an engine of `max_num_seqs` seats, as far as memory holds them."""
     context = cls.context_sum / cls.generated if cls.generated else 0.0
     return min(float(max_num_seqs), max(1.0, kv_tokens / context)) if context else float(max_num_seqs)
 
 
 def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, factors: BatchFactors) -> tuple[float, ...]:
-    """Engine seconds per trajectory of a batch that starts at once, for each line, its longest left out."""
+    """Engine seconds per trajectory of a batch that starts at once, for each line, without its longest trajectory."""
     apart = factors.prefill * prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return tuple(
         factors.decode * (line.per_sequence * cls.generated + line.per_context_token * cls.context_sum)
@@ -116,7 +116,7 @@ def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, facto
 
 
 def refills(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -> float:
-    """Engine seconds per trajectory if every turn after the first finds its context gone, and prefills it again."""
+    """Engine seconds per trajectory if every turn after the first finds its context evicted and prefills it again."""
     return factors.eviction * max(0.0, cls.turns - 1) * refill_seconds(timing, cls)
 
 
@@ -125,10 +125,10 @@ def secant_timings(
 ) -> tuple[EngineTiming, ...]:
     """Timings that each come near the grid for some numbers of sequences up to `most` >= 1: any of them may be used.
 
-    A mixture of experts reads the more experts the more tokens there are, so its iterations are concave in the
-    sequences, and lines from below are far from them. Each timing adds the line through `most`, an eighth of it, ...
-    and an eighth of that, at the mean context (the first of `contexts`; the other is the longest). The cheapest timing
-    is the nearest one. Where lines from below are near, there is only the timing itself.
+    A mixture of experts reads more experts when there are more tokens, so its iterations are concave in the number of
+    sequences, and lower bounds are far from them. Each timing adds one secant at the mean context (the first of
+    `contexts`; the other is the longest): from `most` to an eighth of it, then from there to an eighth of that, and so
+    on. The cheapest timing is the nearest one. Where lower bounds are near, there is only the timing itself.
     """
     context, longest = contexts
     found = []

@@ -100,7 +100,7 @@ class Batch:
         return Packed(np.array(repeats), np.array(tokens), np.array(keys))
 
     def imbalance(self, ranks: Array, per_token: float, per_key: float) -> Array:
-        """Work of the rank with most over the mean, when trajectories are dealt whole and as evenly as can be.
+        """Work of the most loaded rank over the mean, when trajectories are dealt whole and as evenly as possible.
 
         The largest of the bounds that no assignment beats: the longest trajectory; and, of the k * ranks + 1 longest,
         k + 1 share a rank, for k up to 3. Longest-first assignment comes close to it (Graham 1969, SIAM J. Appl.

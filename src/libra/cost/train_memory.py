@@ -1,4 +1,4 @@
-"""What training takes of one device's memory, item by item.
+"""Bytes of one device's memory that training takes, item by item.
 
 Invariant: every byte is counted on the device that holds most, at the moment it holds most; nothing is divided by a
 degree that does not divide it. Sizes are bytes.
@@ -44,7 +44,7 @@ class MemoryBreakdown:
     activations: float
     logits: float
     reference: float
-    workspace: float  # what full sharding gathers for the moment
+    workspace: float  # weights gathered, and gradients not yet reduced, of sharded layouts
     margin: float  # context, communication buffers, fragmentation
 
     @property
@@ -225,9 +225,9 @@ def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingB
 
 
 def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """The same of Transformers' modules, operation by operation. A norm keeps its input in fp32 and what comes of that
-    before its weights; a projection its input, and under autocast each of those that read one norm has its own copy;
-    the gated product the gate's value before its activation and after."""
+    """`layer_bytes_per_token` of Transformers' modules, operation by operation. A norm keeps its input in fp32 and its
+    output before the weights. A projection keeps its input; under autocast, each projection that reads a norm has its
+    own copy. The gated product keeps the gate's value before its activation and after."""
     tp, value, product = table.tp, state.weights, state.product
     fused, kept = layer_bytes_per_token(model, table, state)
     inputs = 5 if product < value else 2  # of queries, keys, values, gate and up
@@ -242,7 +242,7 @@ def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: Training
 
 
 def _mlp_width(model: ModelSpec) -> float:
-    """Of the gated product of one token, all its experts together."""
+    """Width of the gated product of one token, all its experts together."""
     if model.experts and model.sparse_layers:
         return float(model.experts.active * model.experts.intermediate + model.experts.shared_intermediate)
     return float(model.intermediate)

@@ -35,7 +35,7 @@ _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained, and how: all that is the same for every layout."""
+    """The training work: everything that is the same for every layout."""
 
     model: ModelSpec
     batch: Batch

@@ -54,7 +54,7 @@ class StepTable:
     counts: Array  # micro-batches of one rank
     passes: Passes
     packed: Mapping[int, Packed]  # by micro_tokens
-    forwards_each: int  # forward passes of a micro-batch beside the one of training
+    forwards_each: int  # forward passes of a micro-batch in addition to that of training
 
     def simulated_bubble(self, row: int) -> float:
         """Seconds that the last stage waits when the micro-batches of a rank differ as their trajectories do."""

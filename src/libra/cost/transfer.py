@@ -32,7 +32,7 @@ NETWORK_LATENCY = 5e-6  # assumed, per hop between nodes, host-side proxy includ
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """What connects devices: `link` among those of a node, `network` of one node to the others, both as achieved."""
+    """Links between devices: `link` among those of a node, `network` of one node to the others, both as achieved."""
 
     gpus: int  # per node
     link: float  # bytes/s per device, one direction
@@ -54,7 +54,7 @@ class Group:
     stride: Column = 1.0
 
     def members(self, fabric: Fabric) -> Array:
-        """How many of a node's devices are in one group."""
+        """Number of a node's devices that are in one group."""
         per_node: Array = np.maximum(1.0, fabric.gpus // np.asarray(self.stride, dtype=float))
         return np.minimum(self.size, per_node)
 
@@ -120,7 +120,7 @@ HOST_LINK = 25e9  # bytes/s of a device to and from host memory, both ways at a 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """What an update costs: `publish` seconds from the optimiser's end until engines have the weights, of which an
+    """Cost of a weight update: `publish` seconds from the optimiser's end until engines have the weights, of which an
     engine does not generate for `stall`."""
 
     publish: float

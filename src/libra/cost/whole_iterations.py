@@ -1,8 +1,8 @@
-"""A grid of iterations as an engine runs them, which is how a planner looks at it: kernels as they are corrected, what
-the host adds, and what the requests of a batch bring upon each other.
+"""A grid of whole iterations, for the planner: corrected kernels, host overhead, and the effects that requests of a
+batch have on each other.
 
-Invariant: an iteration takes what it takes the simulator (`libra.sim.engine.grid_cost`), which knows every request of a
-batch, in the mean over batches of such requests; what they share is for the simulator alone.
+Invariant: an iteration takes as long as in the simulator (`libra.sim.engine.grid_cost`), which knows every request of a
+batch, in the mean over batches of such requests. Only the simulator prices what they share.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from libra.lengths import TrajectoryClass
 
 @dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """What the requests that decode together are like."""
+    """Statistics of the requests that decode together."""
 
     uneven: float = 0.0  # standard deviation of their contexts, over the mean
-    turns: float = 0.0  # that are admitted for each token that they generate
-    tokens: float = 0.0  # that are prefilled with each of these turns
+    turns: float = 0.0  # turns admitted for each token that they generate
+    tokens: float = 0.0  # tokens prefilled with each of these turns
 
 
 EVEN = RunningBatch()  # contexts are alike, and nothing is admitted
 
 
 def running_batch(classes: Sequence[TrajectoryClass], *, overlapping: bool) -> RunningBatch:
-    """Trajectories at a random token of their generation, each of which grows evenly from its prompt to its end.
+    """A batch of trajectories at random tokens of their generation; each grows evenly from its prompt to its end.
 
-    Unless batches are `overlapping`, all that run have started together, and are about as long as each other.
+    Unless batches are `overlapping`, all running trajectories have started together and are about equally long.
     """
     generated = sum(cls.share * cls.generated for cls in classes)
     turns = sum(cls.share * cls.turns for cls in classes)
@@ -54,13 +54,13 @@ def running_batch(classes: Sequence[TrajectoryClass], *, overlapping: bool) -> R
 def whole_iterations(
     grid: EngineGrid, max_num_seqs: int, max_num_batched_tokens: int, batch: RunningBatch = EVEN
 ) -> EngineGrid:
-    """The grid of an engine with vLLM's CUDA graphs, without terms or a host.
+    """Fold terms and host into the grid of an engine with vLLM's CUDA graphs; the result has neither.
 
-    A decode takes what the host adds to its kernels, and these count uneven contexts as longer ones. Where turns are
-    admitted meanwhile, by a Poisson process, an iteration is launched as one with prefill, and the longest context is
-    read from end to end: as much of that as its kernels and the prefill do not take anyway comes to the decode. A chunk
-    takes what launching takes if that is longer than its kernels; what an iteration takes the host anyway is not in it.
-    What turns pay for being admitted is in neither (`EngineTiming`).
+    A decode takes its kernels, with uneven contexts counted as longer ones, and the host's overhead. Turns are admitted
+    by a Poisson process. An iteration that admits one is launched as one with prefill and reads the longest context
+    from end to end. A decode pays for the longer of the two, launching only as far as its kernels and the prefill do
+    not take that time anyway. A chunk takes the longer of its kernels and their launching, without the host's time for
+    the iteration. The cost of admitting turns is in neither (`EngineTiming`).
     """
     host, terms = grid.host, grid.terms
     corrected = terms.linear is not None or terms.longest or terms.decode != 1 or (terms.spread and batch.uneven)
@@ -86,7 +86,7 @@ def whole_iterations(
     token = (grid.prefill_seconds(max_num_batched_tokens, 0) + more * float(linear[-1])) / max_num_batched_tokens
 
     def with_prefill(sequences: int, context: int, device: float) -> float:
-        """What comes to an iteration of the device's seconds, weighed by how often any turn is admitted with it."""
+        """Device seconds that admitted turns add to an iteration, weighted by the probability that there are any."""
         admitted = sequences * batch.turns
         if not admitted:
             return 0.0
@@ -104,7 +104,7 @@ def whole_iterations(
     )
     decode = []
     for sequences, row in zip(grid.batches, np.asarray(kernels).tolist(), strict=True):
-        # Larger batches than there are never run: they are there for the times in between.
+        # Batches above `max_num_seqs` never run: they are there for the times in between.
         launched, cpu = launching(min(sequences, max_num_seqs), uniform=True), host.seconds(sequences)
         device = [max(seconds, launched) for seconds in row]
         decode.append(
@@ -113,7 +113,7 @@ def whole_iterations(
                 for context, its in zip(contexts, device, strict=True)
             )
         )
-    # What launching adds may end with the largest batch, whose prefill takes longer: no slope to go on beyond it with.
+    # What launching adds may end with the largest batch, whose prefill takes longer: that slope is not extrapolated.
     decode[-1] = tuple(max(its) for its in zip(*decode[-2:], strict=True))
     return replace(
         grid, chunks=chunks, contexts=contexts, decode=tuple(decode), prefill=prefill, terms=NO_TERMS, host=NO_HOST

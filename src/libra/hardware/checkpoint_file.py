@@ -28,7 +28,7 @@ def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
         raise ValueError(f"{_FIELD}: expected an object (got {shown(config)})")
     found = _reader(config)(config)
     kept = _kept(config, model)
-    if found.kept != KeptShares():  # a method that is of routed experts alone
+    if found.kept != KeptShares():  # a method that stores routed experts alone
         kept = replace(found.kept, experts=kept.experts)
     if all(kept.of(kind) == 1 for kind in MATRIX_KINDS if kind == "attention" or _parameters(model, kind)):
         raise ValueError(f"{_FIELD}: every matrix of a layer is ignored; leave the field out")
@@ -98,7 +98,7 @@ def _group(place: str, group: _Config) -> WeightFormat:
 
 
 def _group_size(place: str, size: object) -> int:
-    """0: a scale of a whole channel."""
+    """Numbers that share a scale; 0: all of a channel."""
     if size in (None, -1):
         return 0
     if type(size) is not int or size < 1:
@@ -193,8 +193,8 @@ def _kept(config: _Config, model: ModelSpec) -> KeptShares:
 
 
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """Whether a module is ignored: named in full, below a named one, or by a part of its path (`self_attn`); with `re:`
-    by a regular expression, with `*` by a wildcard."""
+    """A test whether a module is ignored: a pattern names it, a module above it, or a part of its path (`self_attn`).
+    A pattern with `re:` is a regular expression, one with `*` a wildcard."""
     plain: set[str] = set()
     expressions: list[re.Pattern[str]] = []
     wildcards: list[str] = []
@@ -237,7 +237,7 @@ def _matrices(model: ModelSpec, kind: MatrixKind) -> Iterator[tuple[str, int]]:
 
 
 def _parameters(model: ModelSpec, kind: MatrixKind) -> int:
-    """Parameters of one layer's matrices, of those of an MLP; 0 where the model has none."""
+    """Parameters of one layer's MLP matrices of this kind; 0 where the model has none."""
     sizes = {
         "dense": model.dense_mlp_parameters if model.dense_layers else 0,
         "shared": model.shared_expert_parameters,

@@ -1,6 +1,6 @@
 """Nodes and clusters of GPUs.
 
-Invariant: a cluster is checked when it is made, so whatever holds one need not doubt its units. Sizes are bytes, rates
+Invariant: a cluster is checked when it is made, so code that has one need not check its units. Sizes are bytes, rates
 are bytes or FLOP per second.
 """
 
@@ -16,7 +16,7 @@ from libra.hardware.gpus import GPUS as GPUS
 from libra.hardware.gpus import nearest_gpu as nearest_gpu
 from libra.hardware.loan_terms import LoanTerms
 
-# What no network of today comes near. A value outside was given in another unit.
+# Limits that no network of today comes near. A value outside was given in another unit.
 _INTRA = (8e9, 2e12)  # PCIe 3 with 8 lanes, to twice NVLink 5; bytes/s per GPU
 _PORTS = (1e9 / 8, 1.6e12 / 8)  # one 1 Gb/s port of a node, to a 1.6 Tb/s port for each of its GPUs; bytes/s
 
@@ -30,7 +30,7 @@ def _require_link(field: str, value: float, between: tuple[float, float], owner:
     low, high = between
     if low <= value <= high:
         return
-    # Whoever confuses bits and bytes is off by eight.
+    # A value in bits instead of bytes, or the reverse, is off by eight.
     meant = next((v for v in (value / 8, value * 8) if low <= v <= high), None)
     hint = f"; was {rate(meant)} meant?" if meant is not None else ""
     raise ValueError(
@@ -77,10 +77,10 @@ class NodeClass:
 
 @dataclass(frozen=True, slots=True)
 class ServingPool:
-    """GPUs that serve users. Raises ValueError where engines as the terms have them do not divide a node."""
+    """GPUs that serve users. Raises ValueError where the engines of the loan terms do not divide a node."""
 
     nodes: NodeClass
-    lends: LoanTerms | None = None  # None: nothing
+    lends: LoanTerms | None = None  # None: it lends nothing
 
     def __post_init__(self) -> None:
         if self.lends is not None and self.nodes.gpus % self.lends.tensor_parallel_size:
@@ -131,7 +131,7 @@ class Cluster:
 
 
 def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
-    """The cluster with other numbers of nodes, by class or serving pool; 0 takes it away. Raises ValueError."""
+    """The cluster with other numbers of nodes, by class or serving pool; 0 removes it. Raises ValueError."""
     serving = {pool.name for pool in cluster.serving}
     for name, count in counts.items():
         if name not in serving:

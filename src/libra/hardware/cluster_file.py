@@ -131,8 +131,8 @@ def gpu_of(given: object, key: str) -> GPU:
 
 
 def described_gpu(gpu: GPU) -> str | dict[str, str]:
-    """What `gpu_of` reads as this GPU: its name, where Libra knows it. Raises ValueError where a name that is known
-    stands for other numbers."""
+    """The value that `gpu_of` reads as this GPU: its name where Libra knows it, otherwise a mapping. Raises ValueError
+    where a known name stands for other numbers."""
     if GPUS.get(gpu.name) == gpu:
         return gpu.name
     given = {

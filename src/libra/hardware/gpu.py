@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 _VISIBLE = 0.987  # of what the driver reports, as on L40S and RTX 3090: the context takes the rest
 
-# What no GPU of today comes near. A value outside was given in another unit.
+# Limits that no GPU of today comes near. A value outside was given in another unit.
 _GPU_RANGES = {
     "memory": (1e9, 4e12),
     "bandwidth": (1e10, 1e14),  # of GDDR on a small card, to ten stacks of HBM

@@ -1,6 +1,6 @@
 """All that Libra knows of one kind of GPU: its data sheet, and the shares of it that were measured.
 
-Invariant: a record has no gaps. A figure that nobody measured for this GPU is stated as another GPU's share of its data
+Invariant: a record has no gaps. A figure that was not measured on this GPU is stated as another GPU's share of its data
 sheet, and the record says so; a missing or impossible one is an error when the module is imported.
 """
 
@@ -18,19 +18,19 @@ Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """What kernels of an engine reach. Each also takes a fixed time, of which decode of few sequences consists."""
+    """Rates that kernels of an engine reach. Each also takes a fixed time, which dominates decode of few sequences."""
 
     linear_flops: float  # FLOP/s of large matrix products
     bandwidth: float  # bytes/s of weights and activations
-    linear_launch: float  # seconds of a linear layer beside its work
+    linear_launch: float  # fixed seconds of a linear layer
     expert_flops: float  # FLOP/s of large grouped products, one for each expert
     attention_flops: float  # FLOP/s of prefill attention
-    attention_launch: float  # seconds
+    attention_launch: float  # fixed seconds of prefill attention
     cache_bandwidth: float  # bytes/s of KV read by decode attention
-    decode_launch: float  # seconds of decode attention beside its work
-    pass_launch: float  # seconds of one pass over activations (norm, activation) beside its work
-    link_latency: float  # seconds of an all-reduce beside its work
-    peer_latency: float  # further seconds for each peer
+    decode_launch: float  # fixed seconds of decode attention
+    pass_launch: float  # fixed seconds of one pass over activations (norm, activation)
+    link_latency: float  # fixed seconds of an all-reduce
+    peer_latency: float  # further fixed seconds for each peer
     source: str
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class TableSystem:
 
 @dataclass(frozen=True, slots=True)
 class GPURecord:
-    """One kind of GPU. `faster`: times as fast as in bf16 that its tensor cores multiply numbers of other types."""
+    """One kind of GPU. `faster`: speed of its tensor cores with other types of numbers over that with bf16."""
 
     gpu: GPU
     architecture: Architecture

@@ -237,7 +237,7 @@ _L40S_KERNELS = replace(
 
 
 def _unmeasured(gpu: GPU) -> KernelRates:
-    """The shares of the data sheet that H100 and H200 reach on average, and the fixed times of H100."""
+    """Rates by the shares of the data sheet that H100 and H200 reach on average, with the fixed times of H100."""
     return replace(
         _H100_KERNELS,
         linear_flops=0.78 * gpu.flops,
@@ -249,7 +249,7 @@ def _unmeasured(gpu: GPU) -> KernelRates:
     )
 
 
-# Dense products as many times as fast as in bf16, by data sheets. B300 and GB300 hardly multiply int8.
+# Speed of dense products over that in bf16, by data sheets. B300 and GB300 hardly multiply int8.
 _AMPERE: Mapping[Product, float] = {"int8": 2.0}
 _EIGHT: Mapping[Product, float] = {"fp8": 2.0, "int8": 2.0}
 _BLACKWELL: Mapping[Product, float] = {"fp8": 2.0, "int8": 2.0, "fp4": 4.0}
@@ -259,7 +259,7 @@ _B300_TYPES: Mapping[Product, float] = {"fp8": 2.0, "fp4": 6.0}
 def _roofline(
     gpu: GPU, architecture: Architecture, faster: Mapping[Product, float], tables: TableSystem | None = None
 ) -> GPURecord:
-    """A GPU of which nothing was measured but, where there are some, the tables."""
+    """Record of a GPU without any measurement, except for tables where there are some."""
     training = _OTHER_HOPPER_TRAINING if architecture == "hopper" else _OTHER_TRAINING
     return GPURecord(gpu, architecture, faster, _unmeasured(gpu), _BUS_OTHERS, training, tables)
 

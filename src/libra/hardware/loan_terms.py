@@ -1,7 +1,7 @@
-"""What a cluster file says of a pool that serves users and may be borrowed from.
+"""Loan terms in a cluster file: those of a pool that serves users and may be borrowed from.
 
 Invariant: a forecast is given, or a log of requests to make one from, never both. Times are seconds. Names of files are
-as the cluster file has them: beside it.
+as the cluster file has them: relative to its folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class TrafficLog:
     """Requests that all engines of the pool served together, counted in bins of `bin` seconds."""
 
     requests: str  # the file
-    bin: float  # a loan is planned for one of them
-    season: float  # after which traffic repeats itself, as a day
+    bin: float  # a loan is planned for one bin
+    season: float  # seconds after which traffic repeats itself, such as a day
 
     def __post_init__(self) -> None:
         _require_positive("bin", self.bin)
@@ -36,7 +36,7 @@ class TrafficLog:
 
 @dataclass(frozen=True, slots=True)
 class RatesAhead:
-    """Requests/s that all engines of the pool together may be asked for in the coming `seconds`, each as probable."""
+    """Requests/s that may reach all engines of the pool together in the coming `seconds`, all equally probable."""
 
     rates: tuple[float, ...]
     seconds: float
@@ -49,7 +49,7 @@ class RatesAhead:
 
 @dataclass(frozen=True, slots=True)
 class LoanTerms:
-    """What the pool serves, what it owes its users, and what was certified of it."""
+    """The model that the pool serves, its latency targets, its certificates, and its traffic."""
 
     model: str  # as `--model` has it
     tensor_parallel_size: int  # GPUs of one serving engine
@@ -95,7 +95,7 @@ class LoanSection(Section):
     forecast: _ForecastSection | None = None
 
     def terms(self) -> LoanTerms:
-        """Raises ValueError that opens with the key."""
+        """The terms of this section. Raises ValueError that opens with the key."""
         if (self.traffic is None) == (self.forecast is None):
             raise ValueError(
                 "traffic: give what the pool has served (requests, bin, season), or forecast (rates, seconds), not both"

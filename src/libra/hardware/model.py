@@ -1,7 +1,7 @@
-"""What the shape of a language model costs: parameters, FLOPs and KV bytes, by arithmetic on its layers.
+"""Shape of a language model, and its parameters, FLOPs and KV bytes, by arithmetic on its layers.
 
-Invariant: a `ModelSpec` is complete and possible, and its parameter counts are exact: those of the checkpoint. Where
-shapes come from is the business of `model_file`.
+Invariant: a `ModelSpec` is complete and possible, and its parameter counts are exact: those of the checkpoint.
+`model_file` reads shapes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Experts:
     intermediate: int  # width of one expert
     shared_intermediate: int  # width of the experts that every token takes; 0 where there are none
     layers: int
-    groups: int = 1  # equal parts of the experts, of which
-    active_groups: int = 1  # have all those of one token
+    groups: int = 1  # equal parts of the experts
+    active_groups: int = 1  # groups that have all experts of one token
 
     def __post_init__(self) -> None:
         require_at_least(1, groups=self.groups, active_groups=self.active_groups)
@@ -165,12 +165,12 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """All of them: what the checkpoint holds."""
+        """All parameters: those that the checkpoint holds."""
         return self._parameters(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets, both embeddings included, as model cards count them."""
+        """Parameters that one token uses, both embeddings included, as model cards count them."""
         return self._parameters(self.experts.active if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:
@@ -223,20 +223,20 @@ class ModelSpec:
         )
 
     def device_attention_parameters(self, tp: int = 1, pp: int = 1) -> float:
-        """Of `device_parameters` those of attention."""
+        """The part of `device_parameters` in attention."""
         return -(-self.layers // pp) * self.attention_parameters(tp)
 
     def device_shared_parameters(self, tp: int = 1, pp: int = 1) -> float:
-        """Of `device_parameters` those of experts that every token takes."""
+        """The part of `device_parameters` in experts that every token takes."""
         return min(-(-self.layers // pp), self.sparse_layers) * self.shared_expert_parameters / tp
 
     def device_routed_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
-        """Of `device_parameters` those of routed experts."""
+        """The part of `device_parameters` in routed experts."""
         layers = min(-(-self.layers // pp), self.sparse_layers)
         return layers * self.expert_parameters * (self.experts.count if self.experts else 0) / ep / tp
 
     def unquantized_parameters(self, tp: int = 1, pp: int = 1) -> float:
-        """Of `device_parameters` those that no quantisation narrows: embeddings, output head, norms of layers and
+        """The part of `device_parameters` that no quantisation narrows: embeddings, output head, norms of layers and
         routers."""
         layers = -(-self.layers // pp)
         embedding = self.embedding_parameters if pp == 1 else self.vocab * self.hidden

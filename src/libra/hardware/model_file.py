@@ -23,8 +23,8 @@ from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 
 def load_model(path_or_name: str | Path) -> ModelSpec:
-    """A config.json, a directory that holds one, or the name of a model that ships with Libra (`model_names`), in any
-    case and with or without its organisation. What exists on disk comes first. Raises `ConfigError`."""
+    """Load a config.json, a directory that holds one, or a model that ships with Libra (`model_names`) by its name, in
+    any case and with or without its organisation. Files on disk come first. Raises `ConfigError`."""
     path = Path(path_or_name)
     if path.is_dir():
         path /= "config.json"
@@ -67,7 +67,7 @@ def _from_library(given: str) -> ModelSpec:
 
 
 def _short(name: str) -> str:
-    """Without the organisation, in lower case."""
+    """The name without its organisation, in lower case."""
     return name.rpartition("/")[2].casefold()
 
 
@@ -114,7 +114,7 @@ class _Fields:
         return self.data.get(field) is not None
 
     def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
-        """`otherwise` is what it is where it is not given; None: it has to be."""
+        """A whole number. `otherwise` is its value where the field is not given; None: it is required."""
         if otherwise is not None and not self.given(field):
             return otherwise
         if not self.given(field):
@@ -125,7 +125,7 @@ class _Fields:
         return value
 
     def flag(self, field: str) -> bool:
-        """False where it is not given, as in the Hugging Face classes of every family known here."""
+        """A truth value; False where it is not given, as in the Hugging Face classes of every family known here."""
         value = self.data.get(field)
         if value not in (None, True, False) or type(value) is int:
             raise ValueError(f"{field}: expected true or false (got {shown(value)})")
@@ -145,7 +145,7 @@ class _Family:
     latent: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    own_head_dim: bool = False  # head_dim is not hidden_size / num_attention_heads unless it says so
+    own_head_dim: bool = False  # head_dim is required: hidden_size / num_attention_heads is not its default
     window_switch: bool = False  # sliding_window is used only with use_sliding_window
     optional_bias: bool = False  # attention_bias says whether QKV have biases; the output projection has none
     optional_norm: bool = False  # use_qk_norm says whether queries and keys have norms
@@ -220,8 +220,8 @@ _UNPRICED = {  # families whose shape has parts without a price
     "gpt_oss": f"sliding_window: {_WINDOWS}; and heads have sinks, experts and their router biases, weights four bits",
     "qwen3_next": "layer_types: layers of linear attention hold a state for each sequence instead of KV for each token,"
     " and have other matrices",
-    "qwen2_vl": "vision_config: a vision tower has parameters and FLOPs beside those of the language model",
-    "qwen2_5_vl": "vision_config: a vision tower has parameters and FLOPs beside those of the language model",
+    "qwen2_vl": "vision_config: a vision tower has parameters and FLOPs besides those of the language model",
+    "qwen2_5_vl": "vision_config: a vision tower has parameters and FLOPs besides those of the language model",
 }
 
 

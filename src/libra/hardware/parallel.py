@@ -1,7 +1,7 @@
-"""How one model is spread over devices for training.
+"""Layouts that spread one model over devices for training.
 
-Invariant: a `ParallelLayout` is a layout that could run: its degrees are consistent with each other. Whether a model
-and a device can hold it is the business of `libra.cost.train_memory`. A `LayoutTable` is many of them as columns, so
+Invariant: a `ParallelLayout` is a layout that could run: its degrees are consistent with each other. Whether a device
+can hold its share of a model follows from `libra.cost.train_memory`. A `LayoutTable` is many of them as columns, so
 that thousands are priced at once by the formulas that price one.
 """
 

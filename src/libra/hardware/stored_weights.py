@@ -1,4 +1,4 @@
-"""How the matrices of a model's layers are stored: the type of their numbers, and the matrices that keep 16 bits.
+"""Storage of the matrices of a model's layers: the type of their numbers, and the matrices that keep 16 bits.
 
 Invariant: a format covers every matrix of every layer; embeddings, the output head, norms and routers have 16 bits in
 all of them. Scales of whole matrices, channels or square blocks are too few to count; those of groups count.
@@ -18,7 +18,7 @@ _PLAIN_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """Numbers of `bits`; `group` of them share what takes `scale_bits`."""
+    """Numbers of `bits` bits; every `group` of them share `scale_bits` bits, of a scale and perhaps a zero point."""
 
     bits: int
     group: int = 1

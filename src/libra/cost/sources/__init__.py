@@ -1,1 +1,1 @@
-"""Where prices come from: kernel tables, data sheets (roofline), measurement."""
+"""Sources of prices: kernel tables, data sheets (roofline), measurement."""

@@ -1,13 +1,12 @@
-"""The host of an engine, and the corrections of its kernels' times, from iterations that were measured.
+"""A fit of an engine's host and of the corrections of its kernels' times to measured iterations.
 
 Invariant: the iterations are those of single batches on a grid, and no workload is among them; every constant is one
-of `HostCost` or `KernelTerms`, none is negative, and what the iterations say little about stays near what it was
-before. The error that is told belongs to iterations that the fit did not see.
+of `HostCost` or `KernelTerms`, none is negative, and a constant that the iterations say little about stays near its
+first guess. The reported held-out error belongs to iterations that the fit did not see.
 
-Least squares of relative errors with a Gaussian prior: nine constants (ten with experts), each as likely to be
-`_TRUSTED` off as its default says, and iterations of which a measurement is `_NOISE` off and the form of the price
-`_FORM`. Which of two parallel things an iteration waits for, kernels or launching, is found by turns with the
-constants.
+Least squares of relative errors with a Gaussian prior on nine constants (ten with experts). The relative standard
+deviations are `_TRUSTED` for a constant, `_NOISE` for one measurement of an iteration and `_FORM` for the form of the
+price. Whether an iteration waits for its kernels or for their launching is found in alternation with the constants.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ROUTING, _KNOWN = 0.5, 1e-6  # of linear layers of a mixture of experts, and of
 _NOISE, _FORM = 0.15, 0.05  # relative: of one measured iteration, of the form of the price
 _OUTLIER = 3.0  # standard deviations beyond which an iteration counts less: a warm-up is no price
 _TURNS = 40
-_BEGINNINGS = (1.0, 0.6, 1.6)  # of what launching takes, over what it is taken for
+_BEGINNINGS = (1.0, 0.6, 1.6)  # starting values of launching, over its first guess
 _FOLDS = 10
 
 
@@ -43,7 +42,7 @@ class MeasuredIteration:
     admitted: tuple[int, int, int]  # requests, tokens of their contexts, cached ones among these
     shared: int  # tokens of the decoding contexts that another of them has in the same blocks
     seconds: float
-    times: int = 1  # that it was measured
+    times: int = 1  # number of measurements
 
     @property
     def tokens(self) -> int:
@@ -68,9 +67,9 @@ def fit_engine(
     *,
     experts: bool = False,
 ) -> EngineFit:
-    """Constants near `host` and `terms`, of an engine with CUDA graphs of these sizes whose kernels take what `grid`
-    says. `source` says what was measured. Of a mixture of `experts` the grid is trusted less, and decodes are fitted,
-    too. Raises ValueError where too little was measured."""
+    """Fit constants near `host` and `terms` for an engine with CUDA graphs of these `sizes` and the kernel times of
+    `grid`. `source` says what was measured. With `experts` the grid is trusted less, and decodes are fitted, too.
+    Raises ValueError where too little was measured."""
     if len(iterations) < 2 * _FOLDS:
         raise ValueError(f"{len(iterations)} iterations are too few to fit an engine: measure {2 * _FOLDS} or more")
     if terms.linear is None:
@@ -121,7 +120,7 @@ def fit_engine(
 
 
 class _Parts:
-    """What of each iteration is multiplied by which constant."""
+    """The part of each iteration that each constant multiplies."""
 
     def __init__(self, grid: EngineGrid, sizes: tuple[int, ...], iterations: Sequence[MeasuredIteration]) -> None:
         most = padded(max(it.tokens for it in iterations), sizes)
@@ -181,7 +180,7 @@ class _Parts:
         return distances
 
     def rows(self, launching: NDArray[np.bool_]) -> tuple[Array, Array]:
-        """[iterations, constants], and the seconds that no constant multiplies."""
+        """[iterations, constants] factors of the constants, and the seconds that no constant multiplies."""
         device = self._device()
         device[launching] = 0.0
         piecewise, eager = launching * self.graph, launching * ~self.graph
@@ -189,14 +188,14 @@ class _Parts:
 
 
 def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
-    """The constants by the iterations that are `used`. Launching is also begun from above and from below what it is
-    taken for, since one that is shorter than all kernels would never be looked at."""
+    """The constants by the iterations that are `used`. Launching also starts above and below its first guess, since
+    one that is shorter than all kernels would never be fitted."""
     found = [_by_turns(parts, before, used, begun) for begun in _BEGINNINGS]
     return min(found, key=lambda constants: _misfit(parts, before, used, constants))
 
 
 def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: float) -> Array:
-    """Constants by turns with what each iteration waits for."""
+    """The constants, found in alternation with what each iteration waits for."""
     constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1, 1])
     trust = np.ones(len(parts.measured))
     for _ in range(_TURNS):
@@ -210,7 +209,7 @@ def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: floa
 
 
 def _misfit(parts: _Parts, before: Array, used: NDArray[np.bool_], constants: Array) -> float:
-    """Sum of squares, and beyond an outlier's distance linear (Huber 1964), with that of the prior."""
+    """Sum of squares, linear beyond an outlier's distance (Huber 1964), plus that of the prior."""
     off = parts.off(constants)[used]
     near = np.minimum(off, _OUTLIER)
     moved = (constants / before - 1) / parts.trusted

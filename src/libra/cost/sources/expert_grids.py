@@ -1,8 +1,8 @@
 """Grids of data-parallel ranks with expert parallelism: from tables where these have the shape, else from a roofline.
 
 Invariant: tables are of the GPU and the shape that is asked for. Their experts are those of vLLM 0.24 where every GPU
-has all tokens, asked for alike; their exchange is DeepEP among eight GPUs of a node. What they lack is modelled, and
-the source says so.
+has all tokens and all experts are equally frequent; their exchange is DeepEP among eight GPUs of a node. What they lack
+is modelled, and the source says so.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def expert_grid(
     calibration: Calibration | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> ExpertGrid:
-    """`dp` ranks of `tp` GPUs, which divide the experts. `source` is `tables`, `roofline`, or `auto`: tables where they
-    have the model, and `note` is told where not. Raises `NoTablesError` for `tables`, ValueError where a degree does
-    not divide the model."""
+    """The grid of `dp` ranks of `tp` GPUs, which divide the experts. `source` is `tables`, `roofline`, or `auto`:
+    tables where they have the model, and a `note` where not. Raises `NoTablesError` for `tables`, ValueError where a
+    degree does not divide the model."""
     gpus = dp * tp
     modelled = stage_roofline(gpu, model, tp, gpus, quantization=quantization, calibration=calibration)
     stages, experts = modelled, tuple(modelled.experts_seconds(gpus * tokens) for tokens in _AXIS)
@@ -86,7 +86,7 @@ def expert_grid(
 
 
 def _own(stages: StageGrid) -> EngineGrid:
-    """Attention with what is outside of the layers with experts; only the last token of a prompt has logits."""
+    """Attention and all work outside of the layers with experts; only the last token of a prompt has logits."""
     grid, few = stages.attention, 1
     decode = tuple(
         tuple(seconds + stages.outside_seconds(batch) for seconds in row)

@@ -19,21 +19,21 @@ from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
 
 _DEEPEP_GPUS = 8  # among which DeepEP was measured
-_EXPONENT = 1.2  # of the power law by which a whole engine's tables take experts to be asked for
+_EXPONENT = 1.2  # of the power law by which tokens choose experts in a whole engine's tables
 
 
 def expert_tables(
     gpu: GPU, model: ModelSpec, ranks: int, each: Sequence[int], quantization: Quantization = AS_STORED
 ) -> tuple[float, ...]:
-    """Seconds of one layer's experts on each of `ranks` GPUs that divide them, of `each` tokens of every GPU, where all
-    experts are asked for alike. Raises `NoTablesError`."""
+    """Seconds of one layer's experts on each of `ranks` GPUs that divide them, for `each` number of tokens of every
+    GPU, where all experts get equally many. Raises `NoTablesError`."""
     operator = _experts(gpu, model, 1, ranks, quantization, "balanced")
     return tuple(_operator(gpu, model, operator, ranks * tokens) for tokens in each)
 
 
 def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantization: Quantization) -> EngineProfile:
-    """What `tables` gave, where each token asks for any experts alike: routers that were not trained do. Of a dense
-    model nothing changes."""
+    """The profile of `tables`, changed to tokens that choose all experts equally often, as with untrained routers. That
+    of a dense model stays as it is."""
     if model.experts is None:
         return profile
     engines = []
@@ -48,10 +48,10 @@ def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantizati
 
 
 def _evenly(gpu: GPU, model: ModelSpec, tp: int, each: Sequence[int], quantization: Quantization) -> Array:
-    """[tokens] seconds of a layer's experts that are asked for alike, beyond those of the tables' power law.
+    """[tokens] seconds of a layer's experts that are equally frequent, beyond those of the tables' power law.
 
-    "Balanced" tables give experts equal numbers of tokens, so that few tokens touch as many experts as they can. Those
-    that ask on their own touch fewer: as many as fewer balanced ones would.
+    "Balanced" tables give experts equal numbers of tokens, so that few tokens touch as many experts as they can. Tokens
+    that choose independently touch fewer experts: as many as a smaller number of balanced tokens would.
     """
     experts = model.experts
     assert experts is not None

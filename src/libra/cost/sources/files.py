@@ -109,7 +109,7 @@ def _checked(path: Path, kind: type[T], content: Any, remedy: str) -> T:
 
 
 def _unknown(content: Any, known: Any) -> str:
-    """Where `content` has a key that `known` has not: its path, or nothing."""
+    """Path of the first key in `content` that `known` lacks; empty where there is none."""
     if isinstance(content, dict):
         for key, value in content.items():
             if key not in known:

@@ -1,4 +1,4 @@
-"""What the kernels of a layer take on a GPU: a roofline for each.
+"""Seconds of the kernels of a layer on a GPU: a roofline for each.
 
 Invariant: weights and KV are divided by the tensor-parallel degree once, and no kernel is faster than its arithmetic
 or its memory traffic allows at the given rates.
@@ -22,7 +22,7 @@ from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
 from libra.hardware.stored_weights import MATRIX_KINDS
 
-PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: what is not faster is no NVLink
+PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: a link that is not faster is no NVLink
 
 
 def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) -> Array:
@@ -40,7 +40,7 @@ def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) ->
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A kind of weights: bytes of one, and times as fast as in bf16 that it is multiplied."""
+    """A kind of weights: bytes of one, and the speed of its products over that in bf16."""
 
     bytes: float = ACTIVATION_BYTES
     faster: float = 1.0
@@ -51,7 +51,7 @@ _PLAIN = _Matrix()
 
 @dataclass(frozen=True, slots=True)
 class StoredNumbers:
-    """What a quantisation is on one GPU."""
+    """A quantisation on one GPU: bytes of its numbers, and speeds of its products."""
 
     attention: _Matrix
     dense: _Matrix
@@ -135,7 +135,7 @@ class LayerKernels:
         return attention
 
     def rest(self, tokens: Array, logits: Array) -> Array:
-        """All layers but their attention, for `tokens` tokens, and the output head for `logits` of them."""
+        """All layers without their attention, for `tokens` tokens, and the output head for `logits` of them."""
         model = self.model
         reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
         norm = self.pass_over(4 * tokens * model.hidden)  # the residual and the layer's output, read and written
@@ -149,8 +149,8 @@ class LayerKernels:
         return seconds
 
     def beside_experts(self, tokens: Array) -> Array:
-        """One layer with experts without these and without its attention: what an attention rank does where FFN ranks
-        have the experts. The all-reduce after them is theirs."""
+        """One layer with experts, without the experts and its attention: the work of an attention rank where FFN ranks
+        have the experts. The all-reduce after the experts is not part of it."""
         model, experts = self.model, self.model.experts
         assert experts is not None
         reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
@@ -178,8 +178,8 @@ class LayerKernels:
         return self._product(tokens, model.hidden, experts.count, _PLAIN)
 
     def experts_of(self, tokens: Array, ranks: int) -> Array:
-        """The experts of one layer on one of `ranks` GPUs that divide them, as `_experts`: of `tokens` tokens in all,
-        as many for each expert."""
+        """The experts of one layer on one of `ranks` GPUs that divide them, as in `_experts`. All ranks together have
+        `tokens` tokens, and routing is taken to be uniform."""
         model, experts = self.model, self.model.experts
         assert experts is not None
         touched = experts.count / ranks * (1 - (1 - experts.active / experts.count) ** tokens)
@@ -191,7 +191,7 @@ class LayerKernels:
 
     @property
     def kv_heads(self) -> float:
-        """On each GPU; beyond as many GPUs as there are heads, every GPU still has one."""
+        """KV heads on each GPU: one or more, even where there are more GPUs than heads."""
         return max(1.0, self.model.kv_heads / self.tp)
 
     def _projections(self, tokens: Array) -> Array:

@@ -1,8 +1,7 @@
-"""Finds how fast engines are on each class of nodes: from tables, a calibration, or the GPU's roofline.
+"""Profiles of engines on each class of nodes: from tables, a calibration, or the GPU's roofline.
 
-Invariant: what was read from tables once is kept in a cache file and read from there, with the same numbers; a cache
-that cannot be read is made anew. Where nothing better exists the roofline always does, and every profile says which it
-is.
+Invariant: a profile from tables is kept in a cache file and read from there, with the same numbers; a cache that cannot
+be read is made anew. A roofline exists where nothing better does, and every profile names its source.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from libra.hardware import gpus
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 
-_LEAST_SHARE = 0.05  # of its data sheet that a GPU reaches in matrix products; CPUs are below it
+_LEAST_SHARE = 0.05  # of the data sheet, which GPUs reach in matrix products and CPUs do not
 
 
 def engine_profiles(
@@ -48,11 +47,11 @@ def engine_profiles(
 ) -> tuple[EngineProfile, ...]:
     """One profile for each class of nodes, in their order.
 
-    `host` is what comes to the kernels: `none`, `default`, or a file of what was measured (`save_fit`).
+    `host` is added to the kernels: `none`, `default`, or a file of a fit to measurements (`save_fit`).
 
     `source` is `tables` (aiconfigurator-core), `roofline`, the calibration file of a GPU, or `auto`: tables where they
-    are installed and have the GPU and model, otherwise the roofline; `note` is told why not. Raises `ConfigError` when
-    the source that was asked for does not have them.
+    are installed and have the GPU and model, otherwise the roofline, with a `note` of the reason. Raises `ConfigError`
+    when the given source does not have them.
     """
     added = host_part(host, model, note)
     kernels = (_profile(nodes, model, recipe, source, note) for nodes in cluster.nodes)
@@ -70,8 +69,8 @@ def stage_profile(
     note: Callable[[str], None] = lambda _: None,
     ffn_gpu: GPU | None = None,
 ) -> tuple[StageGrid, HostCost]:
-    """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from where
-    `engine_profiles` has them. Raises as it does, and ValueError where a degree does not divide the model."""
+    """The stages of attention on ranks of `tp` GPUs of these nodes and FFN on `ffn` GPUs, and the host, from the
+    sources of `engine_profiles`. Raises as it does, and ValueError where a degree does not divide the model."""
     stages = _stages(nodes, model, recipe, tp, ffn, source, note, ffn_gpu)
     added = host_part(host, model, note)
     if added is None:
@@ -104,7 +103,7 @@ def _stages(
 
 
 def host_part(host: str, model: ModelSpec, note: Callable[[str], None]) -> tuple[HostCost, KernelTerms] | None:
-    """What `host` adds to kernels; None for `none`."""
+    """The host and the corrections of kernels that `host` names; None for `none`. Raises `ConfigError`."""
     if host == "none":
         return None
     if host == "default":
@@ -131,7 +130,7 @@ def _profile(
 
 
 def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -> Calibration | None:
-    """What was measured of these nodes' GPU, where `source` is a file. Raises `ConfigError`."""
+    """The calibration of these nodes' GPU where `source` is a file, otherwise None. Raises `ConfigError`."""
     if source in ("auto", "tables", "roofline"):
         return None
     try:
@@ -144,7 +143,7 @@ def calibration_of(nodes: NodeClass, source: str, note: Callable[[str], None]) -
 
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
-    """Raises `ConfigError` unless the calibration is of the nodes' GPU: by name (`NVIDIA A100-SXM4-40GB` is A100-40GB),
+    """Raise `ConfigError` unless the calibration is of the nodes' GPU: by name (`NVIDIA A100-SXM4-40GB` is A100-40GB),
     or where neither is a name that Libra knows, by a rate that the GPU's data sheet allows."""
     gpu = nodes.gpu
 
@@ -196,7 +195,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
 
 @cache
 def _code() -> str:
-    """A digest of the code that makes a grid of tables: what another version of it made is no longer right."""
+    """A digest of the code that makes grids from tables, so that grids of other versions are not used."""
     makers = (aiconfigurator, gpus, transfer, grid, lines, rates, roofline)
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
@@ -204,7 +203,7 @@ def _code() -> str:
 def _known_degrees(
     nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
 ) -> EngineProfile:
-    """The degrees that the tables have kernels for; raises the last `NoTablesError` where that is none."""
+    """The degrees that the tables have kernels for; raises the last `NoTablesError` where there are none."""
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
     for tp in degrees:

@@ -1,7 +1,7 @@
-"""What share of its data sheet a GPU delivers: in kernels of an engine (the roofline's constants), and in training.
+"""Shares of its data sheet that a GPU delivers: in kernels of an engine (the roofline's constants), and in training.
 
-Invariant: every set of rates says where it comes from. Some GPUs were measured; the others deliver the same shares of
-their data sheets as those, and their rates say so. A calibration takes the place of what it measured, of nothing else.
+Invariant: every set of rates names its source. Some GPUs were measured; the others are taken to deliver the same shares
+of their data sheets, and their rates say so. A calibration replaces the rates that it measured, and no others.
 
 What was measured is in the record of each GPU, `libra.hardware.gpus`.
 
@@ -23,7 +23,7 @@ from libra.hardware.gpus import record_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates(KernelRates):
-    """What kernels reach, all-reduces included."""
+    """Rates that kernels reach, all-reduces included."""
 
     link_share: float  # bus bandwidth of an all-reduce of two, over the link's bandwidth in one direction
 
@@ -44,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What one device was measured to do, by `libra.backends.calibration`."""
+    """Measured rates of one device, from `libra.backends.calibration`."""
 
     device: str  # as its driver calls it
     torch: str  # version
@@ -65,12 +65,12 @@ class Calibration:
             raise ValueError(f"Calibration.training_parameters is {self.training_parameters}; calibrate again")
 
     def mfu(self, gpu: GPU) -> float:
-        """Model FLOP utilisation of the training step: what it reached of the data sheet."""
+        """Model FLOP utilisation of the training step: its share of the data sheet's FLOP/s."""
         return self.training_flops.median / gpu.flops
 
 
 def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
-    """What kernels reach on a GPU, by its record, or as measured where there is a calibration."""
+    """Rates that kernels reach on a GPU, by its record, or as measured where there is a calibration."""
     record = record_of(gpu)
     kernels = {it.name: getattr(record.kernels, it.name) for it in fields(KernelRates)}
     known = Rates(**kernels, link_share=record.bus)
@@ -92,14 +92,14 @@ def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRates:
-    """What a device reaches in training. FLOP/s are achieved over whole layers, not by single kernels."""
+    """Rates that a device reaches in training. FLOP/s are achieved over whole layers, not by single kernels."""
 
     linear: float  # FLOP/s of dense layers; also the ceiling of model FLOP/s
     attention: float  # FLOP/s of FlashAttention, forward and backward, at the causal FLOPs
     experts: float  # FLOP/s of grouped expert layers
     bandwidth: float  # bytes/s of device memory
     source: str
-    passes: float = 0.0  # over a layer's activations in its forward, beside its products; 0: `linear` has them
+    passes: float = 0.0  # over a layer's activations in its forward, besides its products; 0: `linear` has them
     # Rates of fused kernels, which do the same with fewer passes: layers and head take at least as long as by them.
     fused: TrainingRates | None = None
 
@@ -136,8 +136,8 @@ def published_mfu(gpu: GPU) -> float | None:
 
 
 def training_rates(gpu: GPU, dtype: Dtype = "bf16", execution: Execution = "fused") -> TrainingRates:
-    """Rates of a GPU: of fused kernels from published training runs, where a GPU without any gets the lowest share of
-    peak that others have; of eager execution as measured on an H100, by shares of the data sheet.
+    """Training rates of a GPU. Those of fused kernels are from published training runs; a GPU without any gets the
+    lowest share of peak that others have. Those of eager execution are shares of the data sheet, measured on an H100.
 
     fp16 is as fast as bf16; fp32 runs on the tensor cores as TF32, at half the FLOP/s on every data sheet since A100's.
     """
@@ -160,7 +160,7 @@ def _fused_rates(gpu: GPU, flops: float) -> TrainingRates:
 
 
 def _eager_rates(gpu: GPU, flops: float, fused: TrainingRates) -> TrainingRates:
-    """FlashAttention-3 is for Hopper: others keep what FlashAttention-2 reaches on them."""
+    """Rates of eager execution. FlashAttention-3 is for Hopper; others keep the rate of FlashAttention-2."""
     origin = "measured on an H100" if gpu.name == "H100" else "not measured, the shares of an H100"
     return TrainingRates(
         linear=_EAGER * flops,

@@ -1,4 +1,4 @@
-"""Engine times of a model on a GPU from its data sheet: grids of iterations, of a roofline for every kernel of a layer.
+"""Engine times of a model on a GPU from its data sheet: grids of iterations, with a roofline for every kernel.
 
 Invariant: an iteration is all layers and the output head. The host is taken to be hidden behind the device (CUDA
 graphs, asynchronous scheduling), as in the tables the rates come from.
@@ -58,8 +58,8 @@ def roofline(
     """The profile of a model at the given degrees, from constants or from a calibration of the device.
 
     Quantised matrices are multiplied at the rate of their type where the GPU has tensor cores for it, else at that of
-    bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction; the GPU's own
-    link unless told. Raises ValueError where a degree does not divide the model.
+    bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by
+    default the GPU's own link. Raises ValueError where a degree does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
     if not link > 0:

@@ -1,6 +1,6 @@
 """Engine profiles from the kernel tables of aiconfigurator-core (NVIDIA, Apache-2.0): measured vLLM, offline.
 
-Invariant: tables are sampled once, into a grid; nothing asks them again. A GPU or a model that they do not have is an
+Invariant: tables are sampled once, into a grid, and not read again. A GPU or a model that they do not have is an
 error that says so, never a neighbour's numbers. A800 and H800 are A100 and H100 with a slower link: their grids are
 those of the faster sister plus the difference that the model of `cost.roofline` finds between the two all-reduces, and
 the source says so.
@@ -34,7 +34,7 @@ from libra.hardware.stored_weights import BF16
 
 
 class NoTablesError(ValueError):
-    """The tables are not installed, or do not have what was asked for; a roofline always has."""
+    """The tables are not installed, or do not have what was asked for; a roofline always does."""
 
 
 def tables(
@@ -47,8 +47,8 @@ def tables(
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from tables.
 
-    `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, the GPU's own link unless told; where it
-    differs from that of the GPU that was measured, all-reduces are corrected as for A800. Raises `NoTablesError` where
+    `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the GPU's own link. Where it
+    differs from that of the measured GPU, all-reduces are corrected as for A800. Raises `NoTablesError` where
     the package or its data is missing, ValueError where a degree does not divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
@@ -76,8 +76,8 @@ def stage_tables(
     ffn_gpu: GPU | None = None,
     quantization: Quantization = AS_STORED,
 ) -> StageGrid:
-    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. The tables
-    take experts to be asked for by a power law. Raises as `tables` does."""
+    """The stages of attention on ranks of `tp` GPUs and FFN on `ffn` GPUs, which may be of another type. In the
+    tables, tokens choose experts by a power law. Raises as `tables` does."""
     require_degree(model, tp)
     measured = GPUS[table_system(gpu).sister or gpu.name]
     with _engine(gpu, model, tp, quantization) as engine:
@@ -91,7 +91,7 @@ def stage_tables(
     each = TOKENS[:15]  # of an FFN rank
     with _engine(other, model, 1, quantization, moe_ep_size=ffn, attention_dp_size=ffn) as engine:
         experts = [sum(_of_decode(engine, tokens, 1, _EXPERTS)) / model.layers for tokens in each]
-    # More tokens never cost less: measured tables fall here and there.
+    # More tokens never cost less, though measured tables decrease here and there.
     outside, experts = (np.maximum.accumulate(it).tolist() for it in (outside, experts))
     beyond = max(ffn * each[-1], each[-1])
     axis = tuple(tokens for tokens in TOKENS if tokens <= beyond)
@@ -110,8 +110,8 @@ def stage_tables(
     )
 
 
-# Operators of an iteration that attention ranks do not have layer after layer; dispatch is for the links to pay, but
-# before the experts it is what the all-reduce of attention is called.
+# Operators of an iteration that are not part of the layers of attention ranks. Links are charged for dispatch, but
+# the dispatch before the experts is the tables' name for the all-reduce of attention.
 _HEAD = ("embedding", "logits_gemm")
 _EXPERTS = ("moe",)
 _ELSEWHERE = (*_HEAD, *_EXPERTS, "moe_post_dispatch")
@@ -132,14 +132,14 @@ def _prompt(engine: Any, chunk: int, prefix: int) -> float:
 
 
 def _seconds(operators: Iterable[tuple[str, float, float, str]], names: Iterable[str] | None = None) -> Iterator[float]:
-    """Of the operators of these names, or of all: names say the phase first."""
+    """Seconds of the operators of these names, or of all; the tables' names begin with the phase."""
     for name, milliseconds, *_ in operators:
         if names is None or name.partition("_")[2] in names:
             yield milliseconds / 1e3
 
 
 def table_system(gpu: GPU) -> TableSystem:
-    """Raises `NoTablesError`."""
+    """The tables of this GPU. Raises `NoTablesError` where there are none."""
     system = record_of(gpu).tables
     if system is None:
         known = ", ".join(name for name, record in RECORDS.items() if record.tables is not None)
@@ -158,7 +158,7 @@ def _source(gpu: GPU, link: float) -> str:
 
 @contextmanager
 def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **parallel: int) -> Iterator[Any]:
-    """The tables of one engine. Raises `NoTablesError` where there are none, also for what it is asked."""
+    """The tables of one engine. Raises `NoTablesError` where there are none, also when the engine is queried."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
         from aiconfigurator_core.sdk.errors import MissingSystemFlopsError, PerfDataNotAvailableError
@@ -191,7 +191,7 @@ def _engine(gpu: GPU, model: ModelSpec, tp: int, quantization: Quantization, **p
             ) from None
 
 
-# What the tables call quantised weights; KV is in 16 bits or in fp8 there.
+# The tables' names of quantised weights. KV has 16 bits or is fp8 there.
 _WEIGHTS = {"fp8": "fp8", "modelopt_fp4": "nvfp4"}
 # Their fp8 experts are those of ModelOpt, whose activations have fixed scales: on Hopper FlashInfer's kernels, twice as
 # slow as bf16. vLLM's `fp8` scales as it goes, and runs Triton's there, as with fp8 in blocks, which the tables have.
@@ -199,7 +199,7 @@ _BLOCK = 128
 
 
 def table_modes(gpu: GPU, quantization: Quantization, model: ModelSpec) -> dict[str, str]:
-    """What is asked of the tables. Raises `NoTablesError` where no GPU has tables of it."""
+    """The quantisation modes to ask the tables for. Raises `NoTablesError` where no GPU has tables of them."""
     stored, modes = quantization.weights(model), {}
     weights, kv = stored.name, quantization.kv_number(model)
     if not stored.whole:
@@ -225,7 +225,8 @@ def _sampled(engine: Any) -> tuple[Array, Array]:
     decode = [[engine.predict_decode_latency(batch, context, 2) for context in CONTEXTS] for batch in BATCHES]
     prefill = [[engine.predict_prefill_latency(1, prefix + chunk, prefix) for prefix in PREFIXES] for chunk in CHUNKS]
     seconds = np.array(decode) / 1e3
-    # Beyond the last point times go on as before it, and measured ones fall here and there: not what has no context.
+    # Times are extrapolated beyond the last point. Measured times decrease here and there, so raise those without
+    # context, which must not.
     first, second = CONTEXTS[:2]
     alone = seconds[:, 0] - (seconds[:, 1] - seconds[:, 0]) * first / (second - first)
     seconds[-1] += max(0.0, alone[-2] - alone[-1])
@@ -249,7 +250,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
     """The config.json that describes the model to the tables. Raises `NoTablesError` where it would not."""
     if model.latent is not None:
         raise NoTablesError(
-            f"{model.name} has latent attention, of which the tables know single models; use a roofline"
+            f"{model.name} has latent attention, which the tables have for single models only; use a roofline"
         )
     common: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -267,7 +268,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
     if model.experts is None:
         return common
     if model.experts.layers != model.layers or model.experts.shared_intermediate:
-        raise NoTablesError(f"{model.name} has dense layers or shared experts beside its experts; use a roofline")
+        raise NoTablesError(f"{model.name} has dense layers or shared experts besides its experts; use a roofline")
     return common | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": model.experts.count,
@@ -278,7 +279,7 @@ def _configuration(model: ModelSpec) -> dict[str, object]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the package's warnings of fallback rows, which concern kernels that are not asked for."""
+    """Silence the package's warnings of fallback rows, which concern kernels that are not asked for."""
     logger = logging.getLogger("aiconfigurator_core")
     before = logger.level
     logger.setLevel(logging.ERROR)
