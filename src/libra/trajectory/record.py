@@ -26,7 +26,7 @@ ToolStatus = Literal["ok", "error", "timeout", "unknown"]
 _STRICT = ConfigDict(extra="forbid")
 _OPTIONAL = ("tool_seconds", "context_tokens", "started_at")  # whose misspelling nothing else would notice
 
-LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of whoever wrote it, and would overflow sums
+LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of the writer, and would overflow sums
 
 
 class TrajectoryFormatError(ValueError):

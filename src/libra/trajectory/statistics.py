@@ -1,4 +1,4 @@
-"""What a log of trajectories looks like: counts, lengths, tools, and how long its tail is.
+"""Summary of a log of trajectories: counts, lengths, tools, and how long its tail is.
 
 Invariant: every number is exact over the trajectories given, finished or not; what was not recorded is counted as
 unknown, never guessed. Lengths are tokens, times are seconds.
