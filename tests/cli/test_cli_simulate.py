@@ -423,7 +423,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
         ("profile_2_cores.json: format is missing",),
     ),
     ("no such requests", (ENGINES, "--requests", "no.jsonl"), ("no.jsonl: No such file or directory",)),
-    ("requests of another kind", (ENGINES, "--requests", ENGINES), ("give a .jsonl file of requests, or a .csv",)),
+    ("requests of another kind", (ENGINES, "--requests", ENGINES), ("engines.yaml:1: not JSON",)),
     (
         "trajectories for requests",
         (ENGINES, "--requests", LOG),

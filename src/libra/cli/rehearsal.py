@@ -7,7 +7,7 @@ own batch, samples per prompt and staleness.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.output import check_writable, tell_notes, write_text, writing
+from libra.cli.output import check_writable, tell_note, tell_notes, told_before, write_text, writing
 from libra.config.input_file import read_input
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def rehearse(
             rehearsed,
             named,
             None if cold else learn_from or trajectories,
+            told_before if learn_from is None else tell_note,
             steps,
             seed,
             exact,
@@ -137,7 +138,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
     plan = parse_plan(read_input(file), where=str(file))
     request = plan.of_cluster
     require_answer(plan, request.menu().problem)
-    log = list(read_workload(trajectories, request.longest_context, truncate))
+    log = list(read_workload(trajectories, request.longest_context, truncate, tell_note))
     return _Rehearsed(plan, log, file.name, trajectories.name)
 
 
@@ -155,6 +156,7 @@ def _simulated(
     rehearsed: _Rehearsed,
     router: str,
     learned: Path | None,
+    tell: Callable[[str], None],
     steps: int,
     seed: int,
     exact: bool,
@@ -175,7 +177,7 @@ def _simulated(
             rehearsed.log,
             steps,
             load_policy(router, seed=seed),
-            learned=() if learned is None else read_trajectories(learned),
+            learned=() if learned is None else read_trajectories(learned, tell),
             seed=seed,
             exact=exact,
             tenancy=tenancy,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.output import check_writable
+from libra.cli.output import check_writable, tell_note
 
 if TYPE_CHECKING:
     from libra.route.policy import Policy
@@ -58,7 +58,7 @@ def route(
         check_writable(log, state, reads=(file, learn_from))
         asked = load_gateway(file)
         policy = _policy(asked, state)
-        for trajectory in () if learn_from is None else read_trajectories(learn_from):
+        for trajectory in () if learn_from is None else read_trajectories(learn_from, tell_note):
             policy.finished(trajectory)
         require("http")
         from libra.serve.guard import read_token

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from libra.cli.errors import bad_input, of_option, require
-from libra.cli.output import check_writable, tell_notes, write_text, writing
+from libra.cli.output import check_writable, tell_note, tell_notes, write_text, writing
 from libra.report.words import printable
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def simulate(
         policy = deployment.policy(seed)
         if learn_from is not None:
             _require_learner(deployment.route)
-            teach(policy, read_trajectories(learn_from))
+            teach(policy, read_trajectories(learn_from, tell_note))
         limit = deployment.time_limit if time_limit is None else time_limit
         with SimulationProgress(sys.stderr, requests=work.workload.describe()["requests"]) as progress:
             result = run(
