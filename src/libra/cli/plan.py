@@ -26,7 +26,9 @@ def plan(
     where: Annotated[
         Path, typer.Argument(metavar="CLUSTER", help="cluster.yaml: classes of nodes; or the configuration of a run.")
     ],
-    trajectories: Annotated[Path, typer.Option("--trajectories", "-t", help="JSONL log of trajectories.")],
+    trajectories: Annotated[
+        Path, typer.Option("--trajectories", "-t", help="Log of trajectories, Libra's or another's.")
+    ],
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
     ] = None,

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def rehearse(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`, for a cluster.")],
     trajectories: Annotated[
-        Path, typer.Option("--trajectories", "-t", help="JSONL log; groups are drawn from its finished trajectories.")
+        Path,
+        typer.Option("--trajectories", "-t", help="Log of trajectories; groups are drawn from its finished ones."),
     ],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimiser steps of the run.")] = 8,
     router: Annotated[
@@ -37,7 +38,7 @@ def rehearse(
     ] = None,
     learn_from: Annotated[
         Path | None,
-        typer.Option("--learn-from", help="JSONL log that the policy learns from first (default: --trajectories)."),
+        typer.Option("--learn-from", help="Log that the policy learns from first (default: --trajectories)."),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="The policy has learned nothing when the run begins.")] = False,
     lender: Annotated[

@@ -28,7 +28,7 @@ def route(
         Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
     ] = None,
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
+        Path | None, typer.Option("--learn-from", help="Log of trajectories that the policy learns from first.")
     ] = None,
     log: Annotated[Path | None, typer.Option("--log", help="JSONL file to append finished trajectories to.")] = None,
     state: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from libra.trajectory.logs.format import LogReading
 from tests.trajectory.logs.samples import AZURE, INSPECT, SAMPLES, SWE_AGENT, TALK, TRL, inspect_archive
 
 OWN = Path(__file__).parents[2] / "data" / "trajectories.jsonl"
+PAGE = (Path(__file__).parents[3] / "docs" / "logs.md").read_text(encoding="utf-8")
 
 
 def write(folder: Path, content: bytes) -> Path:
@@ -39,6 +41,24 @@ def test_a_sample_has_the_shape_of_one_format(tmp_path: Path, name: str) -> None
     entry = first_entry(write(tmp_path, SAMPLES[name]))
     assert entry is not None
     assert [it.name for it in FORMATS.values() if it.is_one(entry)] == [name]
+
+
+def test_the_page_lists_every_format() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \| (trajectories|requests) \| (.+) \|$", PAGE, re.MULTILINE)
+    assert rows == [(it.name, it.written_by, it.holds, it.silent_on) for it in FORMATS.values()]
+
+
+def test_the_format_on_the_page_reads_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [line] = re.findall(r"^`(\{.+\})`:$", PAGE, re.MULTILINE)
+    [code] = re.findall(r"^```python\n(.+?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(code.splitlines()) <= 35
+    (tmp_path / "mine.jsonl").write_text(line + "\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "logs.md", "exec"), {})
+    final_context = CharacterCount()("When?") + 20 + 300 + 40
+    assert capsys.readouterr().out.splitlines()[0] == f"{final_context} 1.0"
 
 
 def test_logs_of_libra_have_the_shape_of_no_format() -> None:
