@@ -256,6 +256,10 @@ REFUSED = {
         "log: samples[0].events[1].working_time: -1 s is not from 0",
     ),
     "half an archive": (gzip.compress(SAMPLES["verl"])[:60], "damaged while it was packed"),
+    "results of vLLM without details": (
+        b'{"num_prompts": 2, "request_rate": 1.0, "total_input_tokens": 9}',
+        "log:1: input_lens: only sums were saved: benchmark again with --save-detailed",
+    ),
     "lists of other lengths": (
         json.dumps({"input_lens": [1, 2], "output_lens": [1]}).encode(),
         "log:1: output_lens: 1 values for the 2 requests of input_lens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from libra.trajectory.logs.calls import LoggedReturn, ModelCall, as_one, turns_of_calls
 from libra.trajectory.logs.entry import LogEntry
@@ -12,33 +13,47 @@ from libra.trajectory.record import LONGEST, ToolStatus, Trajectory
 _MILLISECOND = 1e-3
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that has tokens, in the order of time."""
+
+    entry: LogEntry
+    turn: int  # of the user, counted from 0
+    began: float  # seconds
+    batches: list[LogEntry]  # tools that it called
+
+
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
     for entry in entries:
         calls = list(_calls(entry, reading))
         if not calls:
             reading.remarks["sessions without a call that has tokens left out"] += 1
             continue
-        back = [_back(*pair, reading) for pair in zip(calls, [*calls[1:], None], strict=True)]
-        counted = [ModelCall(*_tokens(call), it) for (call, _), it in zip(calls, back, strict=True)]
+        back = [_back(call, following, reading) for call, following in zip(calls, [*calls[1:], None], strict=True)]
+        counted = [ModelCall(*_tokens(call.entry), it) for call, it in zip(calls, back, strict=True)]
         yield episode(
             entry,
             entry.text("session_id"),
             counted[0].prompt_tokens,
             turns_of_calls(counted),
             task="coding",
-            started_at=calls[0][0].instant("timestamp"),
+            started_at=calls[0].began,
         )
 
 
-def _calls(session: LogEntry, reading: LogReading) -> Iterator[tuple[LogEntry, LogEntry]]:
-    """Each call that has tokens, with the turn of the user that it belongs to, in the order of time."""
-    for turn in session.entries("turns"):
-        counted = [call for call in turn.entries("llm_calls") if _is_counted(call)]
-        helpers = len(turn.entries("llm_calls")) - len(counted)
-        if helpers:
-            reading.remarks["calls without token counts left out"] += helpers
-        for call in sorted(counted, key=lambda call: call.instant("timestamp")):
-            yield call, turn
+def _calls(session: LogEntry, reading: LogReading) -> Iterator[_Call]:
+    for number, turn in enumerate(session.entries("turns")):
+        batches: dict[str, list[LogEntry]] = {}
+        for batch in turn.entries("tool_batches"):
+            batches.setdefault(batch.text_or("request_id", ""), []).append(batch)
+        found = []
+        for call in turn.entries("llm_calls"):
+            if not _is_counted(call):
+                reading.remarks["calls without token counts left out"] += 1
+                continue
+            own = batches.get(call.text_or("message_id", ""), []) if "message_id" in call else []
+            found.append(_Call(call, number, call.instant("timestamp"), own))
+        yield from sorted(found, key=lambda call: call.began)
 
 
 def _is_counted(call: LogEntry) -> bool:
@@ -53,24 +68,14 @@ def _tokens(call: LogEntry) -> tuple[int, int]:
     return tokens.tokens("prompt"), tokens.tokens("completion")
 
 
-def _back(
-    called: tuple[LogEntry, LogEntry], following: tuple[LogEntry, LogEntry] | None, reading: LogReading
-) -> LoggedReturn | None:
+def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedReturn | None:
     """What came back before the next call: tools of the batches that name this call, or the user."""
-    call, turn = called
     if following is None:
         return None
-    next_call, next_turn = following
-    batches = [it for it in turn.entries("tool_batches") if _names(it, call)]
-    if batches:
-        return as_one([_batch(batch, reading) for batch in batches], reading)
-    pause = next_call.instant("timestamp") - call.instant("timestamp") - _seconds(call)
-    same = next_turn.inside == turn.inside
-    return LoggedReturn("tool" if same else "user", "unknown" if same else "ok", min(max(0.0, pause), LONGEST))
-
-
-def _names(batch: LogEntry, call: LogEntry) -> bool:
-    return "request_id" in batch and batch.fields["request_id"] == call.fields.get("message_id")
+    if call.batches:
+        return as_one([_batch(batch, reading) for batch in call.batches], reading)
+    pause = min(max(0.0, following.began - call.began - _seconds(call.entry)), LONGEST)
+    return LoggedReturn("tool", "unknown", pause) if following.turn == call.turn else LoggedReturn("user", "ok", pause)
 
 
 def _batch(batch: LogEntry, reading: LogReading) -> LoggedReturn:

@@ -14,6 +14,8 @@ _PROMPTS, _OUTPUTS, _STARTS, _RATE = "input_lens", "output_lens", "start_times",
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
     number = 0
     for entry in entries:
+        if _PROMPTS not in entry:
+            raise entry.refusal(_PROMPTS, "only sums were saved: benchmark again with --save-detailed")
         prompts, outputs = entry.values(_PROMPTS), entry.values(_OUTPUTS)
         starts = entry.values(_STARTS) if _STARTS in entry else None
         for name, values in ((_OUTPUTS, outputs), (_STARTS, starts)):
@@ -41,6 +43,6 @@ VLLM_BENCH = LogFormat(
     written_by="vllm bench serve --save-result --save-detailed",
     holds="requests",
     silent_on="what requests share, tools, rewards, policy versions",
-    is_one=lambda entry: {_PROMPTS, _OUTPUTS} <= set(entry.fields),
+    is_one=lambda entry: {_PROMPTS, _OUTPUTS} <= set(entry.fields) or {"num_prompts", _RATE} <= set(entry.fields),
     trajectories=_trajectories,
 )
