@@ -198,6 +198,39 @@ def test_blocks_of_anthropics_messages_are_read(tmp_path: Path) -> None:
     assert answer.generated_tokens == CharacterCount()("Hm.?")
 
 
+def test_images_are_told(tmp_path: Path) -> None:
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A boat."}]
+    _, notes = read(tmp_path, json.dumps({"messages": messages}).encode())
+    assert "parts of messages without text (images, audio) whose tokens are left out: 1" in notes
+
+
+def test_definitions_of_tools_are_part_of_the_prompt(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    plain, _ = read(tmp_path, json.dumps({"messages": TALK}).encode())
+    found, _ = read(tmp_path, json.dumps({"messages": TALK, "tools": tools}).encode())
+    assert found[0].prompt_tokens == plain[0].prompt_tokens + CharacterCount()(json.dumps(tools))
+
+
+def test_messages_of_mini_swe_agent_return_from_bash(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Mend a.py."},
+        {"role": "assistant", "content": "ls"},
+        {"role": "user", "content": "a.py"},
+        {"role": "assistant", "content": "submit"},
+    ]
+    found, notes = read(tmp_path, json.dumps({"messages": messages, "info": {"exit_status": "Submitted"}}).encode())
+    assert notes[0].startswith("read as swe-agent")
+    assert [turn.tool for turn in found[0].turns] == ["bash", None]
+    assert found[0].finished
+
+
+def test_rollouts_without_an_example_are_of_verifiers_and_steps_of_trl(tmp_path: Path) -> None:
+    row = {"prompt": TALK[:2], "completion": TALK[2:], "reward": 1.0}
+    assert read(tmp_path, json.dumps(row).encode())[1][0].startswith("read as verifiers,")
+    assert read(tmp_path, json.dumps({**row, "step": 3}).encode())[1][0].startswith("read as trl,")
+
+
 def test_packed_logs_are_those_that_were_packed(tmp_path: Path) -> None:
     plain = read(tmp_path, INSPECT)[0]
     assert read(tmp_path, gzip.compress(INSPECT))[0] == plain

@@ -32,6 +32,9 @@ def chat(messages: Sequence[LogEntry], reading: LogReading, already: Iterable[Lo
     rest = [*messages]
     while rest and not _answers(rest[0]):
         prompt.append(rest.pop(0))
+    for message in (*prompt, *rest):
+        if wordless := [part for part in _parts(message) if _is_wordless(part)]:
+            reading.remarks["parts of messages without text (images, audio) whose tokens are left out"] += len(wordless)
     texts = [text_of(message) for message in prompt]
     turns, calls = [], dict[str, str]()
     for answers, returns in _exchanges(rest):
@@ -115,19 +118,23 @@ def _tool_calls(message: LogEntry) -> Iterator[tuple[str | None, str, str]]:
 def _tool_names(answer: LogEntry) -> dict[str, str]:
     """Names of the tools that an answer calls, by the id of the call."""
     names = {id: name for id, name, _ in _tool_calls(answer) if id is not None}
-    return names | {str(it.get("id")): str(it.get("name") or "tool") for it in _parts(answer, "tool_use")}
+    used = (part for part in _parts(answer) if part.get("type") == "tool_use")
+    return names | {str(it.get("id")): str(it.get("name") or "tool") for it in used}
 
 
-def _parts(message: LogEntry, kind: str) -> list[dict[str, Any]]:
-    """The parts of one kind in the content of a message, as Anthropic's clients write it."""
+def _parts(message: LogEntry) -> list[dict[str, Any]]:
+    """The objects in the content of a message that is a list."""
     content = message.fields.get("content")
-    parts = content if isinstance(content, list) else []
-    return [part for part in parts if isinstance(part, dict) and part.get("type") == kind]
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def _is_wordless(part: Mapping[str, Any]) -> bool:
+    return part.get("type") not in ("tool_use", "tool_result") and not any(name in part for name in _SPOKEN)
 
 
 def tool_return(message: LogEntry, calls: Mapping[str, str]) -> LoggedReturn:
     """Tool and outcome of a message that came back; a person's words come back from the tool `user`."""
-    results = _parts(message, "tool_result")
+    results = [part for part in _parts(message) if part.get("type") == "tool_result"]
     if results:
         name = calls.get(str(results[0].get("tool_use_id")), "tool")
         return LoggedReturn(name, "error" if any(part.get("is_error") for part in results) else "ok")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from libra.trajectory.logs.chat import chat
 from libra.trajectory.logs.entry import LogEntry
@@ -14,6 +16,9 @@ from libra.trajectory.record import Trajectory
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
     for entry in entries:
         found = chat(entry.entries("messages"), reading)
+        if "tools" in entry:  # definitions of tools are part of the prompt
+            defined = reading.tokens_of(json.dumps(entry.values("tools")))
+            found = replace(found, prompt_tokens=found.prompt_tokens + defined)
         if "usage" in entry:
             usage = entry.entry("usage")
             found = last_call(found, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from libra.trajectory.logs.chat import Chat, chat, text_of
 from libra.trajectory.logs.entry import LogEntry
@@ -15,9 +16,9 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
     for entry in entries:
         info = entry.entry("info") if "info" in entry else entry.within("info", {})
         over = "exit_status" in info
-        found = _steps(entry, reading) if "trajectory" in entry else chat(entry.entries("messages"), reading)
+        found = _steps(entry, reading) if "trajectory" in entry else _messages(entry, reading)
         if over and found.turns:
-            found = Chat(found.prompt_tokens, ended(found.turns), found.prompt_id)
+            found = replace(found, turns=ended(found.turns))
         yield episode(
             entry,
             entry.text_or("instance_id", str(entry.number)),
@@ -39,6 +40,13 @@ def _agreed(found: Chat, info: LogEntry, reading: LogReading) -> tuple[int, tupl
     # An episode whose tokens were not counted has zeros.
     agreed = agreeing(found, sent or None, received or None, reading)
     return agreed.prompt_tokens, agreed.turns
+
+
+def _messages(entry: LogEntry, reading: LogReading) -> Chat:
+    """In mini-swe-agent what follows an answer is what its command printed, under the role of the user."""
+    found = chat(entry.entries("messages"), reading)
+    turns = (replace(turn, tool="bash") if turn.tool == "user" else turn for turn in found.turns)
+    return replace(found, turns=tuple(turns))
 
 
 def _steps(entry: LogEntry, reading: LogReading) -> Chat:

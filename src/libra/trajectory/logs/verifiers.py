@@ -104,7 +104,10 @@ VERIFIERS = LogFormat(
     written_by="verifiers: results.jsonl",
     holds="trajectories",
     silent_on="tool seconds, outcomes of tools, tokens of single turns, policy versions",
-    is_one=lambda entry: {"prompt", "completion"} <= set(entry.fields) and ("example_id" in entry or "timing" in entry),
+    is_one=lambda entry: (
+        {"prompt", "completion"} <= set(entry.fields)
+        and ("example_id" in entry or ("reward" in entry and "step" not in entry))
+    ),
     trajectories=_rollouts,
 )
 VERIFIERS_TRACES = LogFormat(

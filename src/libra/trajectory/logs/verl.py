@@ -17,6 +17,8 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
         prompt, turns = entry.text("input"), turns_of_text(entry.text("output"), reading)
         if "num_turns" in entry and entry.tokens("num_turns") > _ONE_ANSWER and len(turns) == 1:
             reading.remarks["samples of several turns in whose text no <tool_response> tells them apart"] += 1
+        if "step" not in entry:
+            reading.remarks["samples without a step: policy version 0"] += 1
         step = entry.tokens("step") if "step" in entry else 0
         yield episode(
             entry,
