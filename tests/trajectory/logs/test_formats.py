@@ -237,6 +237,21 @@ def test_packed_logs_are_those_that_were_packed(tmp_path: Path) -> None:
     assert read(tmp_path, inspect_archive())[0] == plain
 
 
+def test_a_folder_is_one_log_in_the_order_of_its_numbers(tmp_path: Path) -> None:
+    for step in (10, 9, 2):
+        line = {"input": "q", "output": "a", "score": 0, "step": step}
+        (tmp_path / f"{step}.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    found = list(read_trajectories(tmp_path, lambda _: None))
+    assert [(it.id, it.policy_version) for it in found] == [("2-1", 2), ("9-2", 9), ("10-3", 10)]
+
+
+def test_a_damaged_file_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_bytes(SAMPLES["verl"])
+    (tmp_path / "2.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(TrajectoryFormatError, match=r"2\.jsonl:1: input: this field is required"):
+        list(read_trajectories(tmp_path, lambda _: None))
+
+
 def test_parquet_rows_are_those_of_json_lines(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

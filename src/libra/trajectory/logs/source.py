@@ -10,10 +10,12 @@ import csv
 import gzip
 import io
 import json
+import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -32,8 +34,15 @@ class DamagedLineError(TrajectoryFormatError):
 
 
 def log_entries(path: Path | str) -> Iterator[LogEntry]:
-    """The entries of a file, `.gz` unpacked. None where the file is empty or of no known kind. Raises
-    `TrajectoryFormatError` where it is damaged, `OSError` where it cannot be opened."""
+    """The entries of a file, `.gz` unpacked, or of all files of a folder, in the order of their names and numbers.
+
+    There is none where a file is empty or of no known kind. Raises `TrajectoryFormatError` where it is damaged,
+    `OSError` where it cannot be opened."""
+    if Path(path).is_dir():
+        files = sorted((it for it in Path(path).iterdir() if it.is_file()), key=_by_numbers)
+        entries = chain.from_iterable(map(log_entries, files))
+        yield from (replace(entry, number=number) for number, entry in enumerate(entries, start=1))
+        return
     with open_input(path) as raw:
         head = raw.read(4)
         raw.seek(0)
@@ -45,6 +54,11 @@ def log_entries(path: Path | str) -> Iterator[LogEntry]:
             yield from _unpacked(path, raw)
         else:
             yield from _text(path, raw)
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """Sorts `2.jsonl` before `10.jsonl`, as frameworks number a file a step."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
 def _unpacked(path: Path | str, raw: IO[bytes]) -> Iterator[LogEntry]:
