@@ -1,4 +1,4 @@
-"""What Libra reads in public logs, beside plain sums over the fields of the same files.
+"""Sums that Libra reads in public logs, compared with plain sums over the fields of the same files.
 
 Invariant: right values come from the files by `csv` and `json` alone, never through Libra's readers.
 

@@ -1,6 +1,6 @@
 """Files of trajectories: JSON lines of Libra's own, and the logs of others.
 
-Invariant: one trajectory is in memory at a time. What a log does not say is told after its last trajectory.
+Invariant: one trajectory is in memory at a time. Notes on what a log does not say follow its last trajectory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tell = Callable[[str], None]
 
 
 class LogNote(UserWarning):
-    """What a log of another framework does not say, for a caller that gave no `tell`."""
+    """Warns of what a log of another framework does not say, where the caller gave no `tell`."""
 
 
 def warn(note: str) -> None:
@@ -28,8 +28,8 @@ def warn(note: str) -> None:
 def read_trajectories(
     path: Path | str, tell: Tell = warn, *, log_format: LogFormat | None = None, reading: LogReading | None = None
 ) -> Iterator[Trajectory]:
-    """Read a log, one trajectory in memory at a time: JSON lines of Libra's own, or a format of others, which is told
-    by its shape unless `log_format` names it.
+    """Read a log, one trajectory in memory at a time: JSON lines of Libra's own, or a format of others,
+    recognised by its shape unless `log_format` names it.
 
     `tell` gets a line for all that such a log does not say. `reading` says how texts are counted. Raises
     `TrajectoryFormatError` with file, line and field, also on a blank line.

@@ -52,7 +52,7 @@ class Against:
 
     @property
     def longer(self) -> float:
-        """How much longer the split's step is than the plan's, as a share of the plan's."""
+        """Excess of the split's step over the plan's, as a share of the plan's."""
         return self.split.step / self.plan.step - 1
 
 
@@ -97,7 +97,7 @@ def against(plan: Plan, own: OwnSplit) -> Against:
 
 
 def _cluster_of(cluster: Cluster, own: OwnSplit) -> Cluster:
-    """The cluster with as many GPUs as the split has."""
+    """The cluster with the number of GPUs of the split."""
     wanted = own.train + own.generate
     if wanted == sum(nodes.count * nodes.gpus for nodes in cluster.nodes):
         return cluster

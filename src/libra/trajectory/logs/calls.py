@@ -13,7 +13,7 @@ _WORST: tuple[ToolStatus, ...] = ("timeout", "error", "unknown", "ok")
 
 @dataclass(frozen=True, slots=True)
 class LoggedReturn:
-    """What came back from one tool. `seconds` None: not recorded."""
+    """Return of one tool. `seconds` None: not recorded."""
 
     tool: str = "tool"
     status: ToolStatus = "unknown"

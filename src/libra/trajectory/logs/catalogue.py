@@ -86,7 +86,7 @@ def foreign_trajectories(path: Path | str, of: LogFormat, reading: LogReading) -
 
 
 def notes_of(path: Path | str, of: LogFormat, reading: LogReading) -> Iterator[str]:
-    """What a log did not say, after it was read: a line for its format, and one for each remark."""
+    """Notes on what a log did not say, after it was read: a line for its format, and one for each remark."""
     yield f"{path}: read as {of.name}, which does not say (null, unknown or 0 here): {of.silent_on}"
     for remark, times in sorted(reading.remarks.items()):
         yield f"{path}: {remark}: {times:,}"

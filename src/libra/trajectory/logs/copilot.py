@@ -69,7 +69,7 @@ def _tokens(call: LogEntry) -> tuple[int, int]:
 
 
 def _back(call: _Call, following: _Call | None, reading: LogReading) -> LoggedReturn | None:
-    """What came back before the next call: tools of the batches that name this call, or the user."""
+    """Return before the next call: from tools of the batches that name this call, or from the user."""
     if following is None:
         return None
     if call.batches:

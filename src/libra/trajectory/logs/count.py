@@ -13,7 +13,7 @@ class TokenCount(Protocol):
 
     @property
     def how(self) -> str:
-        """How tokens are counted, after "tokens are"."""
+        """Participle that completes "tokens are", such as "counted by FILE"."""
         ...
 
     def __call__(self, text: str) -> int: ...

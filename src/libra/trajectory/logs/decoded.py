@@ -1,6 +1,6 @@
 """Turns from the decoded text of a response in which answers and tool returns follow each other.
 
-Tool returns are told by the tags `<tool_response>` of the chat templates of Qwen3 and Hermes, tool calls by
+Tool returns are found by the tags `<tool_response>` of the chat templates of Qwen3 and Hermes, tool calls by
 `<tool_call>`; the markers of the message around a return belong to it.
 """
 
@@ -35,7 +35,7 @@ def turns_of_text(text: str, reading: LogReading) -> tuple[Turn, ...]:
 
 
 def _marker_before(text: str, rest: int, opens: int) -> int:
-    """Where the marker of a message begins that ends where a return opens."""
+    """Start of the message marker that ends where a return opens."""
     start = max(rest, opens - _LONGEST_MARKER)
     found = _BEFORE.search(text, start, opens)
     return opens if found is None else found.start()

@@ -15,7 +15,7 @@ from libra.trajectory.record import Trajectory, TrajectoryFormatError, Turn
 
 @dataclass(slots=True)
 class LogReading:
-    """How texts of a log are counted, and what the log does not say, counted while it is read."""
+    """State of reading one log: its counter of texts, and remarks on what the log does not say, with their counts."""
 
     count: TokenCount = field(default_factory=CharacterCount)
     remarks: Counter[str] = field(default_factory=Counter)

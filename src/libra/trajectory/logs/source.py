@@ -1,6 +1,6 @@
 """Files of logs as entries: JSON lines, one JSON document, tables as CSV or Parquet, archives of JSON documents.
 
-Invariant: the kind of a file is told by its first bytes, never by its name. Lines, rows and members of an archive are
+Invariant: the first bytes of a file decide its kind, never its name. Lines, rows and members of an archive are
 in memory one at a time; a JSON document is in memory whole.
 """
 
