@@ -68,6 +68,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.routing_plans --quick
 	$(VENV)/bin/python -m benchmarks.gateway --quick
 	$(VENV)/bin/python -m benchmarks.lending all --quick
+	$(VENV)/bin/python -m benchmarks.logs
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots

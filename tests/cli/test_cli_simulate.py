@@ -423,7 +423,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
         ("profile_2_cores.json: format is missing",),
     ),
     ("no such requests", (ENGINES, "--requests", "no.jsonl"), ("no.jsonl: No such file or directory",)),
-    ("requests of another kind", (ENGINES, "--requests", ENGINES), ("give a .jsonl file of requests, or a .csv",)),
+    ("requests of another kind", (ENGINES, "--requests", ENGINES), ("engines.yaml:1: not JSON",)),
     (
         "trajectories for requests",
         (ENGINES, "--requests", LOG),
@@ -642,6 +642,18 @@ def test_another_batch_keeps_the_weights_of_the_log_and_says_so(
     assert (
         "trajectories weigh as in the plan, whose batch is 64: libra plan --what-if batch=128" in shown.stdout
     ) is said
+
+
+def test_a_split_of_ones_own_stands_beside_the_plan(plans: dict[str, Path]) -> None:
+    split = ("--against", "train=8,generate=40")
+    shown = libra("explain", plans["async"], *split)
+    assert shown.exit_code == 0, shown.stderr
+    assert "train 8, generate 40: a step of " in shown.stdout
+    assert "With the split trainers wait " in shown.stdout
+    found = document(libra("explain", plans["async"], *split, "--json"))["against"]
+    assert (found["split"]["train"], found["split"]["generate"] + found["idle"]) == (8, 40)
+    assert "against" not in document(libra("explain", plans["async"], "--json"))
+    assert_refused(libra("explain", plans["async"], "--against", "8:40"), "--against 8:40: give GPUs of both sides")
 
 
 def test_a_name_cannot_drive_the_terminal(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from libra.choose.choice import ChoiceProgress, choose_plan
 from libra.choose.effort import Effort
 from libra.cli.lenders import load_lenders
-from libra.cli.output import reading
+from libra.cli.output import reading, told_before
 from libra.config.recipe import Recipe, load_recipe
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
@@ -53,9 +53,14 @@ def plan_cluster(
     if stored is not None:
         notes.append(stored)
     recipe, policy = _routed(recipe, router, notes)
-    evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
+    evidence = gather_workload(
+        recipe, _read(log, read_workload(log, recipe.max_length, truncate, notes.append)), longest_tool_call
+    )
     if truncate:
-        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in _read(log, read_trajectories(log)))
+        cut = sum(
+            trajectory.peak_context > recipe.max_length
+            for trajectory in _read(log, read_trajectories(log, told_before))
+        )
         notes.append(
             f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
         )

@@ -27,6 +27,10 @@ def explain(
             help="Explain a changed plan: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
         ),
     ] = None,
+    own_split: Annotated[
+        str | None,
+        typer.Option("--against", metavar="SPLIT", help="Your own split of the GPUs, such as train=64,generate=192."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the explanation as an HTML page to this file.")
     ] = None,
@@ -36,14 +40,16 @@ def explain(
 
     Everything is solved again from the request that the plan embeds; nothing else is read.
 
-    Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if.
+    Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if or --against.
     """
     from libra.config.yaml_file import ConfigError
+    from libra.plan.explain.against import against, parse_split
     from libra.plan.explain.explained import explain_plan
     from libra.plan.explain.what_if import held_fixed
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.explain_table import (
+        against_sentences,
         alternation,
         explain_tables,
         headline,
@@ -63,6 +69,7 @@ def explain(
             planned, found = found, _assumed(found, what_if)
             before, fixed = planned.predicted.step, held_fixed(planned.of_cluster.recipe, found.of_cluster.recipe)
             change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step, both predicted"
+        beside = None if own_split is None else against(found, parse_split(own_split))
         explanation = explain_plan(found)
         if html is not None:
             from libra.report.explain_page import explain_page
@@ -81,14 +88,15 @@ def explain(
     except (ConfigError, ValueError, OSError) as error:
         bad_input(error)
     if as_json:
-        typer.echo(json.dumps(asdict(explanation)))
+        typer.echo(json.dumps(asdict(explanation) | ({} if beside is None else {"against": asdict(beside)})))
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
     for line in (*plan_headline(found), *disagreement(found), *little_evidence(found)):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
-    for line in (*lines, *lender_sentences(explanation)):
+    own = () if beside is None else against_sentences(beside)
+    for line in (*own, *lines, *lender_sentences(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
     for table in explain_tables(explanation):

@@ -37,7 +37,7 @@ def check(
         Path, typer.Argument(metavar="ENGINE", help="YAML file with the serving engine, as for `libra simulate`.")
     ],
     traffic: Annotated[
-        Path, typer.Option("--traffic", help="Its requests: .jsonl, or .csv in the format of Azure's traces.")
+        Path, typer.Option("--traffic", help="Its requests: .jsonl, or a log of others such as Azure's.")
     ],
     ttft: Annotated[str, typer.Option(help="SLO: time to the first token, such as 1s; a bare number is seconds.")],
     tpot: Annotated[str, typer.Option(help="SLO: time of a token after the first, such as 50ms.")],

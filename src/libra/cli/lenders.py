@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from libra.cli.output import tell_note
 from libra.config.yaml_file import ConfigError, refusal
 from libra.hardware.cluster import Cluster, ServingPool
 from libra.hardware.loan_terms import LoanTerms, TrafficLog
@@ -28,7 +29,7 @@ def load_lenders(path: Path, cluster: Cluster) -> tuple[Lender, ...]:
 def read_traffic(path: Path) -> tuple[RecordedRequest, ...]:
     """Read the requests that `--traffic` names. Raises ValueError."""
     try:
-        return read_requests(path)
+        return read_requests(path, tell_note)
     except ValueError as error:
         raise ValueError(f"--traffic: {error}") from None
 
@@ -55,7 +56,7 @@ def _rates(path: Path, key: str, terms: LoanTerms) -> tuple[tuple[float, ...], f
     if not isinstance(ahead, TrafficLog):
         return ahead.rates, ahead.seconds
     try:
-        arrivals = [seconds(request.arrival) for request in read_requests(path.parent / ahead.requests)]
+        arrivals = [seconds(request.arrival) for request in read_requests(path.parent / ahead.requests, tell_note)]
     except ValueError as error:
         raise refusal(path, f"{key}.traffic.requests: {error}") from None
     try:

@@ -69,6 +69,15 @@ def tell_notes(notes: Iterable[str], *, err: bool) -> None:
         typer.echo(f"note: {printable(note)}", err=err)
 
 
+def tell_note(note: str) -> None:
+    """One line on standard error, at once."""
+    tell_notes([note], err=True)
+
+
+def told_before(note: str) -> None:
+    """Takes the notes of a log that is read a second time."""
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file as UTF-8. Raises ValueError where it cannot be written."""
     with writing(path):

@@ -26,7 +26,9 @@ def plan(
     where: Annotated[
         Path, typer.Argument(metavar="CLUSTER", help="cluster.yaml: classes of nodes; or the configuration of a run.")
     ],
-    trajectories: Annotated[Path, typer.Option("--trajectories", "-t", help="JSONL log of trajectories.")],
+    trajectories: Annotated[
+        Path, typer.Option("--trajectories", "-t", help="Log of trajectories, Libra's or another's.")
+    ],
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
     ] = None,
@@ -132,7 +134,7 @@ def plan(
                 raise ConfigError("--host is for engines on GPUs; a run's profile.json has all that was measured")
             if router is not None:
                 raise ConfigError("--router is for a cluster of GPUs; a run's configuration says who routes")
-            found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value)
+            found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value, notes)
         else:
             found, evidence = plan_cluster(
                 where,
@@ -190,6 +192,7 @@ def _plan_run(
     what_if: list[str] | None,
     longest_tool_call: float | None,
     solver: Solver,
+    notes: list[str],
 ) -> tuple[Plan, LogEvidence]:
     from libra.config.run import ConfigError, load_config
     from libra.cost.sources.files import load_profile
@@ -205,7 +208,7 @@ def _plan_run(
     if what_if:
         raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
     settings = load_config(where)
-    evidence = gather(settings, reading(log, read_trajectories(log), "trajectories"), longest_tool_call)
+    evidence = gather(settings, reading(log, read_trajectories(log, notes.append), "trajectories"), longest_tool_call)
     try:
         measured = load_profile(Path(profile))
     except ConfigError as error:

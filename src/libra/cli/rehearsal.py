@@ -7,7 +7,7 @@ prompt and staleness.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.output import check_writable, tell_notes, write_text, writing
+from libra.cli.output import check_writable, tell_note, tell_notes, told_before, write_text, writing
 from libra.config.input_file import read_input
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def rehearse(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`, for a cluster.")],
     trajectories: Annotated[
-        Path, typer.Option("--trajectories", "-t", help="JSONL log; groups are drawn from its finished trajectories.")
+        Path,
+        typer.Option("--trajectories", "-t", help="Log of trajectories; groups are drawn from its finished ones."),
     ],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimiser steps of the run.")] = 8,
     router: Annotated[
@@ -37,7 +38,7 @@ def rehearse(
     ] = None,
     learn_from: Annotated[
         Path | None,
-        typer.Option("--learn-from", help="JSONL log that the policy learns from first (default: --trajectories)."),
+        typer.Option("--learn-from", help="Log that the policy learns from first (default: --trajectories)."),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="The policy has learned nothing when the run begins.")] = False,
     lender: Annotated[
@@ -99,6 +100,7 @@ def rehearse(
             rehearsed,
             named,
             None if cold else learn_from or trajectories,
+            told_before if learn_from is None else tell_note,
             steps,
             seed,
             exact,
@@ -135,7 +137,7 @@ def _rehearsed(file: Path, trajectories: Path, truncate: bool) -> _Rehearsed:
     plan = parse_plan(read_input(file), where=str(file))
     request = plan.of_cluster
     require_answer(plan, request.menu().problem)
-    log = list(read_workload(trajectories, request.longest_context, truncate))
+    log = list(read_workload(trajectories, request.longest_context, truncate, tell_note))
     return _Rehearsed(plan, log, file.name, trajectories.name)
 
 
@@ -153,6 +155,7 @@ def _simulated(
     rehearsed: _Rehearsed,
     router: str,
     learned: Path | None,
+    tell: Callable[[str], None],
     steps: int,
     seed: int,
     exact: bool,
@@ -173,7 +176,7 @@ def _simulated(
             rehearsed.log,
             steps,
             load_policy(router, seed=seed),
-            learned=() if learned is None else read_trajectories(learned),
+            learned=() if learned is None else read_trajectories(learned, tell),
             seed=seed,
             exact=exact,
             tenancy=tenancy,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.output import check_writable
+from libra.cli.output import check_writable, tell_note
 
 if TYPE_CHECKING:
     from libra.route.policy import Policy
@@ -28,7 +28,7 @@ def route(
         Path | None, typer.Option("--token-file", help="File with the bearer token that clients must show.")
     ] = None,
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
+        Path | None, typer.Option("--learn-from", help="Log of trajectories that the policy learns from first.")
     ] = None,
     log: Annotated[Path | None, typer.Option("--log", help="JSONL file to append finished trajectories to.")] = None,
     state: Annotated[
@@ -58,7 +58,7 @@ def route(
         check_writable(log, state, reads=(file, learn_from))
         asked = load_gateway(file)
         policy = _policy(asked, state)
-        for trajectory in () if learn_from is None else read_trajectories(learn_from):
+        for trajectory in () if learn_from is None else read_trajectories(learn_from, tell_note):
             policy.finished(trajectory)
         require("http")
         from libra.serve.guard import read_token

@@ -25,7 +25,7 @@ def search(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="YAML file of a cluster: GPUs, counts, links.")],
     model: Annotated[str, typer.Option("--model", help="config.json, its directory, or a known name.")],
     requests: Annotated[
-        Path, typer.Option("--requests", help="Requests of users: .jsonl, or .csv in the format of Azure's traces.")
+        Path, typer.Option("--requests", help="Requests of users: .jsonl, or a log of others such as Azure's traces.")
     ],
     slo: Annotated[
         str,

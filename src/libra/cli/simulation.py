@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from libra.cli.errors import bad_input, of_option, require
-from libra.cli.output import check_writable, tell_notes, write_text, writing
+from libra.cli.output import check_writable, tell_note, tell_notes, write_text, writing
 from libra.report.words import printable
 
 if TYPE_CHECKING:
@@ -25,19 +25,19 @@ def simulate(
         Path, typer.Argument(metavar="WHAT", help="plan.json of `libra plan`, or a YAML file that describes engines.")
     ],
     trajectories: Annotated[
-        Path | None, typer.Option("--trajectories", "-t", help="JSONL log of trajectories to replay.")
+        Path | None, typer.Option("--trajectories", "-t", help="Log of trajectories to replay.")
     ] = None,
     requests: Annotated[
         Path | None,
         typer.Option(
-            "--requests", help="Requests to replay: .jsonl, or .csv in the format of Azure's traces. Not with a plan."
+            "--requests", help="Requests to replay: .jsonl, or a log of others such as Azure's traces. Not with a plan."
         ),
     ] = None,
     route: Annotated[
         str | None, typer.Option("--route", help="Routing policy (default: the file's, or cmlfq).")
     ] = None,
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
+        Path | None, typer.Option("--learn-from", help="Log of trajectories that the policy learns from first.")
     ] = None,
     concurrency: Annotated[
         int | None,
@@ -120,7 +120,7 @@ def simulate(
         policy = deployment.policy(seed)
         if learn_from is not None:
             _require_learner(deployment.route)
-            teach(policy, read_trajectories(learn_from))
+            teach(policy, read_trajectories(learn_from, tell_note))
         limit = deployment.time_limit if time_limit is None else time_limit
         with SimulationProgress(sys.stderr, requests=work.workload.describe()["requests"]) as progress:
             result = run(

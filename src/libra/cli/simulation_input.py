@@ -19,7 +19,7 @@ from libra.sim.engines_file import load_engines
 from libra.sim.of_plan import PlannedRollout, forecast_of, planned_run
 from libra.sim.planned_engines import PlacementError
 from libra.sim.workload.replay import Replay
-from libra.sim.workload.request_file import RequestFormatError, read_azure_requests, read_requests
+from libra.sim.workload.request_file import RequestFormatError, read_requests
 from libra.sim.workload.requests import Workload, recorded_requests, repeated
 from libra.trajectory import read_trajectories, read_workload
 
@@ -68,14 +68,15 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     plan = parse_plan(read_input(what), where=str(what))
     request = plan.request
     require_answer(plan, request.menu().problem)
-    log = list(read_workload(trajectories, request.longest_context, given.get(_TRUNCATE, False)))
+    notes: list[str] = []
+    log = list(read_workload(trajectories, request.longest_context, given.get(_TRUNCATE, False), notes.append))
     try:
         deployment, workload = planned_run(plan, log, seed=seed, **_keywords(given))
     except PlacementError as error:
         raise ValueError(f"{what}: {error}") from None
     described = workload.describe()
     source, samples = described["source"], described["samples_per_prompt"]
-    notes = [_drawing(source["drawn"], source["log"], source["steps"], samples, seed)]
+    notes += [_drawing(source["drawn"], source["log"], source["steps"], samples, seed)]
     if source["log"] < len(log):
         notes.append(f"{len(log) - source['log']:,} of {len(log):,} trajectories in the log left out: unfinished")
     if plan.loans:
@@ -90,13 +91,10 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
 
 
 def _requests(what: Path, requests: Path, given: Options) -> Asked:
-    readers = {".jsonl": read_requests, ".csv": read_azure_requests}
-    if requests.suffix not in readers:
-        raise ValueError(f"{requests}: give a .jsonl file of requests, or a .csv of Azure's traces")
     notes: list[str] = []
     deployment = load_engines(what, notes.append)
     try:
-        recorded = readers[requests.suffix](requests)
+        recorded = read_requests(requests, notes.append)
     except RequestFormatError:
         if _is_log(requests):
             raise ValueError(f"{requests}: a log of trajectories, not requests; give it to --trajectories") from None
@@ -121,7 +119,7 @@ def _is_log(path: Path) -> bool:
 def _trajectories(what: Path, trajectories: Path, given: Options) -> Asked:
     notes: list[str] = []
     deployment = load_engines(what, notes.append)
-    log = list(read_workload(trajectories, deployment.longest_context, given.get(_TRUNCATE, False)))
+    log = list(read_workload(trajectories, deployment.longest_context, given.get(_TRUNCATE, False), notes.append))
     unfinished = sum(not trajectory.finished for trajectory in log)
     if unfinished:
         notes.append(f"{unfinished:,} of {len(log):,} trajectories in the log unfinished: run as far as the log goes")

@@ -11,19 +11,22 @@ import typer
 from rich.console import Console
 
 from libra.cli.errors import bad_input
+from libra.cli.log_import import import_log
+from libra.cli.output import tell_note
 from libra.trajectory import TrajectoryFormatError, read_trajectories
 
-app = typer.Typer(help="Look at trajectory logs.", no_args_is_help=True)
+app = typer.Typer(help="Look at trajectory logs, and read those of others.", no_args_is_help=True)
+app.command("import")(import_log)
 
 
 @app.callback()
 def trace() -> None:
-    """Look at trajectory logs."""
+    """Look at trajectory logs, and read those of others."""
 
 
 @app.command()
 def stats(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL log, one trajectory per line.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A log of trajectories, Libra's own or another's.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON on standard output.")] = False,
 ) -> None:
     """Turns, lengths, tools, outcomes, and the share of tokens in the longest 10 % of trajectories.
@@ -34,7 +37,7 @@ def stats(
     from libra.trajectory.statistics import trace_stats
 
     try:
-        found = trace_stats(read_trajectories(file))
+        found = trace_stats(read_trajectories(file, tell_note))
     except (TrajectoryFormatError, ValueError, OSError) as error:
         bad_input(error)
     if as_json:
@@ -43,3 +46,12 @@ def stats(
     console = Console()
     for table in trace_tables(found):
         console.print(table)
+
+
+@app.command()
+def formats() -> None:
+    """List the formats of logs that Libra reads besides its own."""
+    from libra.report.tables import format_table
+    from libra.trajectory.logs.catalogue import FORMATS
+
+    Console().print(format_table(FORMATS.values()))

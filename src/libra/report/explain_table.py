@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from rich.table import Table
 
+from libra.plan.explain.against import Against, SplitStep
 from libra.plan.explain.explanation import Bound, Explanation, LenderView, PlanView, Split
 from libra.plan.explain.what_if import SAME_STEP
 from libra.plan.solution import Prediction, Proof
@@ -27,6 +28,29 @@ def headline(explanation: Explanation) -> str:
     bound = explanation.bound
     by = _bound(bound, explanation.plan.predicted.step)
     return f"{bound.by.capitalize()}-bound: {by}. {_parts(bound)}{_proven(explanation.proof)}"
+
+
+def against_sentences(found: Against) -> tuple[str, ...]:
+    """How a split of one's own compares with the plan, and which side of each waits: a sentence each."""
+    own, plan = found.split, found.plan
+    compared = "as long as" if abs(found.longer) < LEAST_LOSS else f"{signed_percent(found.longer, 1)} against"
+    idle = f" No engines fill {plural(found.idle, 'GPU')} of it." if found.idle else ""
+    steps = f"a step of {duration(own.step)}, {compared} the plan's {duration(plan.step)} ({_split(plan)})"
+    return (
+        f"{_split(own)}: {steps}.{idle}",
+        f"With the split {_waits(own)}; with the plan {_waits(plan)}.",
+    )
+
+
+def _split(step: SplitStep) -> str:
+    return f"train {step.train:,}, generate {step.generate:,}"
+
+
+def _waits(step: SplitStep) -> str:
+    return (
+        f"trainers wait {percent(step.trainers_wait)} of a step and the busiest engines {percent(step.engines_wait)}"
+        f" ({step.bottleneck}-bound)"
+    )
 
 
 def alternation(predicted: Prediction) -> str:

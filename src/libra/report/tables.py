@@ -5,6 +5,7 @@ They compute no numbers of their own; what is unknown is a dash.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import get_args
 
@@ -14,6 +15,7 @@ from libra.cost.sources.rates import Calibration
 from libra.hardware.cluster import GPU
 from libra.report.words import MISSING, cell, percent
 from libra.trajectory import ToolStatus
+from libra.trajectory.logs.format import LogFormat
 from libra.trajectory.statistics import ToolStats, TraceStats
 
 number = partial(Column, justify="right")
@@ -25,6 +27,14 @@ def trace_tables(stats: TraceStats) -> tuple[Table, ...]:
     """The log as a whole, its lengths, and its tools (left out where none was called), ready for a rich console."""
     tables = (_overview(stats), _lengths(stats))
     return (*tables, _tools(stats.tools)) if stats.tools else tables
+
+
+def format_table(formats: Iterable[LogFormat]) -> Table:
+    """Names of formats, who writes them, and what they do not say."""
+    table = Table(Column("format", no_wrap=True), "written by", "holds", "does not say")
+    for it in formats:
+        table.add_row(it.name, it.written_by, it.holds, it.silent_on)
+    return table
 
 
 def _overview(stats: TraceStats) -> Table:

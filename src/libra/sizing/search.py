@@ -88,7 +88,7 @@ def question_of(
     """The question of `search`, read from files where paths are given, with the menu's classes of the cluster."""
     there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
     shape = model if isinstance(model, ModelSpec) else load_model(model)
-    recorded = read_requests(requests) if isinstance(requests, Path | str) else tuple(requests)
+    recorded = read_requests(requests, note) if isinstance(requests, Path | str) else tuple(requests)
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
     profiles = engine_profiles(there, shape, recipe, profile, note, host)
     objectives = parse_objectives(slo) if isinstance(slo, str) else tuple(slo)

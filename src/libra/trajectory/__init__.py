@@ -1,5 +1,6 @@
 """One agent episode as token counts and tool outcomes, its files, and what a log of them looks like."""
 
+from libra.trajectory.log_file import read_trajectories, read_workload
 from libra.trajectory.record import (
     ToolStatus,
     Trajectory,
@@ -7,8 +8,6 @@ from libra.trajectory.record import (
     Turn,
     dump_trajectory,
     parse_trajectory,
-    read_trajectories,
-    read_workload,
     truncate,
     write_trajectories,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from libra.config.input_file import MOST, open_input
+from libra.config.input_file import MOST
 from libra.config.json_line import line_problem
 from libra.config.sealed_line import opened
 
@@ -207,36 +207,6 @@ def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
             inner = inner[part]
         del inner[name]
     return record
-
-
-def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """Read a JSONL file, one trajectory a line and in memory at a time. Raises `TrajectoryFormatError`, also on a blank
-    line."""
-    with open_input(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            yield parse_trajectory(line, f"{path}:{number}")
-
-
-def read_workload(path: Path | str, max_context: int, truncate_context: bool = False) -> Iterator[Trajectory]:
-    """Read a JSONL file as evidence of what a model of `max_context` tokens will be asked for.
-
-    Raises `TrajectoryFormatError` where a trajectory outgrows `max_context`, unless it is to be cut there, and after
-    the last one where none was finished.
-    """
-    finished = unfinished = 0
-    for number, trajectory in enumerate(read_trajectories(path), start=1):
-        if trajectory.peak_context > max_context and not truncate_context:
-            raise TrajectoryFormatError(
-                f"{path}:{number}: a context of {trajectory.peak_context} tokens, more than the {max_context} that the"
-                " model and the request allow: give --truncate-context to cut it there"
-            )
-        kept = truncate(trajectory, max_context)
-        finished += kept.finished
-        unfinished += not kept.finished
-        yield kept
-    if not finished:
-        found = f"all {unfinished} trajectories are unfinished" if unfinished else "there is no trajectory"
-        raise TrajectoryFormatError(f"{path}: {found}; give a log with at least one finished trajectory")
 
 
 def dump_trajectory(trajectory: Trajectory) -> str:

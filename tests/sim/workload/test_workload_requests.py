@@ -15,6 +15,7 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
 from libra.sim.workload.request_file import RecordedRequest, RequestFormatError, read_azure_requests, read_requests
 from libra.sim.workload.requests import Requests, recorded_requests
+from tests.trajectory.logs.samples import SAMPLES
 
 ROOT = Path(__file__).parents[3]
 AZURE = ROOT.parent / "shared" / "data" / "serving" / "azure_2023_conv.csv"
@@ -269,3 +270,48 @@ def test_times_of_2024_say_that_they_are_utc(tmp_path: Path) -> None:
     path = written(tmp_path / "elsewhere.csv", HEADER, "2024-05-10 00:00:00+02:00,2162,5")
     with pytest.raises(RequestFormatError, match=r"elsewhere\.csv:2: TIMESTAMP: .* is not YYYY-MM-DD"):
         read_azure_requests(path)
+
+
+LOGS = {
+    "mooncake": (SAMPLES["mooncake"], [(0.0, 1000, 20), (0.5, 1001, 20), (1.0, 1002, 20)]),
+    "vidur": (SAMPLES["vidur"], [(0.0, 300, 40), (0.75, 310, 41)]),
+    "vllm-bench": (SAMPLES["vllm-bench"], [(0.0, 100, 20), (0.0, 50, 7)]),
+    "azure, multimodal": (SAMPLES["azure"], [(0.0, 700, 30), (2.5, 900, 12)]),
+    "out of order": (b"arrived_at,num_prefill_tokens,num_decode_tokens\n5,1,2\n3,4,5\n", [(0.0, 4, 5), (2.0, 1, 2)]),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), LOGS.values(), ids=LOGS)
+def test_logs_of_others_are_read_as_requests(
+    tmp_path: Path, content: bytes, expected: list[tuple[float, int, int]]
+) -> None:
+    path, notes = tmp_path / "log", list[str]()
+    path.write_bytes(content)
+    found = read_requests(path, notes.append)
+    assert [(it.arrival / TICKS, it.prompt_tokens, it.output_tokens) for it in found] == expected
+    assert notes[0].startswith(f"{path}: read as ")
+
+
+NO_REQUESTS = {
+    "turns": (SAMPLES["openai"], "1: a trajectory of 2 turns, not a request; give the log to --trajectories"),
+    "no arrival": (
+        b'{"request_rate": 2.0, "input_lens": [1], "output_lens": [2]}\n',
+        "1: the log has no time of arrival; give the log to --trajectories",
+    ),
+    "no prompt": (b'{"timestamp": 1, "input_length": 0, "output_length": 2}\n', "request 1: 0 prompt tokens, not 1 to"),
+    "too late": (
+        b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1,2\n1e7,1,2\n",
+        "request 2: arrives 9,200,000 s or more after the first; cut the log there",
+    ),
+    "damaged": (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1,2\n1,x,2\n", "num_prefill_tokens: 'x' is not"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), NO_REQUESTS.values(), ids=NO_REQUESTS)
+def test_logs_that_hold_no_requests_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    with pytest.raises(RequestFormatError) as error:
+        read_requests(path, lambda _: None)
+    assert str(error.value).startswith(f"{path}:")
+    assert words in str(error.value)

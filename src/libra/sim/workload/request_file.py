@@ -1,4 +1,4 @@
-"""Requests on disk: JSON lines of their own, and the CSV of Azure's public traces of LLM serving.
+"""Requests on disk: JSON lines of their own, the CSV of Azure's public traces of LLM serving, and logs of others.
 
 Invariant: a file is read whole or refused with one line that names the file, the line and the field; nothing in it is
 repaired. Arrivals never fall from line to line, and every request has a token to begin with and one to generate.
@@ -22,6 +22,11 @@ from libra.config.yaml_file import unknown
 from libra.sim.clock import TICKS, ticks
 from libra.sim.engine.request import Stop
 from libra.sim.workload.requests import RecordedRequest
+from libra.trajectory import Trajectory, TrajectoryFormatError
+from libra.trajectory.log_file import Tell, read_trajectories, warn
+from libra.trajectory.logs.catalogue import first_entry, format_of
+from libra.trajectory.logs.entry import LogEntry
+from libra.trajectory.logs.format import LogFormat
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -99,10 +104,16 @@ def _problem(found: ErrorDetails) -> str:
     return line_problem(found)
 
 
-def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
-    """Read a JSONL file, one request a line, or a `.csv` file as `read_azure_requests` does, in the order of arrival.
-    Raises `RequestFormatError`, also on a blank line and where there is no request."""
-    if Path(path).suffix.lower() == ".csv":
+def read_requests(path: Path | str, tell: Tell = warn) -> tuple[RecordedRequest, ...]:
+    """Read a file of requests, in the order of arrival: JSON lines of Libra's own, a `.csv` file as
+    `read_azure_requests` does, or a log of others that `libra.read_trajectories` reads.
+
+    `tell` gets a line for all that such a log does not say. Raises `RequestFormatError`, also on a blank line and where
+    there is no request."""
+    first = _first_entry(path)
+    if first is not None and (of := format_of(first)) is not None and tuple(first.fields) != _AZURE_FIELDS:
+        return _logged_requests(path, of, tell)
+    if Path(path).suffix.lower() == ".csv" or (first is not None and tuple(first.fields) == _AZURE_FIELDS):
         return read_azure_requests(path)
     with _opened(path) as lines:
         return _in_order(
@@ -118,6 +129,52 @@ def read_azure_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
         if tuple(_cells(lines.readline())) != _AZURE_FIELDS:
             raise _refusal(f"{path}:1", "line", f"the header must be {','.join(_AZURE_FIELDS)}")
         return _in_order(path, _azure_requests(path, lines))
+
+
+def _first_entry(path: Path | str) -> LogEntry | None:
+    try:
+        return first_entry(path)
+    except (TrajectoryFormatError, OSError):
+        return None  # the reader of requests names the line
+
+
+def _logged_requests(path: Path | str, of: LogFormat, tell: Tell) -> tuple[RecordedRequest, ...]:
+    """The requests of a log whose trajectories have a single turn and a time of arrival; time zero is the first's."""
+    found: list[tuple[float, Trajectory]] = []
+    try:
+        for trajectory in read_trajectories(path, tell, log_format=of):
+            found.append((_arrival(path, trajectory), trajectory))
+    except TrajectoryFormatError as error:
+        raise RequestFormatError(str(error)) from None
+    if not found:
+        raise RequestFormatError(f"{path}: there is no request; give a file with at least one")
+    found.sort(key=lambda it: it[0])
+    zero = found[0][0]
+    return tuple(_logged(path, arrival - zero, trajectory) for arrival, trajectory in found)
+
+
+def _arrival(path: Path | str, trajectory: Trajectory) -> float:
+    """The time at which a request arrives, in seconds of its log."""
+    where, remedy = f"{path}: {trajectory.id}", "give the log to --trajectories"
+    if len(trajectory.turns) != 1:
+        raise RequestFormatError(f"{where}: a trajectory of {len(trajectory.turns)} turns, not a request; {remedy}")
+    if trajectory.started_at is None:
+        raise RequestFormatError(f"{where}: the log has no time of arrival; {remedy}")
+    return trajectory.started_at
+
+
+def _logged(path: Path | str, arrival: float, trajectory: Trajectory) -> RecordedRequest:
+    prompt, generated = trajectory.prompt_tokens, trajectory.generated_tokens
+    for name, count in (("prompt", prompt), ("generated", generated)):
+        if not 1 <= count <= _MOST_TOKENS:
+            raise RequestFormatError(
+                f"{path}: request {trajectory.id}: {count} {name} tokens, not 1 to {_MOST_TOKENS:,}; leave it out"
+            )
+    if arrival >= _LATEST:
+        raise RequestFormatError(
+            f"{path}: request {trajectory.id}: arrives {_LATEST:,} s or more after the first; cut the log there"
+        )
+    return RecordedRequest(ticks(arrival), prompt, generated)
 
 
 def _opened(path: Path | str) -> IO[bytes]:

@@ -1,0 +1,78 @@
+"""Files of trajectories: JSON lines of Libra's own, and the logs of others.
+
+Invariant: one trajectory is in memory at a time. Notes on what a log does not say follow its last trajectory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from libra.config.input_file import open_input
+from libra.trajectory.logs.catalogue import first_entry, foreign_trajectories, format_of, notes_of, require_own
+from libra.trajectory.logs.format import LogFormat, LogReading
+from libra.trajectory.record import Trajectory, TrajectoryFormatError, parse_trajectory, truncate
+
+Tell = Callable[[str], None]
+
+
+class LogNote(UserWarning):
+    """Warns of what a log of another framework does not say, where the caller gave no `tell`."""
+
+
+def warn(note: str) -> None:
+    warnings.warn(note, LogNote, stacklevel=3)
+
+
+def read_trajectories(
+    path: Path | str, tell: Tell = warn, *, log_format: LogFormat | None = None, reading: LogReading | None = None
+) -> Iterator[Trajectory]:
+    """Read a log, one trajectory in memory at a time: JSON lines of Libra's own, or a format of others,
+    recognised by its shape unless `log_format` names it.
+
+    `tell` gets a line for all that such a log does not say. `reading` says how texts are counted. Raises
+    `TrajectoryFormatError` with file, line and field, also on a blank line.
+    """
+    of = log_format
+    if of is None and (first := first_entry(path)) is not None:
+        of = format_of(first)
+        if of is None:
+            require_own(first)
+    if of is None:
+        yield from _own(path)
+        return
+    reading = LogReading() if reading is None else reading
+    yield from foreign_trajectories(path, of, reading)
+    for note in notes_of(path, of, reading):
+        tell(note)
+
+
+def _own(path: Path | str) -> Iterator[Trajectory]:
+    with open_input(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            yield parse_trajectory(line, f"{path}:{number}")
+
+
+def read_workload(
+    path: Path | str, max_context: int, truncate_context: bool = False, tell: Tell = warn
+) -> Iterator[Trajectory]:
+    """Read a log as evidence of what a model of `max_context` tokens will be asked for.
+
+    Raises `TrajectoryFormatError` where a trajectory outgrows `max_context`, unless it is to be cut there, and after
+    the last one where none was finished.
+    """
+    finished = unfinished = 0
+    for number, trajectory in enumerate(read_trajectories(path, tell), start=1):
+        if trajectory.peak_context > max_context and not truncate_context:
+            raise TrajectoryFormatError(
+                f"{path}:{number}: a context of {trajectory.peak_context} tokens, more than the {max_context} that the"
+                " model and the request allow: give --truncate-context to cut it there"
+            )
+        kept = truncate(trajectory, max_context)
+        finished += kept.finished
+        unfinished += not kept.finished
+        yield kept
+    if not finished:
+        found = f"all {unfinished} trajectories are unfinished" if unfinished else "there is no trajectory"
+        raise TrajectoryFormatError(f"{path}: {found}; give a log with at least one finished trajectory")

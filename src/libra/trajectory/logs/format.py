@@ -1,0 +1,95 @@
+"""The seam for formats of logs: what a format is, and what is known while one is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Literal
+
+from libra.trajectory.logs.count import CharacterCount, TokenCount
+from libra.trajectory.logs.entry import LogEntry
+from libra.trajectory.record import Trajectory, TrajectoryFormatError, Turn
+
+
+@dataclass(slots=True)
+class LogReading:
+    """State of reading one log: its counter of texts, and remarks on what the log does not say, with their counts."""
+
+    count: TokenCount = field(default_factory=CharacterCount)
+    remarks: Counter[str] = field(default_factory=Counter)
+
+    def tokens_of(self, text: str) -> int:
+        """Tokens of a text for which the log has none."""
+        if text:
+            self.remarks[f"texts whose tokens are {self.count.how}, without a chat template"] += 1
+        return self.count(text)
+
+
+@dataclass(frozen=True, slots=True)
+class LogFormat:
+    """One format: its shape, what it leaves open, and its reader.
+
+    `is_one` sees the first entry of a file. `trajectories` reads the entries in order, one in memory at a time where
+    the format allows it, and raises `TrajectoryFormatError` for what it cannot read.
+    """
+
+    name: str
+    written_by: str
+    holds: Literal["trajectories", "requests"]  # requests: single turns with the time of their arrival
+    silent_on: str  # what the format never says, for the note that a reader gets
+    is_one: Callable[[LogEntry], bool]
+    trajectories: Callable[[Iterable[LogEntry], LogReading], Iterator[Trajectory]]
+
+
+def episode(
+    entry: LogEntry,
+    id: str,
+    prompt_tokens: int,
+    turns: Iterable[Turn],
+    *,
+    task: str,
+    prompt_id: str | None = None,
+    reward: float | None = None,
+    policy_version: int = 0,
+    finished: bool = True,
+    started_at: float | None = None,
+) -> Trajectory:
+    """A trajectory, finished where the log says so and its last turn calls no tool. Values that no trajectory can have
+    are refused by the place of their entry."""
+    turns = tuple(turns)
+    try:
+        return Trajectory(
+            id=id,
+            prompt_id=id if prompt_id is None else prompt_id,
+            task=task,
+            prompt_tokens=prompt_tokens,
+            turns=turns,
+            reward=reward,
+            policy_version=policy_version,
+            finished=finished and bool(turns) and turns[-1].tool is None,
+            started_at=started_at,
+        )
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise TrajectoryFormatError(f"{entry.where}: {reason}; correct it, or leave the record out") from None
+
+
+def request(
+    entry: LogEntry, prompt_tokens: int, output_tokens: int, arrival: float | None, task: str = "request"
+) -> Trajectory:
+    """A request as a trajectory of one turn that starts at its arrival, in seconds."""
+    turn = Turn(output_tokens, None, None, 0)
+    return episode(entry, str(entry.number), prompt_tokens, (turn,), task=task, started_at=arrival)
+
+
+def ended(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+    """The turns of an episode that is over: no turn reads what the last tool returned."""
+    *before, last = turns
+    return (*before, Turn(last.generated_tokens, None, None, 0, None, last.context_tokens))
+
+
+def same_prompt(text: str) -> str:
+    """A name that equal prompts share."""
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,81 @@
+"""Token counts estimated from texts, made to agree with the sums that a log records.
+
+A log that keeps the sum over all calls of an episode, but no single call, fixes that sum exactly: texts decide only how
+it divides among turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from libra.trajectory.logs.chat import Chat
+from libra.trajectory.logs.format import LogReading
+from libra.trajectory.record import Turn
+
+
+def agreeing(found: Chat, sent: int | None, received: int | None, reading: LogReading) -> Chat:
+    """The chat with `received` generated tokens in all, and contexts of its turns that add up to `sent`.
+
+    Each turn is one call, whose prompt is all before it. None: not recorded. Where a smaller `sent` than the generated
+    tokens alone need was recorded, contexts stay as estimated, with a remark.
+    """
+    if not found.turns:
+        return found
+    turns = found.turns
+    if received is not None:
+        shares = divided(received, [turn.generated_tokens for turn in turns])
+        turns = tuple(replace(turn, generated_tokens=share) for turn, share in zip(turns, shares, strict=True))
+    if sent is None:
+        return replace(found, turns=turns)
+    later = range(len(turns) - 1, -1, -1)  # calls that read again what a turn added
+    left = sent - sum(turn.generated_tokens * calls for turn, calls in zip(turns, later, strict=True))
+    if left < 0:
+        reading.remarks["episodes whose recorded prompt tokens are too few for their turns: lengths estimated"] += 1
+        return replace(found, turns=turns)
+    return _with_contexts(replace(found, turns=turns), left, later)
+
+
+def _with_contexts(found: Chat, left: int, later: Sequence[int]) -> Chat:
+    """Prompt and returns that are read `left` times in all, one after the other in `later` calls."""
+    *inner, last = found.turns
+    times = [len(found.turns), *later[:-1]]
+    weights = [found.prompt_tokens, *(turn.returned_tokens for turn in inner)]
+    shares = divided(left, [weight * calls for weight, calls in zip(weights, times, strict=True)])
+    tokens = [share // calls for share, calls in zip(shares, times, strict=True)]
+    tokens[-1] += left - sum(count * calls for count, calls in zip(tokens, times, strict=True))  # read once
+    returned = [replace(turn, returned_tokens=count) for turn, count in zip(inner, tokens[1:], strict=True)]
+    return replace(found, prompt_tokens=tokens[0], turns=(*returned, last))
+
+
+def divided(total: int, weights: Sequence[int]) -> list[int]:
+    """Whole shares of `total` in proportion to the weights, in equal parts where all weights are 0."""
+    if not any(weights):
+        weights = [1] * len(weights)
+    whole = sum(weights)
+    shares = [total * weight // whole for weight in weights]
+    by_rest = sorted(range(len(weights)), key=lambda at: total * weights[at] % whole, reverse=True)
+    for at in by_rest[: total - sum(shares)]:
+        shares[at] += 1
+    return shares
+
+
+def last_call(found: Chat, prompt: int | None, generated: int | None) -> Chat:
+    """The chat whose last call had a prompt of `prompt` tokens and an answer of `generated` (None: not recorded).
+
+    Texts decide how the prompt divides among what came before.
+    """
+    if not found.turns:
+        return found
+    *before, last = found.turns
+    last = last if generated is None else replace(last, generated_tokens=generated)
+    if prompt is None:
+        return replace(found, turns=(*before, last))
+    parts = [found.prompt_tokens]
+    for turn in before:
+        parts += [turn.generated_tokens, turn.returned_tokens]
+    first, *rest = divided(prompt, parts)
+    turns: list[Turn] = [
+        replace(turn, generated_tokens=rest[2 * at], returned_tokens=rest[2 * at + 1]) for at, turn in enumerate(before)
+    ]
+    return replace(found, prompt_tokens=first, turns=(*turns, last))
