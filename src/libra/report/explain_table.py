@@ -31,7 +31,7 @@ def headline(explanation: Explanation) -> str:
 
 
 def against_sentences(found: Against) -> tuple[str, ...]:
-    """How a split of one's own compares with the plan, and which side of each waits: a sentence each."""
+    """Comparison of a split with the plan, and which side of each waits: a sentence each."""
     own, plan = found.split, found.plan
     compared = "as long as" if abs(found.longer) < LEAST_LOSS else f"{signed_percent(found.longer, 1)} against"
     idle = f" No engines fill {plural(found.idle, 'GPU')} of it." if found.idle else ""
