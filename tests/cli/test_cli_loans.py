@@ -124,7 +124,7 @@ def test_a_whole_run_has_the_traffic_of_its_lenders(planned: tuple[Path, Result]
 def test_memory_of_a_lender_changes_hands_where_that_is_asked_for(planned: tuple[Path, Result], tmp_path: Path) -> None:
     """The serving engine keeps some of its device for the other's weights."""
     data = yaml.safe_load((EXAMPLES / "lender.yaml").read_text())
-    data["engines"][0]["gpu_memory_utilization"] = 0.5
+    data["engines"][0]["gpu_memory_utilization"] = 0.45
     lender = ("--lender", write(tmp_path / "lender.yaml", data), *LENDER[2:])
     run = ("rehearse", planned[0], "-t", EXAMPLES / "search_agent.jsonl", "--steps", 1, "--cold", *lender)
     trace = tmp_path / "trace.json"
