@@ -30,7 +30,8 @@ class Framework:
     """Capabilities of one framework, as far as a plan depends on them."""
 
     name: str
-    families: tuple[TrainingFamily, ...] = ()  # the preferred one first; empty: any layout
+    # The preferred one first, each with data-parallel ranks that divide the batch; empty: any layout.
+    families: tuple[TrainingFamily, ...] = ()
     mixed_engines: bool = True  # engines of several tensor-parallel sizes in one run
     whole_nodes: bool = False  # training and rollout share no node, unless there is only one
     pairs: bool = False  # prefill/decode pairs
@@ -47,7 +48,9 @@ class Framework:
         if self.whole_nodes:
             words.append("whole nodes for training and for rollout")
         if self.families:
-            words.append(f"training by {' or '.join(family.name for family in self.families)}")
+            words.append(
+                f"training by {' or '.join(family.name for family in self.families)} on equal parts of the batch"
+            )
         return ", ".join(words)
 
 

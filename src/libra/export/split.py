@@ -132,6 +132,10 @@ def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
         if family is None:
             names = " or ".join(it.name for it in framework.families)
             raise _refused(framework, f"training is {layout.name}, which is not of {names}")
+        if split.recipe.batch % layout.dp:
+            raise _refused(
+                framework, f"{layout.dp} data-parallel ranks do not divide the batch of {split.recipe.batch}"
+            )
         split = replace(split, family=family.name)
     if framework.whole_nodes:
         split = _on_whole_nodes(split)

@@ -15,7 +15,7 @@ from libra.export.serve_line import Flag, ServeLine, script, serve_lines
 from libra.export.shell import file
 from libra.export.split import DeviceSplit
 
-_GATEWAY = "http://GATEWAY:8900"
+_GATEWAY = "http://GATEWAY:9000"
 
 
 def emit(split: DeviceSplit) -> str:
@@ -29,7 +29,7 @@ def emit(split: DeviceSplit) -> str:
         file("accelerate.yaml", accelerate)
         + file("gateway.yaml", gateway)
         + script(lines)
-        + "# libra route gateway.yaml --port 8900\n"
+        + "# libra route gateway.yaml\n"
         + "# accelerate launch --config_file accelerate.yaml train.py, where train.py has AsyncGRPOConfig(\n"
         + f"{arguments}# )\n"
     )
@@ -42,7 +42,7 @@ def config(split: DeviceSplit) -> dict[str, object]:
         "vllm_server_base_url": _GATEWAY,
         "num_generations": recipe.samples_per_prompt,
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": max(1, recipe.batch // split.train_gpus),
+        "gradient_accumulation_steps": recipe.batch // layout.dp,
         "token_budget": max(layout.micro_tokens, recipe.max_length),
         "gradient_checkpointing": layout.recompute != "none",
         "max_staleness": recipe.staleness,

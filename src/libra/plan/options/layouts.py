@@ -30,7 +30,7 @@ from libra.hardware.parallel import Array, LayoutTable, ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
 from libra.plan.options.menu import Rejected, RejectionKind
-from libra.plan.options.restriction import permitted, rejected_family, rejected_parts, whole_node_counts
+from libra.plan.options.restriction import foreseen, permitted, rejected_family, rejected_parts, whole_node_counts
 from libra.plan.problem import TrainingOption
 
 _GB = 1e9
@@ -113,7 +113,7 @@ def rejected_layouts(
         reason = f"takes {seconds:.4g} s on {layout.devices} devices; {fewer} is as fast on fewer"
         rejected.append(Rejected(layout.name, "slower", reason))
     families = space.families
-    rejected += rejected_parts(recipe.carried_by, nodes)
+    rejected += rejected_parts(recipe.carried_by, nodes, recipe.batch)
     foreign = dict.fromkeys(np.flatnonzero(space.foreign).tolist(), rejected_family(recipe.carried_by))
     too_large = _too_large(families, space.memory, nodes, recipe.batch)
     slower = _slower(space)
@@ -153,8 +153,8 @@ class _LayoutSpace:
         framework = recipe.carried_by
         counts = whole_node_counts(framework, nodes, device_counts(nodes.gpus, nodes.count))
         family, table = members_of(families, counts, recipe.batch)
-        allowed = permitted(framework, table)
-        foreign = ~permitted(framework, families)
+        allowed = permitted(framework, table, recipe.batch)
+        foreign = ~foreseen(framework, families)
         foreign[family[allowed]] = False  # a single rank needs no sharding, whatever its family is called
         family, table = family[allowed], table.take(allowed)
 
@@ -180,7 +180,7 @@ def _may_train(recipe: Recipe, nodes: NodeClass, layout: ParallelLayout) -> bool
     """Whether the framework can be given the layout on these nodes."""
     framework = recipe.carried_by
     counts = whole_node_counts(framework, nodes, [layout.devices])
-    return bool(counts) and bool(permitted(framework, LayoutTable.of([layout]))[0])
+    return bool(counts) and bool(permitted(framework, LayoutTable.of([layout]), recipe.batch)[0])
 
 
 def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> Work:

@@ -21,7 +21,15 @@ from libra.plan.options.menu import Menu, Rejected
 Mask = NDArray[np.bool_]
 
 
-def permitted(framework: Framework, layouts: LayoutTable) -> Mask:
+def permitted(framework: Framework, layouts: LayoutTable, batch: int) -> Mask:
+    """[layout] whether a family of the framework has it, and its ranks divide the batch."""
+    if not framework.families:
+        return np.ones(len(layouts), dtype=bool)
+    found: Mask = foreseen(framework, layouts) & (batch % layouts.dp == 0)
+    return found
+
+
+def foreseen(framework: Framework, layouts: LayoutTable) -> Mask:
     """[layout] whether a family of the framework has it."""
     if not framework.families:
         return np.ones(len(layouts), dtype=bool)
@@ -62,12 +70,16 @@ def whole_node_counts(framework: Framework, nodes: NodeClass, counts: Sequence[i
     return tuple(count for count in counts if count % nodes.gpus == 0)
 
 
-def rejected_parts(framework: Framework, nodes: NodeClass) -> tuple[Rejected, ...]:
-    """Why training is offered no part of a node, where it is not."""
-    if not takes_whole_nodes(framework, nodes) or nodes.gpus == 1:
-        return ()
-    name = f"{nodes.name}/part of a node"
-    return (Rejected(name, "framework", f"{framework.name} trains on whole nodes of {nodes.gpus} GPUs"),)
+def rejected_parts(framework: Framework, nodes: NodeClass, batch: int) -> tuple[Rejected, ...]:
+    """Parts of nodes and of the batch that training is not offered, with the reason."""
+    found = []
+    if takes_whole_nodes(framework, nodes) and nodes.gpus > 1:
+        reason = f"{framework.name} trains on whole nodes of {nodes.gpus} GPUs"
+        found.append(Rejected(f"{nodes.name}/part of a node", "framework", reason))
+    if framework.families:
+        reason = f"{framework.name} gives every data-parallel rank an equal part of the batch of {batch} trajectories"
+        found.append(Rejected(f"{nodes.name}/dp that does not divide the batch", "framework", reason))
+    return tuple(found)
 
 
 def rejected_family(framework: Framework) -> str:
