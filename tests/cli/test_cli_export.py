@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli.calls import EXAMPLES, assert_refused, libra
+from calls import EXAMPLES, assert_refused, libra
 
 CLUSTER = EXAMPLES / "cluster_48_a800.yaml"
 QUESTION = (CLUSTER, "-t", EXAMPLES / "search_agent.jsonl", "-m", "Qwen/Qwen3-14B", "-r", EXAMPLES / "request.yaml")
@@ -72,6 +72,26 @@ def test_the_engines_of_a_file_are_lines(tmp_path: Path) -> None:
     assert [command[0] for command in commands] == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
     assert commands[0][1:4] == ["vllm", "serve", "Qwen/Qwen3-14B"]
     assert [command[-1] for command in commands] == ["8000", "8001"]
+
+
+def test_the_engines_that_a_search_wrote_are_lines(tmp_path: Path) -> None:
+    menu, folder = tmp_path / "menu.yaml", tmp_path / "engines"
+    menu.write_text(
+        "architectures: [prefill-decode]\nnodes: [h100]\ntensor_parallel_size: [1, 2]\nmax_num_seqs: [64]\n"
+        "max_num_batched_tokens: [2048]\nengines: [1]\n"
+    )
+    question = ("--model", "Qwen/Qwen3-8B", "--requests", EXAMPLES / "serving.jsonl", "--profile", "roofline")
+    asked = (*question, "--jobs", 1, "--slo", "ttft_p99=0.5", "--menu", menu, "--rate", 2, "--engines-out", folder)
+    result = libra("search", EXAMPLES / "cluster_mixed.yaml", *asked)
+    assert result.exit_code == 0, result.output
+    result = libra("export", folder / "point-1.yaml", "--for", "vllm")
+    assert result.exit_code == 0, result.output
+    prefill, decode = (line for line in result.stdout.splitlines() if line.startswith("CUDA"))
+    for line in (prefill, decode):
+        assert "--max-num-seqs 64 --max-num-batched-tokens 2048 --gpu-memory-utilization 0.9 " in line
+        assert "NixlConnector" in line
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=node-0 VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve" in prefill
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=node-1 " in decode
 
 
 def test_engines_that_no_line_starts_are_refused_by_their_key(tmp_path: Path) -> None:

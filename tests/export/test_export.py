@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import yaml
-from export.random_plans import random_plan
 from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_14B, RECIPE
+from random_plans import random_plan
 
 from libra.config.frameworks import FRAMEWORKS
 from libra.config.recipe import Recipe
 from libra.export.split import DeviceSplit, ExportError, _grid
 from libra.export.table import EMITTERS, Exported, export
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.plan.loan import Loan
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
@@ -207,6 +208,18 @@ def test_a_loan_is_refused() -> None:
     plan = replace(plan_for(None), loans=(Loan("chat", "chat/tp1@0.8", 0.8, 1, 0.5, 0.1),))
     with pytest.raises(ExportError, match="engines of pool chat are lent: verl cannot express that"):
         export(plan, "verl")
+
+
+@pytest.mark.parametrize("name", ["prime-rl", "nemo-rl"])
+def test_nodes_of_two_sizes_are_refused_where_there_is_one_key(name: str) -> None:
+    four = NodeClass("four", 2, 4, GPUS["H200"], intra_bandwidth=200e9, inter_bandwidth=25e9)
+    plan = Planner(Cluster((A800, four)), QWEN_14B, recipe_for(name)).plan(CLASSES)
+    pools = {group.role: group.pool for group in plan.placement}
+    assert len(set(pools.values())) == 2
+    with pytest.raises(ExportError, match=rf"GPUs, and nodes that generate \d: {name} has one number for both"):
+        export(plan, name)
+    text = export(plan, "skyrl").text
+    assert "trainer.placement.policy_num_nodes=2" in text
 
 
 def test_what_the_text_does_not_say_is_named() -> None:

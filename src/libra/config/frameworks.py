@@ -41,7 +41,7 @@ class Framework:
 
     @property
     def restriction(self) -> str:
-        """What its plans are restricted to, for people; empty where nothing is."""
+        """Restriction of its plans, for people; empty where there is none."""
         words = []
         if not self.mixed_engines:
             words.append("engines of one size")

@@ -23,9 +23,8 @@ def emit(split: DeviceSplit) -> str:
 
 def _settings(split: DeviceSplit) -> Iterator[Setting]:
     recipe, layout = split.recipe, split.layout
-    nodes = split.train_class
-    yield "cluster.n_nodes", nodes.count
-    yield "cluster.n_gpus_per_node", nodes.gpus
+    yield "cluster.n_nodes", split.nodes
+    yield "cluster.n_gpus_per_node", split.gpus_per_node
     yield "rollout.backend", f"sglang:d{split.engine_count}t{split.tp}"
     yield "actor.backend", f"{split.family.lower()}:{_degrees(layout)}"
     yield "rollout.max_head_offpolicyness", recipe.staleness

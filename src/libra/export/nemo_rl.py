@@ -47,10 +47,9 @@ def _document(split: DeviceSplit) -> dict[str, Any]:
 
 def _cluster(split: DeviceSplit) -> dict[str, int]:
     """Nodes and GPUs of training and rollout together."""
-    nodes, gpus = split.train_shape
-    if split.train_class.count == 1:
+    if split.nodes == 1:
         return {"gpus_per_node": split.train_gpus + split.rollout_gpus, "num_nodes": 1}
-    return {"gpus_per_node": gpus, "num_nodes": nodes + split.rollout_shape[0]}
+    return {"gpus_per_node": split.gpus_per_node, "num_nodes": split.train_shape[0] + split.rollout_shape[0]}
 
 
 def _training(split: DeviceSplit) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def _lines(table: Table) -> str:
 
 
 def _several(split: DeviceSplit) -> bool:
-    return split.train_class.count > 1
+    return split.nodes > 1
 
 
 def _tables(split: DeviceSplit) -> Iterator[tuple[str, Table]]:
@@ -67,7 +67,7 @@ def _tables(split: DeviceSplit) -> Iterator[tuple[str, Table]]:
 
 
 def _deployment(split: DeviceSplit) -> Table:
-    gpus = split.train_class.gpus
+    gpus = split.gpus_per_node
     if not _several(split):
         return {
             "type": "single_node",

@@ -14,6 +14,7 @@ from libra.config.recipe import Recipe
 from libra.export.split import DeviceSplit, Engines
 
 FIRST_PORT = 8000
+_SIDE_CHANNEL = 5600
 # Engines with roles pass KV on by NIXL, vLLM's own connector for that.
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
@@ -36,12 +37,21 @@ class ServeLine:
     def command(self) -> str:
         """The shell line, without the note."""
         words = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))}"]
-        words += [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        environment = {**self.environment, **self._side_channel}
+        words += [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
         words += ["vllm serve", shlex.quote(self.model)]
         for name, value in self.flags.items():
             if value is not False:
                 words.append(f"--{name}" if value is True else f"--{name} {_written(value)}")
         return " ".join((*words, f"--port {self.port}"))
+
+    @property
+    def _side_channel(self) -> dict[str, str]:
+        """Address at which an engine offers its KV: one port for each of its data-parallel ranks, at most eight."""
+        if "kv-transfer-config" not in self.flags:
+            return {}
+        port = _SIDE_CHANNEL + 8 * (self.port - FIRST_PORT)
+        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
 def _written(value: Flag) -> str:

@@ -15,7 +15,7 @@ from libra.config.frameworks import Framework
 from libra.config.recipe import Recipe
 from libra.hardware.cluster import NodeClass
 from libra.hardware.parallel import ParallelLayout
-from libra.plan.options.restriction import family_of, takes_whole_nodes
+from libra.plan.options.restriction import family_of
 from libra.plan.placement import DeviceGroup, Role
 from libra.plan.plan import Plan
 
@@ -52,6 +52,7 @@ class DeviceSplit:
     title: str  # model and cluster, for people
     model: str
     recipe: Recipe
+    nodes: int  # of the cluster
     cluster_gpus: int
     train_class: NodeClass  # the nodes that training is on
     rollout_class: NodeClass  # the nodes of the first engine
@@ -80,6 +81,17 @@ class DeviceSplit:
     def rollout_shape(self) -> tuple[int, int]:
         """Nodes that generate, and GPUs of each."""
         return _grid(self.rollout_gpus, self.rollout_class.gpus)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of every node. Raises `ExportError` where nodes that train and nodes that generate differ."""
+        train, rollout = self.train_class.gpus, self.rollout_class.gpus
+        if train != rollout:
+            raise ExportError(
+                f"nodes that train have {train} GPUs, and nodes that generate {rollout}: {self.framework.name} has one"
+                " number for both; plan for nodes that are alike"
+            )
+        return train
 
     @property
     def tp(self) -> int:
@@ -119,6 +131,7 @@ def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
         request.title,
         request.model.name,
         request.recipe,
+        sum(nodes.count for nodes in request.cluster.nodes),
         request.cluster.devices,
         request.cluster.node_class(training[0].pool),
         request.cluster.node_class(engines[0].places[0].pool),
@@ -175,7 +188,7 @@ def _require_expressible(split: DeviceSplit) -> None:
 def _on_whole_nodes(split: DeviceSplit) -> DeviceSplit:
     """The split with engines on nodes of their own. Raises `ExportError` where they share nodes by their number."""
     framework, nodes = split.framework, split.train_class
-    if not takes_whole_nodes(framework, nodes):
+    if split.nodes == 1:
         return split
     for words, gpus, on in (
         ("training", split.train_gpus, nodes),

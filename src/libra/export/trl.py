@@ -1,4 +1,4 @@
-"""What TRL's AsyncGRPO needs besides a script: accelerate's file, engines, a gateway, and arguments.
+"""Files, engine lines and arguments for TRL's AsyncGRPO: accelerate.yaml, gateway.yaml and `AsyncGRPOConfig`.
 
 Keys: TRL 1.16.0, `trl/experimental/async_grpo/async_grpo_config.py` and `trl/accelerate_configs/fsdp2.yaml`, whose keys
 are accelerate's (1.15). Its trainer talks to one URL, and needs the engines' control endpoints: VLLM_SERVER_DEV_MODE

@@ -34,7 +34,7 @@ def engines_script(path: Path | str) -> str:
         except ValueError as error:
             raise ConfigError(f"{path}: engines[{index}].{error}") from None
     gpus = sum(len(line.gpus) for line in lines)
-    header = f"# {path.name}: {len(lines)} engines on {gpus} GPUs. Written by libra export --for vllm.\n"
+    header = f"# {path.name}: engines on {gpus} GPUs, one a line. Written by libra export --for vllm.\n"
     return header + script(lines)
 
 
@@ -53,7 +53,8 @@ def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[
         slot = number % fit
         host = f"node-{first_node + number // fit}"
         gpus = range(slot * each, (slot + 1) * each)
-        note = f"{section.name}, {section.role}" + (f", bucket {section.bucket}" if bucketed else "")
+        note = section.name + (f", {section.role}" if section.role not in ("colocated", section.name) else "")
+        note += f", bucket {section.bucket}" if bucketed else ""
         yield ServeLine(host, gpus, FIRST_PORT + slot, section.model, flags, note)
 
 

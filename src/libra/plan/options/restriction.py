@@ -1,8 +1,8 @@
 """The menu as far as one framework can carry it out.
 
-Invariant: a request without a framework keeps its menu. With one, every plan on the menu can be exported for it: what
-`permitted` and `whole_node_counts` leave out of the layouts, and `restricted` of the rest, has its reason among the
-rejected.
+Invariant: a request without a framework keeps its menu. With one, every plan for nodes of one class can be exported for
+it: what `permitted` and `whole_node_counts` leave out of the layouts, and `restricted` of the rest, has its reason
+among the rejected.
 """
 
 from __future__ import annotations
