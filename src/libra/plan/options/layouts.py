@@ -153,10 +153,11 @@ class _LayoutSpace:
         framework = recipe.carried_by
         counts = whole_node_counts(framework, nodes, device_counts(nodes.gpus, nodes.count))
         family, table = members_of(families, counts, recipe.batch)
-        allowed = permitted(framework, table, recipe.batch)
         foreign = ~foreseen(framework, families)
-        foreign[family[allowed]] = False  # a single rank needs no sharding, whatever its family is called
-        family, table = family[allowed], table.take(allowed)
+        if framework.families:
+            allowed = permitted(framework, table, recipe.batch)
+            foreign[family[allowed]] = False  # a single rank needs no sharding, whatever its family is called
+            family, table = family[allowed], table.take(allowed)
 
         def memory(layouts: LayoutTable) -> Mapping[str, Array]:
             return memory_columns(
