@@ -21,6 +21,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from libra.cli.app import app
+from libra.config.frameworks import FRAMEWORKS
 from libra.config.recipe import Recipe
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
@@ -223,6 +224,20 @@ def test_the_keys_of_a_request_are_those_of_the_recipe() -> None:
             assert not stated
         elif field.default_factory is None and field.default is not None:
             assert yaml.safe_load(stated.strip("`")) == field.default
+
+
+def test_the_table_of_frameworks_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
+    assert rows == [
+        (
+            name,
+            it.restriction or "nothing",
+            f"`{it.router}`" if it.router else "none: `cmlfq` of `libra route`",
+            it.staleness or "none",
+        )
+        for name, it in FRAMEWORKS.items()
+    ]
 
 
 def test_the_cluster_in_the_planning_page_is_one(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from libra.choose.choice import ChoiceProgress, choose_plan
 from libra.choose.effort import Effort
 from libra.cli.lenders import load_lenders
 from libra.cli.output import reading, told_before
+from libra.config.frameworks import framework_named
 from libra.config.recipe import Recipe, load_recipe
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
@@ -41,11 +42,12 @@ def plan_cluster(
     solver: Solver,
     notes: list[str],
     router: str | None,
+    framework: str | None,
     simulated: tuple[float, int | None, int] | None,
 ) -> tuple[Plan, LogEvidence]:
     """`simulated` are seconds, processes and seed of the comparison by simulation; None: none is made."""
     cluster, shape = load_cluster(where), load_model(model)
-    recipe = _recipe(request, shape.max_context, notes)
+    recipe = _recipe(request, shape.max_context, framework, notes)
     lenders = load_lenders(where, cluster)
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
@@ -103,14 +105,16 @@ def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recip
     if router is not None:
         recipe = recipe.model_copy(update={"router": router})
     policy = load_policy(recipe.router)
-    if not looks_at_buckets(policy) and recipe.max_buckets > 1:
+    if not looks_at_buckets(policy) and recipe.max_buckets > 1 and recipe.router_given:
         notes.append(f"{recipe.router} does not look at buckets: all engines have one size, and serve all lengths")
         recipe = recipe.model_copy(update={"max_buckets": 1})
     return recipe, policy
 
 
-def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
+def _recipe(request: Path | None, max_context: int, framework: str | None, notes: list[str]) -> Recipe:
+    framework_named(framework)  # an unknown name is refused as the option's, not as a key of the file
+    changes = {} if framework is None else {"framework": framework}
     if request is not None:
-        return load_recipe(request)
+        return load_recipe(request, changes)
     notes.append(f"no --request: 512 trajectories a step, 16 a prompt, up to {max_context:,} tokens, asynchronous")
-    return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)
+    return Recipe(batch=512, samples_per_prompt=16, max_length=max_context, framework=framework)

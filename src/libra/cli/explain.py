@@ -56,6 +56,7 @@ def explain(
         lender_sentences,
         routing_sentence,
     )
+    from libra.report.framework_words import framework_sentence
     from libra.report.plan_headline import disagreement, finalist_rows, little_evidence
     from libra.report.plan_headline import headline as plan_headline
 
@@ -71,6 +72,7 @@ def explain(
             change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step, both predicted"
         beside = None if own_split is None else against(found, parse_split(own_split))
         explanation = explain_plan(found)
+        answer = (*plan_headline(found), *framework_sentence(explanation.framework))
         if html is not None:
             from libra.report.explain_page import explain_page
 
@@ -78,7 +80,7 @@ def explain(
                 explanation,
                 found.request.title,
                 [(cls.peak_context, cls.share) for cls in found.request.classes],
-                plan_headline(found),
+                answer,
                 (*disagreement(found), *little_evidence(found)),
                 finalist_rows(found),
             )
@@ -92,7 +94,7 @@ def explain(
         return
     console = Console()
     alternate = alternation(explanation.plan.predicted)
-    for line in (*plan_headline(found), *disagreement(found), *little_evidence(found)):
+    for line in (*answer, *disagreement(found), *little_evidence(found)):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     lines = (change, fixed, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation))
     own = () if beside is None else against_sentences(beside)

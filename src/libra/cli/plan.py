@@ -79,6 +79,14 @@ def plan(
             "--router", help="Policy that will route the turns (default: the request's): its name, or path.py:Class."
         ),
     ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="NAME",
+            help="Plan only what this framework can do, such as verl, slime, prime-rl or trl (as in libra export).",
+        ),
+    ] = None,
     simulate_for: Annotated[
         float,
         typer.Option(
@@ -118,8 +126,10 @@ def plan(
     from libra.cli.cluster_plan import plan_cluster
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.explained import bound_and_pools
+    from libra.plan.explain.framework_cost import framework_cost
     from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
+    from libra.report.framework_words import framework_sentence
     from libra.report.plan_headline import disagreement, headline, little_evidence
     from libra.report.plan_table import log_notes, plan_tables
 
@@ -134,6 +144,8 @@ def plan(
                 raise ConfigError("--host is for engines on GPUs; a run's profile.json has all that was measured")
             if router is not None:
                 raise ConfigError("--router is for a cluster of GPUs; a run's configuration says who routes")
+            if framework is not None:
+                raise ConfigError("--for is for a cluster of GPUs; libra run carries out the plans of its own runs")
             found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value, notes)
         else:
             found, evidence = plan_cluster(
@@ -149,6 +161,7 @@ def plan(
                 solver.value,
                 notes,
                 router,
+                framework,
                 None if no_simulation else (simulate_for, jobs, seed),
             )
         if confirm:
@@ -168,7 +181,8 @@ def plan(
         typer.echo(text, nl=False)
     else:
         console = Console()
-        for line in (*headline(found), *disagreement(found), *little_evidence(found)):
+        cost = framework_sentence(framework_cost(found))
+        for line in (*headline(found), *cost, *disagreement(found), *little_evidence(found)):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         for table in plan_tables(found, bound, pools):
             console.print(table)

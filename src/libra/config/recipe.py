@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from libra.config.frameworks import Framework, framework_named
 from libra.config.yaml_file import Section, read_section
 
 Mode = Literal["async", "sync", "colocated"]
@@ -31,6 +32,13 @@ _MOMENTS = {"adamw": 8, "adamw_bf16": 4, "sgd": 0}  # two in fp32, two in bf16, 
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+DEFAULT_ROUTER = "cmlfq"
+
+
+def _router_of(framework: str | None) -> str:
+    """The router of a request that names none: the one that its framework brings."""
+    return framework_named(framework).router or DEFAULT_ROUTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +92,38 @@ class Recipe(Section):
     # Whether a bucket may be a prefill/decode pair: prompts are computed on some engines, tokens generated on others.
     prefill_decode: bool = Field(default=False, strict=True)
     max_buckets: _Count = 4  # ranges of final context with engines of their own; the router has to tell them apart
-    # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class.
-    router: Annotated[str, Field(strict=True, min_length=1)] = "cmlfq"
+    # Framework that will carry the plan out, a name of `libra.config.frameworks`: it restricts the menu. null: any.
+    framework: Annotated[str, Field(strict=True)] | None = None
+    # Policy that will route the turns: a name of `libra.route.catalogue`, or path.py:Class. By default cmlfq, or the
+    # router that the framework brings.
+    router: str = Field(default_factory=lambda given: _router_of(given["framework"]), strict=True, min_length=1)
     # Share of a trajectory's work, after its first tool return, that reaches its own bucket; null: as measured.
     router_hit: _Share | None = None
+
+    @field_validator("framework")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        framework_named(name)
+        return name
+
+    @model_validator(mode="after")
+    def _suits_framework(self) -> Self:
+        can = self.carried_by
+        if self.framework is None:
+            return self
+        if self.mode == "colocated":
+            raise ValueError(
+                f"mode is colocated, but plans for {can.name} give training devices of its own: set mode to async or"
+                " sync, or leave framework out"
+            )
+        if self.prefill_decode and not can.pairs:
+            raise ValueError(f"prefill_decode is true, but {can.name} has no prefill/decode pairs: leave it out")
+        if can.most_staleness is not None and self.staleness > can.most_staleness:
+            raise ValueError(
+                f"staleness is {self.staleness}, but {can.name} bounds it by {can.most_staleness} at most: lower it, or"
+                " leave framework out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -125,7 +161,26 @@ class Recipe(Section):
             written.pop("prefill_decode", None)
         if self.kv_cache_dtype == "auto":
             written.pop("kv_cache_dtype", None)
+        if self.framework is None:
+            written.pop("framework", None)
+        elif not self.router_given:
+            written.pop("router", None)
         return written
+
+    @property
+    def carried_by(self) -> Framework:
+        """Capabilities of the framework that will carry the plan out."""
+        return framework_named(self.framework)
+
+    @property
+    def router_given(self) -> bool:
+        """Whether the request names its router, rather than taking the framework's."""
+        return self.framework is None or "router" in self.model_fields_set
+
+    def without_framework(self) -> Recipe:
+        """The same recipe for any framework; a router that came with the framework goes with it."""
+        kept = {name: getattr(self, name) for name in self.model_fields_set if name != "framework"}
+        return Recipe(**kept)
 
     @property
     def prompts(self) -> int:

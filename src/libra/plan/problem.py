@@ -248,6 +248,7 @@ class Problem:
     one_bucket_per_shape: bool = False  # set where an engine's shape alone determines its bucket
     most_buckets: int | None = None  # None: the number of classes
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    restriction: str = ""  # what was left out of the menu, and the remedy: named where no plan exists
 
     def __post_init__(self) -> None:
         require_at_least(0, staleness=self.staleness)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from libra.plan.allocation import Allocation
 from libra.plan.explain.alternatives import Alternative, relaxations, restrictions, splits, without_strays
@@ -19,6 +20,7 @@ from libra.plan.explain.explanation import (
     Routing,
     SmallerCluster,
 )
+from libra.plan.explain.framework_cost import framework_cost
 from libra.plan.explain.lenders import lender_views
 from libra.plan.explain.views import bound_of, bucket_views, plan_view, pool_views
 from libra.plan.explain.what_if import one_node_fewer, one_node_more, one_version_more, smallest_cluster
@@ -45,7 +47,7 @@ def explain_plan(plan: Plan) -> Explanation:
     require_answer(plan, menu.problem)
     if isinstance(request, SlotRequest):
         return explain(menu.problem, plan.solution)
-    return explain(
+    explanation = explain(
         menu.problem,
         plan.solution,
         larger=one_node_more(request),
@@ -55,6 +57,7 @@ def explain_plan(plan: Plan) -> Explanation:
         smallest=smallest_cluster(request, plan.predicted.step),
         lenders=lender_views(menu, plan.allocation),
     )
+    return replace(explanation, framework=framework_cost(plan))
 
 
 def bound_and_pools(plan: Plan) -> tuple[Bound, tuple[PoolView, ...]]:

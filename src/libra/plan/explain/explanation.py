@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.plan.explain.framework_cost import FrameworkCost
 from libra.plan.problem import Family
 from libra.plan.solution import Bottleneck, Prediction, Proof, StepPart
 
@@ -167,3 +168,4 @@ class Explanation:
     rejected: tuple[RejectedKind, ...]  # the commonest kind first
     synchronous: bool
     lenders: tuple[LenderView, ...] = ()
+    framework: FrameworkCost | None = None  # None: the plan is for no framework

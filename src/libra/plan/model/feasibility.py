@@ -41,20 +41,27 @@ def require_feasible(problem: Problem) -> None:
         return
     stated = "; ".join(constraint.text for constraint in conflicting)
     if len(conflicting) == 1:
-        raise InfeasiblePlanError(f"{stated}: {_REMEDIES.get(conflicting[0].family, 'add devices')}")
+        raise _infeasible(problem, f"{stated}: {_REMEDIES.get(conflicting[0].family, 'add devices')}")
     shared = "" if problem.colocated or problem.use_all_devices else ", or share devices (mode: colocated)"
-    raise InfeasiblePlanError(
+    raise _infeasible(
+        problem,
         f"these conflict, and without any one of them there would be a plan: {stated}:"
-        f" add devices, ask for less{shared}"
+        f" add devices, ask for less{shared}",
     )
 
 
-def all_devices_conflict() -> InfeasiblePlanError:
+def all_devices_conflict(problem: Problem) -> InfeasiblePlanError:
     """The error for problems whose every plan leaves a device idle, where none may."""
-    return InfeasiblePlanError(
+    return _infeasible(
+        problem,
         "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
-        " allow idle devices, or add smaller engine shapes or training options"
+        " allow idle devices, or add smaller engine shapes or training options",
     )
+
+
+def _infeasible(problem: Problem, conflict: str) -> InfeasiblePlanError:
+    """The error, with what was left out of the menu."""
+    return InfeasiblePlanError("; ".join(words for words in (conflict, problem.restriction) if words))
 
 
 def conflict(problem: Problem) -> tuple[Constraint, ...]:

@@ -42,7 +42,7 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
     allocation, disproven = keeps_step(problem, trial), 0.0
     while allocation is None:
         if trial == ample:
-            raise all_devices_conflict()
+            raise all_devices_conflict(problem)
         disproven, trial = trial, min(2 * trial, ample)
         allocation = keeps_step(problem, trial)
     step = price(problem, allocation).step

@@ -168,7 +168,7 @@ class _Search:
     def _nothing_found(self) -> Exception:
         if not self.complete:
             return RuntimeError(_NO_TIME)
-        return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict()
+        return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict(self._problem)
 
     def _cheapest(self, candidate: Candidate, step: float, weights: Floats) -> Allocation | None:
         """The cover with the least weight, if it is a plan, else None. It often is, and no search is needed."""

@@ -29,6 +29,7 @@ from libra.plan.options.layouts import Layouts, rejected_layouts, training_layou
 from libra.plan.options.lent import availability, lent_options
 from libra.plan.options.menu import LentEngine, Menu, PrefillDecodePair, Rejected, check_classes, most_buckets, reach
 from libra.plan.options.pairs import pair_options
+from libra.plan.options.restriction import restricted, restriction_words
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 from libra.route.catalogue import check_policy, is_path
 
@@ -173,7 +174,8 @@ class ClusterRequest:
             training += menu.options
             layouts.update(menu.chosen)
         if not training:
-            raise InfeasiblePlanError(_nothing_trains(model, self.rejected_layouts()))
+            nothing = _nothing_trains(model, self.rejected_layouts())
+            raise InfeasiblePlanError("; ".join(it for it in (nothing, restriction_words(recipe.carried_by)) if it))
         if not engines:
             raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
         pairs: tuple[PrefillDecodePair, ...] = ()
@@ -215,7 +217,8 @@ class ClusterRequest:
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
-        return Menu(problem, layouts, tuple(rejected_engines), tuple(lent), pairs, availability(lent))
+        everything = Menu(problem, layouts, tuple(rejected_engines), tuple(lent), pairs, availability(lent))
+        return restricted(everything, recipe.carried_by, self.cluster.nodes)
 
     def layouts(self) -> dict[str, Layouts]:
         """The training half of the menu, by class of nodes."""

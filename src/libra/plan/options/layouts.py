@@ -30,6 +30,7 @@ from libra.hardware.parallel import Array, LayoutTable, ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
 from libra.plan.options.menu import Rejected, RejectionKind
+from libra.plan.options.restriction import foreseen, permitted, rejected_family, rejected_parts, whole_node_counts
 from libra.plan.problem import TrainingOption
 
 _GB = 1e9
@@ -70,7 +71,7 @@ def training_layouts(
         key = f"{nodes.name}/{layout.family}", layout.dp
         table = LayoutTable.of([layout])
         small_enough = layout.devices <= nodes.devices and _total(space.memory(table))[0] <= nodes.gpu.memory
-        if key not in chosen and small_enough:
+        if key not in chosen and small_enough and _may_train(recipe, nodes, layout):
             chosen[key] = layout
             steps.append(step_table(work, table).seconds(0))
     tails = _tail_seconds(work, recipe, classes, tuple(chosen.values()))
@@ -112,12 +113,16 @@ def rejected_layouts(
         reason = f"takes {seconds:.4g} s on {layout.devices} devices; {fewer} is as fast on fewer"
         rejected.append(Rejected(layout.name, "slower", reason))
     families = space.families
+    rejected += rejected_parts(recipe.carried_by, nodes, recipe.batch)
+    foreign = dict.fromkeys(np.flatnonzero(space.foreign).tolist(), rejected_family(recipe.carried_by))
     too_large = _too_large(families, space.memory, nodes, recipe.batch)
     slower = _slower(space)
     chosen_families = set(space.owner[space.kept].tolist())
     for at in range(len(families)):
         reasons = [found[at] for found in (too_large, slower) if at in found]
         kind: RejectionKind = "slower" if at in slower else "does not fit"
+        if at in foreign:
+            reasons, kind = [foreign[at]], "framework"
         if not reasons and at not in chosen_families:
             reasons = ["no priced number of devices holds whole replicas of it and two or more ranks to shard over"]
             kind = "does not divide"
@@ -133,6 +138,7 @@ class _LayoutSpace:
     work: Work
     memory: Callable[[LayoutTable], Mapping[str, Array]]  # bytes of a device, by item
     families: LayoutTable
+    foreign: NDArray[np.bool_]  # [family] whether the framework has none of its layouts
     priced: LayoutTable
     owner: NDArray[np.intp]  # [priced] its family
     used: Array  # [priced] devices
@@ -144,7 +150,14 @@ class _LayoutSpace:
     def of(cls, model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> _LayoutSpace:
         work = _work(model, nodes, recipe, classes)
         families = families_of(model, nodes, recipe.max_length)
-        family, table = members_of(families, device_counts(nodes.gpus, nodes.count), recipe.batch)
+        framework = recipe.carried_by
+        counts = whole_node_counts(framework, nodes, device_counts(nodes.gpus, nodes.count))
+        family, table = members_of(families, counts, recipe.batch)
+        foreign = ~foreseen(framework, families)
+        if framework.families:
+            allowed = permitted(framework, table, recipe.batch)
+            foreign[family[allowed]] = False  # a single rank needs no sharding, whatever its family is called
+            family, table = family[allowed], table.take(allowed)
 
         def memory(layouts: LayoutTable) -> Mapping[str, Array]:
             return memory_columns(
@@ -161,7 +174,14 @@ class _LayoutSpace:
             if seconds < shortest:
                 kept.append(row)
                 shortest = seconds
-        return cls(work, memory, families, priced, family[fits], used, steps.total, best, kept)
+        return cls(work, memory, families, foreign, priced, family[fits], used, steps.total, best, kept)
+
+
+def _may_train(recipe: Recipe, nodes: NodeClass, layout: ParallelLayout) -> bool:
+    """Whether the framework can be given the layout on these nodes."""
+    framework = recipe.carried_by
+    counts = whole_node_counts(framework, nodes, [layout.devices])
+    return bool(counts) and bool(permitted(framework, LayoutTable.of([layout]), recipe.batch)[0])
 
 
 def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> Work:

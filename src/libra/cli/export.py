@@ -1,0 +1,72 @@
+"""`libra export`: a plan in the words of another framework."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libra.cli.errors import bad_input
+from libra.cli.output import STDOUT, check_writable, write_text
+from libra.config.input_file import read_input
+
+_ENGINES = (".yaml", ".yml")
+
+
+def export(
+    plan: Annotated[
+        Path,
+        typer.Argument(metavar="PLAN", help="plan.json of `libra plan`; with --for vllm also a YAML file of engines."),
+    ],
+    framework: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="NAME",
+            help="slime, miles, vime, verl, prime-rl, skyrl, trl, nemo-rl, areal or vllm.",
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file; - is standard output.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print framework, format, GPUs and text as JSON on standard output.")
+    ] = False,
+) -> None:
+    """Write a plan as arguments, overrides or a file of the framework that will carry it out.
+
+    Plan for it with `libra plan --for NAME`, so that nothing stands in the way. Hosts are placeholders; models, data,
+    rewards and optimisers stay yours. With --for vllm each engine is a line of `vllm serve`.
+
+    Exit status: 0 done, 2 bad input, or a plan that the framework cannot express (the message names the part).
+    """
+    from libra.config.frameworks import framework_named
+    from libra.config.yaml_file import ConfigError
+    from libra.export.table import export as exported
+    from libra.export.vllm import engines_script
+    from libra.plan.plan import parse_plan
+
+    if output == STDOUT:
+        output = None
+    try:
+        framework_named(framework)
+        check_writable(output, reads=(plan,))
+        answer: dict[str, object] = {"framework": framework}
+        if plan.suffix in _ENGINES:
+            if framework != "vllm":
+                raise ConfigError(f"{plan}: a file of engines is for --for vllm only; give a plan.json of libra plan")
+            answer |= {"format": "sh", "text": engines_script(plan)}
+        else:
+            made = exported(parse_plan(read_input(plan), where=str(plan)), framework)
+            split = made.split
+            gpus = {"train": split.train_gpus, "rollout": split.rollout_gpus, "idle": split.idle_gpus}
+            answer |= {"format": made.format, "gpus": gpus, "text": made.text}
+        text = json.dumps(answer) + "\n" if as_json else str(answer["text"])
+        if output is not None:
+            write_text(output, str(answer["text"]))
+    except (ConfigError, ValueError, OSError) as error:
+        bad_input(error)
+    if output is None or as_json:
+        typer.echo(text, nl=False)

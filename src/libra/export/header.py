@@ -1,0 +1,36 @@
+"""The comment that opens what is written: the split, and what of the plan is left to its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from libra.config.recipe import Recipe
+from libra.export.split import DeviceSplit
+
+# Keys of a recipe that training or engines must have as the plan assumes; what is left out is known from the layout.
+_ASSUMED = ("dtype", "rollout_dtype", "kv_cache_dtype", "optimiser", "reference", "kv_on_update", "early_gradients")
+
+
+def header(split: DeviceSplit, written: Collection[str]) -> str:
+    """Comment lines, in the syntax that shell, TOML and YAML share. `written` are keys of the recipe that the text says
+    itself; others that differ from the defaults of a recipe are named."""
+    framework, recipe = split.framework, split.recipe
+    lines = [
+        f"{split.title}: {split.train_gpus} GPUs train, {split.rollout_gpus} generate, {split.idle_gpus} idle.",
+        f"Written by libra export --for {framework.name}. The plan routes by {recipe.router}.",
+    ]
+    if framework.router is not None and recipe.router != framework.router:
+        lines.append(f"{framework.name} routes by {framework.router}: put `libra route` before the engines.")
+    unsaid = list(_unsaid(split, written))
+    if unsaid:
+        lines.append(f"The plan also assumes, and this does not say: {', '.join(unsaid)}.")
+    return "".join(f"# {' '.join(line.split())}\n" for line in lines)
+
+
+def _unsaid(split: DeviceSplit, written: Collection[str]) -> Iterator[str]:
+    for key in _ASSUMED:
+        value = getattr(split.recipe, key)
+        if key not in written and value != Recipe.model_fields[key].default:
+            yield f"{key} {value}"
+    if split.layout.recompute == "selective" and split.family not in ("", "Megatron") and "recompute" not in written:
+        yield "recomputation of norms and the gated product alone"

@@ -1,0 +1,100 @@
+"""One engine as a line that starts it.
+
+Flags: vLLM 0.32, `vllm/engine/arg_utils.py`; the parser of the installed vLLM reads them in `tests/export`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra.config.recipe import Recipe
+from libra.export.split import DeviceSplit, Engines
+
+FIRST_PORT = 8000
+_SIDE_CHANNEL = 5600
+# Engines with roles pass KV on by NIXL, vLLM's own connector for that.
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+Flag = bool | int | float | str | Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLine:
+    """`vllm serve` on some GPUs of one node. A flag that is True has no value, one that is False is not given."""
+
+    host: str  # a placeholder: the class of nodes and the node's number
+    gpus: Sequence[int]
+    port: int
+    model: str
+    flags: Mapping[str, Flag]
+    note: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        """The shell line, without the note."""
+        words = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))}"]
+        environment = {**self.environment, **self._side_channel}
+        words += [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        words += ["vllm serve", shlex.quote(self.model)]
+        for name, value in self.flags.items():
+            if value is not False:
+                words.append(f"--{name}" if value is True else f"--{name} {_written(value)}")
+        return " ".join((*words, f"--port {self.port}"))
+
+    @property
+    def _side_channel(self) -> dict[str, str]:
+        """Address at which an engine offers its KV: one port for each of its data-parallel ranks, at most eight."""
+        if "kv-transfer-config" not in self.flags:
+            return {}
+        port = _SIDE_CHANNEL + 8 * (self.port - FIRST_PORT)
+        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+
+
+def _written(value: Flag) -> str:
+    return shlex.quote(json.dumps(value) if isinstance(value, Mapping) else str(value))
+
+
+def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
+    """The flags of one of a plan's engines."""
+    flags: dict[str, Flag] = {
+        "tensor-parallel-size": engines.tp,
+        "max-num-seqs": engines.max_num_seqs,
+        "max-num-batched-tokens": recipe.max_batched_tokens,
+        "max-model-len": engines.up_to,
+        "gpu-memory-utilization": recipe.gpu_memory_utilization,
+    }
+    if recipe.dtype == "fp16" and recipe.rollout_dtype is None:
+        flags["dtype"] = "float16"
+    if recipe.rollout_dtype not in (None, "bf16"):
+        flags["quantization"] = str(recipe.rollout_dtype)
+    if recipe.kv_cache_dtype != "auto":
+        flags["kv-cache-dtype"] = recipe.kv_cache_dtype
+    if engines.role != "generate":
+        flags["kv-transfer-config"] = TRANSFER
+    return flags
+
+
+def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mapping[str, Flag]) -> tuple[ServeLine, ...]:
+    """A line for each engine of the plan, by bucket; `environment` and `more` flags are given to all. Ports count from
+    `FIRST_PORT` on each node."""
+    lines = []
+    used: dict[str, int] = {}
+    for engines in split.engines:
+        flags = engine_flags(split.recipe, engines) | dict(more)
+        for place in engines.places:
+            host = f"{place.pool}-{place.nodes[0]}"
+            port = FIRST_PORT + used.setdefault(host, 0)
+            used[host] += 1
+            role = "" if engines.role == "generate" else f"{engines.role}, "
+            note = f"{role}contexts of up to {engines.up_to:,} tokens"
+            lines.append(ServeLine(host, place.gpus, port, split.model, flags, note, environment))
+    return tuple(lines)
+
+
+def script(lines: Sequence[ServeLine]) -> str:
+    """The lines, each under a comment that says on which node it is to run."""
+    return "".join(f"# on {line.host}{f': {line.note}' if line.note else ''}\n{line.command}\n" for line in lines)

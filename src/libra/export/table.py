@@ -1,0 +1,62 @@
+"""The frameworks that plans can be written for, and who writes them.
+
+A new framework is a row of `libra.config.frameworks`, a module with a function `emit` here, and a row below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from libra.config.frameworks import framework_named
+from libra.export import areal, nemo_rl, prime_rl, skyrl, slime, trl, verl, vllm
+from libra.export.header import header
+from libra.export.split import DeviceSplit, split_of
+from libra.plan.plan import Plan
+
+Format = Literal["sh", "toml", "yaml"]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """The writer of one framework, and the syntax of what it writes."""
+
+    emit: Callable[[DeviceSplit], str]
+    format: Format
+    written: frozenset[str] = frozenset()  # keys of the recipe that only some writers have words for
+
+
+EMITTERS: Mapping[str, Emitter] = MappingProxyType(
+    {
+        "slime": Emitter(slime.emit, "sh"),
+        "miles": Emitter(slime.emit, "sh"),
+        "vime": Emitter(slime.emit, "sh"),
+        "verl": Emitter(verl.emit, "sh"),
+        "prime-rl": Emitter(prime_rl.emit, "toml", frozenset({"recompute"})),
+        "skyrl": Emitter(skyrl.emit, "sh"),
+        "trl": Emitter(trl.emit, "sh", frozenset({"dtype", "rollout_dtype", "kv_cache_dtype"})),
+        "nemo-rl": Emitter(nemo_rl.emit, "yaml", frozenset({"kv_on_update"})),
+        "areal": Emitter(areal.emit, "sh"),
+        "vllm": Emitter(vllm.emit, "sh", frozenset({"dtype", "rollout_dtype", "kv_cache_dtype"})),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A plan in the words of a framework."""
+
+    split: DeviceSplit
+    format: Format
+    text: str
+
+
+def export(plan: Plan, name: str) -> Exported:
+    """The plan for the framework of this name. Raises ValueError for an unknown name and `ExportError` for a plan that
+    the framework cannot express."""
+    framework = framework_named(name)
+    emitter = EMITTERS[framework.name]
+    split = split_of(plan, framework)
+    return Exported(split, emitter.format, header(split, emitter.written) + emitter.emit(split))

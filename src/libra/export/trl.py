@@ -1,0 +1,88 @@
+"""Files, engine lines and arguments for TRL's AsyncGRPO: accelerate.yaml, gateway.yaml and `AsyncGRPOConfig`.
+
+Keys: TRL 1.16.0, `trl/experimental/async_grpo/async_grpo_config.py` and `trl/accelerate_configs/fsdp2.yaml`, whose keys
+are accelerate's (1.15). Its trainer talks to one URL, and needs the engines' control endpoints: VLLM_SERVER_DEV_MODE
+and weight transfer by NCCL, as `docs/source/async_grpo_trainer.md` starts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+
+from libra.export.serve_line import Flag, ServeLine, script, serve_lines
+from libra.export.shell import file
+from libra.export.split import DeviceSplit
+
+_GATEWAY = "http://GATEWAY:9000"
+
+
+def emit(split: DeviceSplit) -> str:
+    """A script of bash: two files, the engines' lines, and the arguments of `AsyncGRPOConfig` as a comment."""
+    transfer: dict[str, Flag] = {"weight-transfer-config": {"backend": "nccl"}, "logprobs-mode": "processed_logprobs"}
+    lines = serve_lines(split, {"VLLM_SERVER_DEV_MODE": "1"}, transfer)
+    accelerate = yaml.safe_dump(_accelerate(split), sort_keys=False)
+    gateway = yaml.safe_dump(_gateway(split, lines), sort_keys=False, width=120)
+    arguments = "".join(f"#   {key}={value!r},\n" for key, value in config(split).items())
+    return (
+        file("accelerate.yaml", accelerate)
+        + file("gateway.yaml", gateway)
+        + script(lines)
+        + "# libra route gateway.yaml\n"
+        + "# accelerate launch --config_file accelerate.yaml train.py, where train.py has AsyncGRPOConfig(\n"
+        + f"{arguments}# )\n"
+    )
+
+
+def config(split: DeviceSplit) -> dict[str, object]:
+    """Arguments of `AsyncGRPOConfig` that the plan decides."""
+    recipe, layout = split.recipe, split.layout
+    return {
+        "vllm_server_base_url": _GATEWAY,
+        "num_generations": recipe.samples_per_prompt,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": recipe.batch // layout.dp,
+        "token_budget": max(layout.micro_tokens, recipe.max_length),
+        "gradient_checkpointing": layout.recompute != "none",
+        "max_staleness": recipe.staleness,
+        "max_inflight_tasks": recipe.concurrency or recipe.batch * (1 + recipe.staleness),
+        "weight_sync_steps": 1,
+    }
+
+
+def _accelerate(split: DeviceSplit) -> dict[str, object]:
+    nodes, _ = split.train_shape
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": split.layout.sharding == "zero3",
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+        },
+        "mixed_precision": split.recipe.dtype if split.recipe.dtype != "fp32" else "no",
+        "num_machines": nodes,
+        "num_processes": split.train_gpus,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "main_training_function": "main",
+    }
+
+
+def _gateway(split: DeviceSplit, lines: Sequence[ServeLine]) -> dict[str, object]:
+    """The file of `libra route`; hosts are placeholders."""
+    of = [group for group in split.engines for _ in group.places]
+    engines = [
+        {
+            "name": f"{line.host}-{line.port}",
+            "url": f"http://{line.host}:{line.port}/v1",
+            "max_model_len": group.up_to,
+            "bucket": group.bucket,
+        }
+        for line, group in zip(lines, of, strict=True)
+    ]
+    limits = sorted({group.up_to for group in split.engines})
+    return {"engines": engines, "limits": limits, "route": split.recipe.router}

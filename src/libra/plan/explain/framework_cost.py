@@ -1,0 +1,40 @@
+"""Cost of planning for a framework: the predicted step of what it can do, against that of any plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from libra.plan.loan import solve_loans
+from libra.plan.model.solve import solve
+from libra.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkCost:
+    """The restriction of a framework, and predicted seconds of a step under it and without it."""
+
+    framework: str
+    restriction: str  # in words; empty where nothing is left out
+    router: str
+    step: float  # the shortest predicted one of the plans that were compared
+    free: float  # of the best plan without the framework, under `free_router`
+    free_router: str
+
+    @property
+    def share(self) -> float:
+        """Share by which the step is longer than without the framework."""
+        return self.step / self.free - 1 if self.free > 0 else 0.0
+
+
+def framework_cost(plan: Plan) -> FrameworkCost | None:
+    """The cost of the framework that the plan was made for, by solving its request once more without it; None where the
+    request names no framework."""
+    if plan.request.kind != "cluster" or plan.request.recipe.framework is None:
+        return None
+    request, recipe = plan.request, plan.request.recipe.without_framework()
+    same = recipe.router == request.recipe.router
+    free = replace(request, recipe=recipe, recall=request.recall if same else ())
+    found = solve_loans(free.menu(), lambda problem: solve(problem, tie_break=False))
+    step = min([plan.predicted.step, *(finalist.predicted for finalist in plan.finalists)])
+    can = request.recipe.carried_by
+    return FrameworkCost(can.name, can.restriction, request.recipe.router, step, found.predicted.step, recipe.router)

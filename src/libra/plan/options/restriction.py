@@ -1,0 +1,118 @@
+"""The menu as far as one framework can carry it out.
+
+Invariant: a request without a framework keeps its menu. With one, every plan for nodes of one class can be exported for
+it: what `permitted` and `whole_node_counts` leave out of the layouts, and `restricted` of the rest, has its reason
+among the rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.config.frameworks import Framework, TrainingFamily
+from libra.hardware.cluster import NodeClass
+from libra.hardware.parallel import SHARDING, LayoutTable, ParallelLayout
+from libra.plan.options.menu import Menu, Rejected
+
+Mask = NDArray[np.bool_]
+
+
+def permitted(framework: Framework, layouts: LayoutTable, batch: int) -> Mask:
+    """[layout] whether a family of the framework has it, and its ranks divide the batch."""
+    if not framework.families:
+        return np.ones(len(layouts), dtype=bool)
+    found: Mask = foreseen(framework, layouts) & (batch % layouts.dp == 0)
+    return found
+
+
+def foreseen(framework: Framework, layouts: LayoutTable) -> Mask:
+    """[layout] whether a family of the framework has it."""
+    if not framework.families:
+        return np.ones(len(layouts), dtype=bool)
+    found: Mask = np.any([_has(family, layouts) for family in framework.families], axis=0)
+    return found
+
+
+def family_of(framework: Framework, layout: ParallelLayout) -> TrainingFamily | None:
+    """The first of the framework's families that has the layout; None where it has no such layout."""
+    table = LayoutTable.of([layout])
+    return next((family for family in framework.families if _has(family, table)[0]), None)
+
+
+def _has(family: TrainingFamily, layouts: LayoutTable) -> Mask:
+    shardings = [SHARDING.index(name) for name in SHARDING if name in family.shardings]
+    has: Mask = np.isin(layouts.sharding, shardings) | (layouts.dp * layouts.cp == 1)
+    degrees = (
+        (family.tensor, layouts.tp),
+        (family.pipeline, layouts.pp),
+        (family.context, layouts.cp),
+        (family.experts, layouts.ep),
+    )
+    for there, degree in degrees:
+        if not there:
+            has = has & (degree == 1)
+    return has
+
+
+def takes_whole_nodes(framework: Framework, nodes: NodeClass) -> bool:
+    """Whether training and rollout share no node of this class. A single node has to be shared."""
+    return framework.whole_nodes and nodes.count > 1
+
+
+def whole_node_counts(framework: Framework, nodes: NodeClass, counts: Sequence[int]) -> tuple[int, ...]:
+    """Those of the numbers of training devices that the framework can be given."""
+    if not takes_whole_nodes(framework, nodes):
+        return tuple(counts)
+    return tuple(count for count in counts if count % nodes.gpus == 0)
+
+
+def rejected_parts(framework: Framework, nodes: NodeClass, batch: int) -> tuple[Rejected, ...]:
+    """Parts of nodes and of the batch that training is not offered, with the reason."""
+    found = []
+    if takes_whole_nodes(framework, nodes) and nodes.gpus > 1:
+        reason = f"{framework.name} trains on whole nodes of {nodes.gpus} GPUs"
+        found.append(Rejected(f"{nodes.name}/part of a node", "framework", reason))
+    if framework.families:
+        reason = f"{framework.name} gives every data-parallel rank an equal part of the batch of {batch} trajectories"
+        found.append(Rejected(f"{nodes.name}/dp that does not divide the batch", "framework", reason))
+    return tuple(found)
+
+
+def rejected_family(framework: Framework) -> str:
+    """Why a layout is of no use to the framework."""
+    names = " or ".join(family.name for family in framework.families)
+    return f"{framework.name} trains by {names}, which has no such layout"
+
+
+def restricted(menu: Menu, framework: Framework, classes: Sequence[NodeClass]) -> Menu:
+    """The menu without lent engines, which no framework can start; with one engine size and no idle device where the
+    framework asks for that."""
+    if not framework.name:
+        return menu
+    problem = menu.problem
+    lent = problem.lent
+    reason = f"it is lent, and {framework.name} starts engines on nodes of its own only"
+    return replace(
+        menu,
+        problem=replace(
+            problem,
+            engines=tuple(option for option in problem.engines if option.shape not in lent),
+            most_buckets=problem.most_buckets if framework.mixed_engines else 1,
+            use_all_devices=any(takes_whole_nodes(framework, nodes) for nodes in classes),
+            restriction=restriction_words(framework),
+        ),
+        rejected=(*menu.rejected, *(Rejected(shape, "framework", reason) for shape in sorted(lent))),
+        lent=(),
+        availability=Menu(problem).availability,
+    )
+
+
+def restriction_words(framework: Framework) -> str:
+    """The restriction and its remedy, for messages that say that there is no plan; empty where nothing is left out."""
+    if not framework.restriction:
+        return ""
+    return f"for {framework.name} only {framework.restriction}: leave out framework (--for), or give another one"

@@ -1,0 +1,24 @@
+"""The sentence that says what a framework costs."""
+
+from __future__ import annotations
+
+from libra.plan.explain.framework_cost import FrameworkCost
+from libra.report.words import duration, percent, printable
+
+_NOTHING = 5e-4  # relative: what the solver trades for moves and devices
+
+
+def framework_sentence(cost: FrameworkCost | None) -> tuple[str, ...]:
+    """One sentence; none where the plan is for no framework."""
+    if cost is None:
+        return ()
+    if cost.share < _NOTHING:
+        return (f"Planning for {cost.framework} costs nothing: a step is predicted to take {duration(cost.step)}.",)
+    same = cost.router == cost.free_router
+    routed = "" if same else f"turns routed by {printable(cost.router)}"
+    left = "; ".join(words for words in (cost.restriction, routed) if words)
+    other = "" if same else f", which routes by {cost.free_router}"
+    return (
+        f"Planning for {cost.framework} ({left}) makes a step {percent(cost.share)} longer: {duration(cost.step)}"
+        f" predicted, against {duration(cost.free)} without --for{other}.",
+    )
