@@ -24,7 +24,7 @@ from libra.sizing.trial import trial
 
 MODEL = load_model("Qwen/Qwen3-8B")
 DRAFTER = "Qwen/Qwen3-0.6B"
-_SMALL = GPU("Small", 22.5e9, 900e9, 100e12, 32e9, "none: of KV it holds some thousand tokens")
+_SMALL = GPU("Small", 21.5e9, 900e9, 100e12, 32e9, "none: of KV it holds some thousand tokens")
 CLUSTER = Cluster(
     (
         NodeClass("h100", 4, 4, GPUS["H100"], GPUS["H100"].link, 50e9),
