@@ -54,7 +54,7 @@ from libra.records.run_log import prediction_error
 from libra.records.schema import PeriodRecord, RunSummary, read_records
 from libra.report.live import PlainDisplay
 from libra.report.run_page import render_report
-from libra.trajectory.record import read_trajectories
+from libra.trajectory.log_file import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
 PARTS = ("wait", "checkpoint", "held", "redone", "train", "exchange", "publish")  # of a step

@@ -37,7 +37,7 @@ from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import Cause
 from libra.records.files import DiskError
 from libra.records.schema import StepRecord, read_records
-from libra.trajectory.record import read_trajectories
+from libra.trajectory.log_file import read_trajectories
 
 EVERYBODY = sorted(f"g{group}-{index}" for group in range(STEPS * PER_STEP) for index in range(SIZE))
 
