@@ -8,7 +8,7 @@ A question is a cluster, a model, a recipe and a log; each is asked with three r
 simulates as `libra plan` does. Its plan then runs in whole-run simulation beside the best plan with one size of
 engines, an even split, the greedy plan and six random plans of the menu. All run with one fresh seed; the plan, the
 one-size plan and the two fastest others also with four more. Two processes and the compiled core
-(`make compiled`), half an hour; with --promises, which runs no rivals, ten minutes.
+(`make compiled`), half an hour. --promises runs no rivals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a request for a framework means, and which ones contradict it."""
+"""Requests for a framework: their defaults, and settings that contradict them."""
 
 from __future__ import annotations
 

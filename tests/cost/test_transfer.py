@@ -116,7 +116,7 @@ def test_all_gather_moves_all_but_the_own_share() -> None:
 
 
 def reached(parts: np.ndarray) -> np.ndarray:
-    """Of two experts at most."""
+    """A token has two experts at most."""
     return np.minimum(parts, 2.0)
 
 

@@ -1,4 +1,4 @@
-"""What is written for each framework: its text, that GPUs add up in it, and what is refused."""
+"""Texts of each framework: golden files, GPUs that add up, and refusals."""
 
 from __future__ import annotations
 

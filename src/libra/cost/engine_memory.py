@@ -52,7 +52,8 @@ def kv_tokens(
     divide the model.
     """
     held = held_bytes(
-        *(model, tp),
+        model,
+        tp,
         batched_tokens=batched_tokens,
         quantization=quantization,
         pp=pp,

@@ -265,6 +265,7 @@ def _roofline(
 
 
 _A100_TABLES, _H100_TABLES = TableSystem("a100_sxm", "0.14.0"), TableSystem("h100_sxm", "0.24.0")
+_H200_TABLES, _L40S_TABLES = TableSystem("h200_sxm", "0.24.0"), TableSystem("l40s", "0.24.0")
 _BY_A100, _BY_H100 = replace(_A100_TABLES, sister="A100"), replace(_H100_TABLES, sister="H100")
 _A800_KERNELS = replace(_A100_KERNELS, source=f"{_TABLES}, those of A100 but for the link")
 _H800_KERNELS = replace(_H100_KERNELS, source=f"{_TABLES}, those of H100 but for the link")
@@ -277,12 +278,10 @@ RECORDS: Mapping[str, GPURecord] = {
         GPURecord(_A800, "ampere", _AMPERE, _A800_KERNELS, _BUS_A800, _AMPERE_TRAINING, _BY_A100),
         GPURecord(_H100, "hopper", _EIGHT, _H100_KERNELS, _BUS_H100, _HOPPER_TRAINING, _H100_TABLES),
         GPURecord(_H800, "hopper", _EIGHT, _H800_KERNELS, _BUS_A800, _HOPPER_TRAINING, _BY_H100),
-        GPURecord(
-            *(_H200, "hopper", _EIGHT, _H200_KERNELS, _BUS_H100, _HOPPER_TRAINING), TableSystem("h200_sxm", "0.24.0")
-        ),
+        GPURecord(_H200, "hopper", _EIGHT, _H200_KERNELS, _BUS_H100, _HOPPER_TRAINING, _H200_TABLES),
         _roofline(_B200, "blackwell", _BLACKWELL, TableSystem("b200_sxm", "0.24.0")),
         _roofline(_L4, "ada", _EIGHT),
-        GPURecord(*(_L40S, "ada", _EIGHT, _L40S_KERNELS, _BUS_OTHERS, _OTHER_TRAINING), TableSystem("l40s", "0.24.0")),
+        GPURecord(_L40S, "ada", _EIGHT, _L40S_KERNELS, _BUS_OTHERS, _OTHER_TRAINING, _L40S_TABLES),
         _roofline(_H20, "hopper", _EIGHT),
         _roofline(_H20_3E, "hopper", _EIGHT),
         _roofline(_B300, "blackwell", _B300_TYPES),

@@ -1,7 +1,7 @@
 """The controller's view of a worker: awaitable orders over a channel.
 
 Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
-for ever and none is told success. A worker that sends an unrequested message is given up, and what it sends after that
+for ever or gets a success. A worker that sends an unexpected message is given up, and what it sends after that
 is dropped.
 """
 

@@ -23,10 +23,8 @@ Mask = NDArray[np.bool_]
 
 def permitted(framework: Framework, layouts: LayoutTable, batch: int) -> Mask:
     """[layout] whether a family of the framework has it, and its ranks divide the batch."""
-    if not framework.families:
-        return np.ones(len(layouts), dtype=bool)
-    found: Mask = foreseen(framework, layouts) & (batch % layouts.dp == 0)
-    return found
+    found = foreseen(framework, layouts)
+    return found & (batch % layouts.dp == 0) if framework.families else found
 
 
 def foreseen(framework: Framework, layouts: LayoutTable) -> Mask:

@@ -66,7 +66,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     if tiers is not None:
         tiers.send(state.end)
     if state.trace is not None and (ticks or room.preempted):
-        _trace(state, now, order, {*room.preempted, *room.skipped, *partials}, parts, chunks, cached, room.preempted)
+        _trace(state, now, order, room, partials, parts, chunks, cached)
     if batch.requests or chunks:
         return True
     # The only request that was tried was preempted. A step that does no more takes no time, unless an iteration is
@@ -127,15 +127,16 @@ def _trace(
     state: EngineState,
     now: int,
     order: Sequence[Request],
-    gone: set[Request],
+    room: _Room,
+    partials: Sequence[Request],
     parts: Mapping[Request, int],
     chunks: Sequence[Chunk],
     cached: Sequence[tuple[int, int]],
-    preempted: Sequence[Request],
 ) -> None:
+    """Report the iteration: `order` are the running requests before it, `parts` the chunks of prompts in progress."""
     assert state.trace is not None
     generation = state.flight.generation
-    gone = (gone | {*state.ending}) - {*parts}
+    gone = {*room.preempted, *room.skipped, *state.ending, *partials} - {*parts}
     scheduled = [
         (request.number, parts[request] if request in parts else generation.row(request))
         for request in order
@@ -143,7 +144,7 @@ def _trace(
     ]
     new = [tokens for tokens, _ in chunks[len(parts) :]]
     scheduled += zip((number for number, _ in cached), new, strict=True)
-    numbers = tuple(request.number for request in preempted)
+    numbers = tuple(request.number for request in room.preempted)
     state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), state.pool.free))
 
 

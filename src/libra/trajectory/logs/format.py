@@ -84,6 +84,14 @@ def request(
     return episode(entry, str(entry.number), prompt_tokens, (turn,), task=task, started_at=arrival)
 
 
+def arrival_of(entry: LogEntry, field: str, reading: LogReading, unit: float = 1.0) -> float | None:
+    """Seconds at which a request came, in a log that counts them in `unit` seconds; None, and a remark, without."""
+    if field in entry:
+        return entry.number_of(field) * unit
+    reading.remarks["requests without a time of arrival"] += 1
+    return None
+
+
 def ended(turns: Iterable[Turn]) -> tuple[Turn, ...]:
     """The turns of an episode that is over: no turn reads what the last tool returned."""
     *before, last = turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from libra.trajectory.logs.entry import LogEntry
-from libra.trajectory.logs.format import LogFormat, LogReading, request
+from libra.trajectory.logs.format import LogFormat, LogReading, arrival_of, request
 from libra.trajectory.record import Trajectory
 
 _PROMPT, _OUTPUT, _ARRIVAL, _BLOCKS = "input_length", "output_length", "timestamp", "hash_ids"
@@ -16,9 +16,7 @@ def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[
     for entry in entries:
         if _BLOCKS in entry and entry.values(_BLOCKS):
             reading.remarks["requests whose shared blocks (hash_ids) are not kept"] += 1
-        arrival = entry.number_of(_ARRIVAL) * _MILLISECOND if _ARRIVAL in entry else None
-        if arrival is None:
-            reading.remarks["requests without a time of arrival"] += 1
+        arrival = arrival_of(entry, _ARRIVAL, reading, _MILLISECOND)
         yield request(entry, entry.tokens(_PROMPT), entry.tokens(_OUTPUT), arrival)
 
 

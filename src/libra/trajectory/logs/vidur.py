@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from libra.trajectory.logs.entry import LogEntry
-from libra.trajectory.logs.format import LogFormat, LogReading, request
+from libra.trajectory.logs.format import LogFormat, LogReading, arrival_of, request
 from libra.trajectory.record import Trajectory
 
 _PROMPT, _OUTPUT, _ARRIVAL = "num_prefill_tokens", "num_decode_tokens", "arrived_at"
@@ -13,9 +13,7 @@ _PROMPT, _OUTPUT, _ARRIVAL = "num_prefill_tokens", "num_decode_tokens", "arrived
 
 def _trajectories(entries: Iterable[LogEntry], reading: LogReading) -> Iterator[Trajectory]:
     for entry in entries:
-        arrival = entry.number_of(_ARRIVAL) if _ARRIVAL in entry else None
-        if arrival is None:
-            reading.remarks["requests without a time of arrival"] += 1
+        arrival = arrival_of(entry, _ARRIVAL, reading)
         yield request(entry, entry.tokens(_PROMPT), entry.tokens(_OUTPUT), arrival)
 
 
