@@ -9,7 +9,10 @@ STAMP := $(VENV)/.libra-installed
 TRAFFIC ?= $(LIBRA_SERVING_TRACE)
 RESULTS ?= benchmarks/results/lending-$(shell date +%F).jsonl
 
-.PHONY: help setup run test compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
+# Of `make docs`: a small virtual environment of its own, for the site needs nothing of what Libra needs.
+DOCS_VENV := build/docs-venv
+
+.PHONY: help setup run test wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +41,17 @@ compiled: setup  ## the simulator's core compiled in build/compiled, and whether
 
 test-compiled: compiled  ## the tests of the simulator and of routing on the compiled core, 10 minutes
 	PYTHONPATH=build/compiled $(VENV)/bin/python -m pytest -q -n 2 tests/sim tests/route
+
+wheels: setup  ## two wheels in dist/: one with the simulator compiled for this machine, one that runs anywhere
+	$(VENV)/bin/python -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	LIBRA_COMPILED=1 $(VENV)/bin/python -m pip wheel -q --no-build-isolation --no-deps -w dist .
+
+docs: $(DOCS_VENV)/bin/mkdocs  ## the documentation as a site in build/site; a link that leads nowhere is an error
+	$(DOCS_VENV)/bin/mkdocs build -q --strict
+
+$(DOCS_VENV)/bin/mkdocs:
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install -q --disable-pip-version-check 'mkdocs-material>=9.6,<10'
 
 fuzz: setup  ## the planner on 5,000 random problems, against brute force; 5,500 random simulations with faults
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py

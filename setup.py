@@ -1,4 +1,5 @@
-"""All that a wheel has is in pyproject.toml, but for this: with LIBRA_COMPILED=1 the core of the simulator is compiled.
+"""All that a wheel has is in pyproject.toml, but for two things: the examples, which `libra examples` writes, and the
+core of the simulator, which is compiled with LIBRA_COMPILED=1.
 
     LIBRA_COMPILED=1 pip wheel --no-build-isolation --no-deps .    # needs a C compiler and mypy
     make compiled                                                  # the same in build/compiled, to try and to test
@@ -11,10 +12,13 @@ derive from it.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
+EXAMPLES = Path(__file__).parent / "examples"
 SIM, ROUTE = Path("src/libra/sim"), Path("src/libra/route")
 INTERPRETED = ("__init__.py", "queues.py")  # of an engine's modules; mypyc takes no class that derives from `deque`
 CLUSTER = (
@@ -33,10 +37,20 @@ def core() -> list[str]:
     return [str(module) for module in (*engine, *others)]
 
 
+class BuildWithExamples(build_py):
+    """The packages, and the files of `examples` inside `libra`."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "libra" / "examples"
+            shutil.copytree(EXAMPLES, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+
+
 if __name__ == "__main__":
     extensions = []
     if os.environ.get("LIBRA_COMPILED") == "1":
         from mypyc.build import mypycify
 
         extensions = mypycify(core(), opt_level="3", debug_level="0", group_name="libra_sim")
-    setup(ext_modules=extensions)
+    setup(ext_modules=extensions, cmdclass={"build_py": BuildWithExamples})

@@ -19,11 +19,13 @@ from libra.cli import output
 from libra.cli.app import app
 from libra.cli.output import check_writable, reading
 from libra.config.extras import install_command
+from libra.sim.engine import engine
 
 
 def test_the_version_is_told() -> None:
     told = libra("--version")
-    assert (told.exit_code, told.stdout) == (0, f"libra {version('libra-rl')}\n")
+    kind = "interpreted" if str(engine.__file__).endswith(".py") else "compiled"
+    assert (told.exit_code, told.stdout) == (0, f"libra {version('libra-rl')} (simulator {kind})\n")
 
 
 def test_help_names_every_command() -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from libra.cli import (
     calibrate,
+    compare,
     emulation,
+    examples,
     explain,
     export,
     lend,
@@ -43,9 +46,11 @@ for command in (
     calibrate.calibrate,
     simulation.simulate,
     rehearsal.rehearse,
+    compare.compare,
     search.search,
     routing.route,
     emulation.emulate,
+    examples.examples,
 ):
     app.command()(command)
 app.add_typer(lend.app, name="lend")
@@ -54,7 +59,9 @@ app.add_typer(trace.app, name="trace")
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"libra {version('libra-rl')}")
+        core = find_spec("libra.sim.engine.engine")
+        compiled = core is not None and not str(core.origin).endswith(".py")
+        typer.echo(f"libra {version('libra-rl')} (simulator {'compiled' if compiled else 'interpreted'})")
         raise typer.Exit
 
 

@@ -1,14 +1,16 @@
-"""The plan of a cluster of GPUs, from the files and options of `libra plan`."""
+"""Plans of clusters of GPUs, from the files and options of `libra plan`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from libra.choose.choice import ChoiceProgress, choose_plan
 from libra.choose.effort import Effort
+from libra.choose.offers import Comparison, Job, compare_offers
 from libra.cli.lenders import load_lenders
 from libra.cli.output import reading, told_before
 from libra.config.frameworks import framework_named
@@ -17,6 +19,7 @@ from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
+from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.plan.explain.what_if import assume
 from libra.plan.offline import LogEvidence, gather_workload
@@ -29,36 +32,97 @@ from libra.route.policy import Policy
 from libra.trajectory import Trajectory, read_trajectories, read_workload
 
 
-def plan_cluster(
-    where: Path,
-    log: Path,
-    model: str,
-    request: Path | None,
-    profile: str,
-    host: str,
-    truncate: bool,
-    what_if: list[str],
-    longest_tool_call: float | None,
-    solver: Solver,
-    notes: list[str],
-    router: str | None,
-    framework: str | None,
-    simulated: tuple[float, int | None, int] | None,
-) -> tuple[Plan, LogEvidence]:
-    """`simulated` are seconds, processes and seed of the comparison by simulation; None: none is made."""
-    cluster, shape = load_cluster(where), load_model(model)
-    recipe = _recipe(request, shape.max_context, framework, notes)
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Files and options of `libra plan --model`, other than the cluster. `simulated` are seconds, processes and seed of
+    the comparison by simulation; None: none is made."""
+
+    log: Path
+    model: str
+    request: Path | None
+    profile: str
+    host: str
+    truncate: bool
+    longest_tool_call: float | None
+    solver: Solver
+    router: str | None
+    framework: str | None
+    simulated: tuple[float, int | None, int] | None
+
+
+def plan_cluster(where: Path, what_if: list[str], inputs: PlanInputs, notes: list[str]) -> tuple[Plan, LogEvidence]:
+    """The plan of the cluster in the file `where`."""
+    cluster, shape = load_cluster(where), load_model(inputs.model)
+    recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     lenders = load_lenders(where, cluster)
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
+    recipe, policy, evidence = _gathered(inputs, shape, recipe, notes)
+    profiles = engine_profiles(cluster, shape, recipe, inputs.profile, notes.append, inputs.host)
+    left = {pool.name: pool.nodes for pool in cluster.serving}
+    lenders = tuple(lender for lender in lenders if lender.pool in left)
+    lending = Cluster(tuple(left[lender.pool] for lender in lenders)) if lenders else None
+    lent = (
+        () if lending is None else engine_profiles(lending, shape, recipe, inputs.profile, lambda _: None, inputs.host)
+    )
+    planner = Planner(cluster, shape, recipe, profiles, lenders, lent)
+    if inputs.simulated is None:
+        return planner.plan(evidence.tracker, solver=inputs.solver), evidence
+    with SimulationProgress(sys.stderr) as shown:
+        request = planner.request(evidence.tracker)
+        return _simulated(request, evidence, policy, inputs.solver, inputs.simulated, shown), evidence
+
+
+def compare_clusters(
+    clusters: Sequence[Cluster], job: Job, what_if: list[str], inputs: PlanInputs, notes: list[str]
+) -> Comparison:
+    """The plans of all clusters for the same job."""
+    shape = load_model(inputs.model)
+    recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
+    _, recipe = assume(clusters[0], recipe, what_if)
+    recipe, _, evidence = _gathered(inputs, shape, recipe, notes)
+    told = set[str]()
+
+    def planner(cluster: Cluster) -> Planner:
+        name = cluster.nodes[0].name
+
+        def note(text: str) -> None:
+            if name not in told:
+                notes.append(f"{name}: {text}")
+
+        profiles = engine_profiles(cluster, shape, recipe, inputs.profile, note, inputs.host)
+        told.add(name)
+        return Planner(cluster, shape, recipe, profiles)
+
+    with SimulationProgress(sys.stderr) as shown:
+
+        def rehearsed(cluster: Cluster) -> Plan:
+            assert inputs.simulated is not None
+            request = planner(cluster).request(evidence.tracker)
+            fresh = load_policy(recipe.router)  # one that has learned nothing yet
+            return _simulated(request, evidence, fresh, inputs.solver, inputs.simulated, shown)
+
+        def planned(cluster: Cluster) -> Plan:
+            return planner(cluster).plan(evidence.tracker, solver=inputs.solver)
+
+        return compare_offers(clusters, job, planned, None if inputs.simulated is None else rehearsed, shown.tell)
+
+
+def _gathered(
+    inputs: PlanInputs, shape: ModelSpec, recipe: Recipe, notes: list[str]
+) -> tuple[Recipe, Policy, LogEvidence]:
+    """The recipe as the router can carry it out, the router's policy, and what the log shows."""
     stored = rollout_quantization(recipe).note(shape)
     if stored is not None:
         notes.append(stored)
-    recipe, policy = _routed(recipe, router, notes)
+    recipe, policy = _routed(recipe, inputs.router, notes)
+    log = inputs.log
     evidence = gather_workload(
-        recipe, _read(log, read_workload(log, recipe.max_length, truncate, notes.append)), longest_tool_call
+        recipe,
+        _read(log, read_workload(log, recipe.max_length, inputs.truncate, notes.append)),
+        inputs.longest_tool_call,
     )
-    if truncate:
+    if inputs.truncate:
         cut = sum(
             trajectory.peak_context > recipe.max_length
             for trajectory in _read(log, read_trajectories(log, told_before))
@@ -66,15 +130,7 @@ def plan_cluster(
         notes.append(
             f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
         )
-    profiles = engine_profiles(cluster, shape, recipe, profile, notes.append, host)
-    left = {pool.name: pool.nodes for pool in cluster.serving}
-    lenders = tuple(lender for lender in lenders if lender.pool in left)
-    lending = Cluster(tuple(left[lender.pool] for lender in lenders)) if lenders else None
-    lent = () if lending is None else engine_profiles(lending, shape, recipe, profile, lambda _: None, host)
-    planner = Planner(cluster, shape, recipe, profiles, lenders, lent)
-    if simulated is None:
-        return planner.plan(evidence.tracker, solver=solver), evidence
-    return _simulated(planner.request(evidence.tracker), evidence, policy, solver, simulated), evidence
+    return recipe, policy, evidence
 
 
 def _read(log: Path, trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:
@@ -87,17 +143,15 @@ def _simulated(
     policy: Policy,
     solver: Solver,
     simulated: tuple[float, int | None, int],
+    shown: SimulationProgress,
 ) -> Plan:
     seconds, jobs, seed = simulated
     effort = Effort(seconds, len(os.sched_getaffinity(0)) if jobs is None else jobs, seed)
-    with SimulationProgress(sys.stderr) as shown:
 
-        def tell(moment: ChoiceProgress) -> None:
-            shown.tell(f"{moment.words}: {moment.done} of {moment.of}" if moment.of else moment.words)
+    def tell(moment: ChoiceProgress) -> None:
+        shown.tell(f"{moment.words}: {moment.done} of {moment.of}" if moment.of else moment.words)
 
-        return choose_plan(
-            request, evidence.recent, router=policy, effort=effort, solved=solver_named(solver), tell=tell
-        )
+    return choose_plan(request, evidence.recent, router=policy, effort=effort, solved=solver_named(solver), tell=tell)
 
 
 def _routed(recipe: Recipe, router: str | None, notes: list[str]) -> tuple[Recipe, Policy]:

@@ -28,6 +28,12 @@ def export(
             help="slime, miles, vime, verl, prime-rl, skyrl, trl, nemo-rl, areal or vllm.",
         ),
     ],
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            "--launch", metavar="HOW", help="With --for vllm: slurm or k8s, which start the engines and libra route."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write to this file; - is standard output.")
     ] = None,
@@ -38,28 +44,39 @@ def export(
     """Write a plan as arguments, overrides or a file of the framework that will carry it out.
 
     Plan for it with `libra plan --for NAME`, so that nothing stands in the way. Hosts are placeholders; models, data,
-    rewards and optimisers stay yours. With --for vllm each engine is a line of `vllm serve`.
+    rewards and optimisers stay yours. With --for vllm each engine is a line of `vllm serve`; with --launch all of them
+    are a batch script of Slurm, or objects of Kubernetes.
 
     Exit status: 0 done, 2 bad input, or a plan that the framework cannot express (the message names the part).
     """
     from libra.config.frameworks import framework_named
     from libra.config.yaml_file import ConfigError
+    from libra.export.serve_line import script
     from libra.export.table import export as exported
-    from libra.export.vllm import engines_script
+    from libra.export.table import launch_file, launch_format, launched
+    from libra.export.vllm import file_lines
     from libra.plan.plan import parse_plan
+    from libra.route.cmlfq import CMLFQ
 
     if output == STDOUT:
         output = None
     try:
         framework_named(framework)
         check_writable(output, reads=(plan,))
+        if launch is not None and framework != "vllm":
+            raise ValueError(f"--launch is for engines alone, so for --for vllm; {framework} starts its own")
         answer: dict[str, object] = {"framework": framework}
         if plan.suffix in _ENGINES:
             if framework != "vllm":
                 raise ConfigError(f"{plan}: a file of engines is for --for vllm only; give a plan.json of libra plan")
-            answer |= {"format": "sh", "text": engines_script(plan)}
+            comment, lines = file_lines(plan)
+            if launch is None:
+                answer |= {"format": "sh", "text": comment + script(lines)}
+            else:
+                answer |= {"format": launch_format(launch), "text": launched(lines, CMLFQ.NAME, launch)}
         else:
-            made = exported(parse_plan(read_input(plan), where=str(plan)), framework)
+            found = parse_plan(read_input(plan), where=str(plan))
+            made = exported(found, framework) if launch is None else launch_file(found, launch)
             split = made.split
             gpus = {"train": split.train_gpus, "rollout": split.rollout_gpus, "idle": split.idle_gpus}
             answer |= {"format": made.format, "gpus": gpus, "text": made.text}

@@ -24,8 +24,13 @@ class SolverName(StrEnum):
 
 def plan(
     where: Annotated[
-        Path, typer.Argument(metavar="CLUSTER", help="cluster.yaml: classes of nodes; or the configuration of a run.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="CLUSTER",
+            help="cluster.yaml: classes of nodes; or the configuration of a run. With --compare it may be left out.",
+        ),
+    ] = None,
+    *,
     trajectories: Annotated[
         Path, typer.Option("--trajectories", "-t", help="Log of trajectories, Libra's or another's.")
     ],
@@ -58,7 +63,8 @@ def plan(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="Plan for gpus=64, NODES=12 (nodes of a class) or a key of the request, as batch=1024; repeatable.",
+            help="Plan for gpus=64, gpu=H200, NODES=12 (nodes of a class) or a key of the request, as batch=1024;"
+            " repeatable.",
         ),
     ] = None,
     longest_tool_call: Annotated[
@@ -103,6 +109,28 @@ def plan(
         int | None, typer.Option("--jobs", min=1, help="Processes that simulate (default: one for each core).")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the simulated draws.")] = 0,
+    offers: Annotated[
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="OFFERS",
+            help="Compare clusters for --steps: NAME:GPUS or NAME:FIRST..LAST, as in h100:8..64,b200:8..32, where NAME"
+            " is a class of CLUSTER or a GPU.",
+        ),
+    ] = None,
+    cost: Annotated[
+        str | None,
+        typer.Option("--cost", metavar="NAME=DOLLARS,...", help="Dollars for an hour of one GPU, as h100=2.5,b200=5."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Optimiser steps of the training, for its days and dollars.")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", help="With --compare: time for --steps, such as 7d or 36h.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="With --compare: write the comparison as an HTML page to this file.")
+    ] = None,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Solve again with the other solver and compare the results.")
     ] = False,
@@ -119,18 +147,21 @@ def plan(
     and --profile is the profile.json that a run has measured; its step is only predicted. The plan embeds its request;
     the same inputs give the same bytes with --simulate-for inf, and with --no-simulation.
 
+    With --compare each offered cluster gets a plan, and the cheapest in time and the fastest are simulated.
+
     Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
-    conflicts).
+    conflicts), or none of --compare meets the deadline.
     """
     # Imported here: `--help` must not wait for the solver.
-    from libra.cli.cluster_plan import plan_cluster
+    from libra.cli.cluster_plan import PlanInputs, plan_cluster
+    from libra.cli.offers import Buying, show_offers
     from libra.config.yaml_file import ConfigError
     from libra.plan.explain.explained import bound_and_pools
     from libra.plan.explain.framework_cost import framework_cost
     from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.framework_words import framework_sentence
-    from libra.report.plan_headline import disagreement, headline, little_evidence
+    from libra.report.plan_headline import disagreement, headline, job_sentence, little_evidence
     from libra.report.plan_table import log_notes, plan_tables
 
     notes: list[str] = []
@@ -138,32 +169,31 @@ def plan(
         output, as_json = None, True
     try:
         named = [Path(it) / within for it in (model, profile, host) if it is not None for within in ("", "config.json")]
-        check_writable(output, reads=(where, trajectories, request, *named))
+        check_writable(output, html, reads=(where, trajectories, request, *named))
+        buying = Buying(offers, cost, steps, deadline, output, html, as_json)
+        buying.require_whole(model)
         if model is None:
-            if host is not None:
-                raise ConfigError("--host is for engines on GPUs; a run's profile.json has all that was measured")
-            if router is not None:
-                raise ConfigError("--router is for a cluster of GPUs; a run's configuration says who routes")
-            if framework is not None:
-                raise ConfigError("--for is for a cluster of GPUs; libra run carries out the plans of its own runs")
-            found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value, notes)
+            _refuse_of_clusters(host, router, framework)
+            run = _given(where)
+            found, evidence = _plan_run(run, trajectories, profile, what_if, longest_tool_call, solver.value, notes)
         else:
-            found, evidence = plan_cluster(
-                where,
-                trajectories,
-                model,
-                request,
-                "auto" if profile is None else profile,
-                "default" if host is None else host,
-                truncate_context,
-                what_if or [],
-                longest_tool_call,
-                solver.value,
-                notes,
-                router,
-                framework,
-                None if no_simulation else (simulate_for, jobs, seed),
+            inputs = PlanInputs(
+                log=trajectories,
+                model=model,
+                request=request,
+                profile="auto" if profile is None else profile,
+                host="default" if host is None else host,
+                truncate=truncate_context,
+                longest_tool_call=longest_tool_call,
+                solver=solver.value,
+                router=router,
+                framework=framework,
+                simulated=None if no_simulation else (simulate_for, jobs, seed),
             )
+            if offers is not None:
+                show_offers(where, what_if or [], inputs, buying)
+                return
+            found, evidence = plan_cluster(_given(where), what_if or [], inputs, notes)
         if confirm:
             notes.append(_confirmed(found, solver.value))
         text = dump_plan(found)
@@ -181,12 +211,29 @@ def plan(
         typer.echo(text, nl=False)
     else:
         console = Console()
-        cost = framework_sentence(framework_cost(found))
-        for line in (*headline(found), *cost, *disagreement(found), *little_evidence(found)):
+        job = () if steps is None else (job_sentence(found, steps),)
+        restricted = framework_sentence(framework_cost(found))
+        for line in (*headline(found), *job, *restricted, *disagreement(found), *little_evidence(found)):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         for table in plan_tables(found, bound, pools):
             console.print(table)
     tell_notes((*notes, *log_notes(found, bound, evidence)), err=as_json)
+
+
+def _refuse_of_clusters(host: str | None, router: str | None, framework: str | None) -> None:
+    """Raise ValueError where an option is given that is for clusters of GPUs only."""
+    if host is not None:
+        raise ValueError("--host is for engines on GPUs; a run's profile.json has all that was measured")
+    if router is not None:
+        raise ValueError("--router is for a cluster of GPUs; a run's configuration says who routes")
+    if framework is not None:
+        raise ValueError("--for is for a cluster of GPUs; libra run carries out the plans of its own runs")
+
+
+def _given(where: Path | None) -> Path:
+    if where is None:
+        raise ValueError("CLUSTER is missing: give a cluster.yaml, the configuration of a run, or --compare")
+    return where
 
 
 def _confirmed(plan: Plan, solver: Solver) -> str:

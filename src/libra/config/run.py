@@ -249,6 +249,9 @@ class RunConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     planner: PlannerConfig = PlannerConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracking: Literal["wandb", "trackio", "tensorboard", "mlflow"] | None = (
+        None  # experiment tracker beside the records
+    )
     lending: LendingConfig | None = None
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ RATES: Mapping[str, float] = {
 }
 SPEEDS: Mapping[str, float] = {"TFLOP/s": 1e12, "PFLOP/s": 1e15, "TFLOPS": 1e12, "PFLOPS": 1e15}
 
-DURATIONS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+DURATIONS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0}
 # Seconds of latency limits above which a number without unit was hardly meant as seconds.
 PLAUSIBLE: Mapping[str, float] = {"ttft": 60.0, "tpot": 2.0, "latency": 3_600.0}
 

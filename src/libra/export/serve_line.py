@@ -14,7 +14,7 @@ from libra.config.recipe import Recipe
 from libra.export.split import DeviceSplit, Engines
 
 FIRST_PORT = 8000
-_SIDE_CHANNEL = 5600
+SIDE_CHANNEL = 5600
 # Engines with roles pass KV on by NIXL, vLLM's own connector for that.
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
@@ -32,6 +32,27 @@ class ServeLine:
     flags: Mapping[str, Flag]
     note: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    bucket: int = 0
+    up_to: int | None = None  # tokens of the longest context that it serves; None: the model's
+
+    @property
+    def name(self) -> str:
+        """Of the engine, where engines are listed."""
+        return f"{self.host}-{self.port}"
+
+    @property
+    def paired(self) -> bool:
+        """Whether it passes KV on to another engine, or takes it."""
+        return "kv-transfer-config" in self.flags
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words after `vllm serve MODEL`, without the port and not quoted."""
+        words = []
+        for name, value in self.flags.items():
+            if value is not False:
+                words += [f"--{name}"] if value is True else [f"--{name}", _written(value)]
+        return words
 
     @property
     def command(self) -> str:
@@ -39,23 +60,20 @@ class ServeLine:
         words = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))}"]
         environment = {**self.environment, **self._side_channel}
         words += [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        words += ["vllm serve", shlex.quote(self.model)]
-        for name, value in self.flags.items():
-            if value is not False:
-                words.append(f"--{name}" if value is True else f"--{name} {_written(value)}")
-        return " ".join((*words, f"--port {self.port}"))
+        words += ["vllm serve", shlex.quote(self.model), shlex.join(self.arguments), f"--port {self.port}"]
+        return " ".join(words)
 
     @property
     def _side_channel(self) -> dict[str, str]:
         """Address at which an engine offers its KV: one port for each of its data-parallel ranks, at most eight."""
-        if "kv-transfer-config" not in self.flags:
+        if not self.paired:
             return {}
-        port = _SIDE_CHANNEL + 8 * (self.port - FIRST_PORT)
+        port = SIDE_CHANNEL + 8 * (self.port - FIRST_PORT)
         return {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
 def _written(value: Flag) -> str:
-    return shlex.quote(json.dumps(value) if isinstance(value, Mapping) else str(value))
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
@@ -91,7 +109,8 @@ def serve_lines(split: DeviceSplit, environment: Mapping[str, str], more: Mappin
             used[host] += 1
             role = "" if engines.role == "generate" else f"{engines.role}, "
             note = f"{role}contexts of up to {engines.up_to:,} tokens"
-            lines.append(ServeLine(host, place.gpus, port, split.model, flags, note, environment))
+            bucket, up_to = engines.bucket, engines.up_to
+            lines.append(ServeLine(host, place.gpus, port, split.model, flags, note, environment, bucket, up_to))
     return tuple(lines)
 
 

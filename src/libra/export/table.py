@@ -5,14 +5,18 @@ A new framework is a row of `libra.config.frameworks`, a module with a function 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 from libra.config.frameworks import framework_named
+from libra.config.yaml_file import unknown
 from libra.export import areal, nemo_rl, prime_rl, skyrl, slime, trl, verl, vllm
 from libra.export.header import header
+from libra.export.kubernetes import manifests
+from libra.export.serve_line import ServeLine, serve_lines
+from libra.export.slurm import batch_script
 from libra.export.split import DeviceSplit, split_of
 from libra.plan.plan import Plan
 
@@ -51,6 +55,29 @@ class Exported:
     split: DeviceSplit
     format: Format
     text: str
+
+
+LAUNCHERS: Mapping[str, Callable[[Sequence[ServeLine], str], str]] = MappingProxyType(
+    {"slurm": batch_script, "k8s": manifests}
+)
+
+
+def launch_file(plan: Plan, launcher: str) -> Exported:
+    """The plan's engines, and the router before them, as `launcher` starts them. Raises ValueError as `export`."""
+    split = split_of(plan, framework_named("vllm"))
+    lines = serve_lines(split, {}, {})
+    return Exported(split, launch_format(launcher), launched(lines, split.recipe.router, launcher))
+
+
+def launched(lines: Sequence[ServeLine], router: str, launcher: str) -> str:
+    """Raises ValueError for an unknown launcher, and as `gateway_file`."""
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"--launch: {unknown('launcher', launcher, LAUNCHERS)}")
+    return LAUNCHERS[launcher](lines, router)
+
+
+def launch_format(launcher: str) -> Format:
+    return "yaml" if launcher == "k8s" else "sh"
 
 
 def export(plan: Plan, name: str) -> Exported:

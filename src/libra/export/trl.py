@@ -7,11 +7,10 @@ and weight transfer by NCCL, as `docs/source/async_grpo_trainer.md` starts them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import yaml
 
-from libra.export.serve_line import Flag, ServeLine, script, serve_lines
+from libra.export.gateway_file import gateway_file
+from libra.export.serve_line import Flag, script, serve_lines
 from libra.export.shell import file
 from libra.export.split import DeviceSplit
 
@@ -23,7 +22,7 @@ def emit(split: DeviceSplit) -> str:
     transfer: dict[str, Flag] = {"weight-transfer-config": {"backend": "nccl"}, "logprobs-mode": "processed_logprobs"}
     lines = serve_lines(split, {"VLLM_SERVER_DEV_MODE": "1"}, transfer)
     accelerate = yaml.safe_dump(_accelerate(split), sort_keys=False)
-    gateway = yaml.safe_dump(_gateway(split, lines), sort_keys=False, width=120)
+    gateway = yaml.safe_dump(gateway_file(lines, split.recipe.router), sort_keys=False, width=120)
     arguments = "".join(f"#   {key}={value!r},\n" for key, value in config(split).items())
     return (
         file("accelerate.yaml", accelerate)
@@ -70,19 +69,3 @@ def _accelerate(split: DeviceSplit) -> dict[str, object]:
         "rdzv_backend": "static",
         "main_training_function": "main",
     }
-
-
-def _gateway(split: DeviceSplit, lines: Sequence[ServeLine]) -> dict[str, object]:
-    """The file of `libra route`; hosts are placeholders."""
-    of = [group for group in split.engines for _ in group.places]
-    engines = [
-        {
-            "name": f"{line.host}-{line.port}",
-            "url": f"http://{line.host}:{line.port}/v1",
-            "max_model_len": group.up_to,
-            "bucket": group.bucket,
-        }
-        for line, group in zip(lines, of, strict=True)
-    ]
-    limits = sorted({group.up_to for group in split.engines})
-    return {"engines": engines, "limits": limits, "route": split.recipe.router}

@@ -21,8 +21,8 @@ def emit(split: DeviceSplit) -> str:
     return script(serve_lines(split, {}, {}))
 
 
-def engines_script(path: Path | str) -> str:
-    """A shell line for each engine of a file of engines, packed onto nodes in the order of the file. Raises
+def file_lines(path: Path | str) -> tuple[str, list[ServeLine]]:
+    """A comment, and a line for each engine of a file of engines, packed onto nodes in the order of the file. Raises
     `ConfigError` where the file says what no line of vLLM does."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
@@ -34,8 +34,7 @@ def engines_script(path: Path | str) -> str:
         except ValueError as error:
             raise ConfigError(f"{path}: engines[{index}].{error}") from None
     gpus = sum(len(line.gpus) for line in lines)
-    header = f"# {path.name}: engines on {gpus} GPUs, one a line. Written by libra export --for vllm.\n"
-    return header + script(lines)
+    return f"# {path.name}: engines on {gpus} GPUs, one a line. Written by libra export --for vllm.\n", lines
 
 
 def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[ServeLine]:
@@ -55,7 +54,11 @@ def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[
         gpus = range(slot * each, (slot + 1) * each)
         note = section.name + (f", {section.role}" if section.role not in ("colocated", section.name) else "")
         note += f", bucket {section.bucket}" if bucketed else ""
-        yield ServeLine(host, gpus, FIRST_PORT + slot, section.model, flags, note)
+        yield ServeLine(
+            *(host, gpus, FIRST_PORT + slot, section.model, flags, note),
+            bucket=section.bucket,
+            up_to=section.max_model_len,
+        )
 
 
 def _flags(section: EngineSection) -> dict[str, Flag]:

@@ -41,6 +41,7 @@ def _require_link(field: str, value: float, between: tuple[float, float], owner:
 
 MOST_NODES = 100_000  # of one class
 MOST_GPUS = 1_024  # of one node: racks are built with 72
+MOST_COST = 1_000.0  # dollars for one GPU and hour: the price of a month or a year was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class NodeClass:
     gpu: GPU
     intra_bandwidth: float  # bytes/s per GPU inside a node, one direction
     inter_bandwidth: float  # bytes/s per node to other nodes, one direction
+    cost_per_hour: float | None = None  # dollars for one node; None: not known
 
     def __post_init__(self) -> None:
         _require_name(self.name)
@@ -61,6 +63,11 @@ class NodeClass:
                 raise ValueError(f"{field} is {value}; set it to 1 or more, or leave the nodes out")
             if value > most:
                 raise ValueError(f"{field} is {value:,}; no class of nodes has more than {most:,}: check it")
+        if self.cost_per_hour is not None and not 0 < self.cost_per_hour <= MOST_COST * self.gpus:
+            raise ValueError(
+                f"cost_per_hour is {self.cost_per_hour:g}; a node costs more than $0 and at most ${MOST_COST:g} an hour"
+                " for each of its GPUs"
+            )
         _require_link("intra_bandwidth", self.intra_bandwidth, _INTRA, "a GPU")
         ports = _PORTS[0], max(8, self.gpus) * _PORTS[1]
         _require_link("inter_bandwidth", self.inter_bandwidth, ports, "a node")
@@ -115,6 +122,12 @@ class Cluster:
         """GPUs that train and generate; those that serve users are not among them."""
         return sum(node.devices for node in self.nodes)
 
+    @property
+    def cost_per_hour(self) -> float | None:
+        """Dollars for all nodes that train and generate; None where the cost of a class is not known."""
+        costs = [node.count * node.cost_per_hour for node in self.nodes if node.cost_per_hour is not None]
+        return sum(costs) if len(costs) == len(self.nodes) else None
+
     def node_class(self, name: str) -> NodeClass:
         """The class called `name`. Raises ValueError naming the nearest one there is."""
         for node in self.nodes:
@@ -161,3 +174,17 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     if gpus < 1 or gpus % node.gpus:
         raise ValueError(f"gpus is {gpus}; nodes of {node.name!r} have {node.gpus}: give a positive multiple of it")
     return override(cluster, {node.name: gpus // node.gpus})
+
+
+def with_gpu(cluster: Cluster, gpu: GPU) -> Cluster:
+    """The cluster with another GPU in the same nodes, whose cost is then not known. GPUs of a node are linked at the
+    pace of the new GPU where they were at that of the old one, otherwise at the slower of both paces. Raises ValueError
+    where there are several classes of nodes."""
+    if len(cluster.nodes) > 1:
+        names = ", ".join(node.name for node in cluster.nodes)
+        raise ValueError(
+            f"gpu is {gpu.name}, but there are several classes of nodes ({names}); change the cluster file"
+        )
+    node = cluster.nodes[0]
+    linked = gpu.link if node.intra_bandwidth == node.gpu.link else min(node.intra_bandwidth, gpu.link)
+    return replace(cluster, nodes=(replace(node, gpu=gpu, intra_bandwidth=linked, cost_per_hour=None),))

@@ -34,6 +34,7 @@ class _NodeSection(Section):
     gpu: Any
     inter_bandwidth: Any
     intra_bandwidth: Any = None
+    cost_per_hour: float | None = None
 
 
 class _ServingSection(_NodeSection):
@@ -86,6 +87,7 @@ def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
             if section.intra_bandwidth is None
             else quantity("intra_bandwidth", section.intra_bandwidth, RATES),
             inter_bandwidth=quantity("inter_bandwidth", section.inter_bandwidth, RATES),
+            cost_per_hour=section.cost_per_hour,
         )
     except ValueError as error:
         raise refusal(path, f"{key}.{error}") from None

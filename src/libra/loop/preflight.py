@@ -31,6 +31,7 @@ from libra.config.run import (
     TrainingConfig,
 )
 from libra.loop.run_directory import can_be_written, check_not_running, check_run_directory
+from libra.loop.tracking import check_tracking
 from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 from libra.sim.workload.request_file import RequestFormatError, read_requests
@@ -60,6 +61,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     if config.lending is not None:
         _check_lending(config.lending, config.cluster)
     _check_policy(config.routing.policy)
+    check_tracking(config)
     _check_metrics(config.metrics, config.cluster.port)
     _check_cache()
     check_run_directory(config, resume, overwrite)

@@ -21,6 +21,7 @@ from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
 from libra.loop.metrics import Tally
 from libra.loop.rollout import Episode, TurnReport
+from libra.loop.tracking import Tracking
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.files import LineFile, writing
@@ -50,8 +51,9 @@ class Recorder:
     counts from the start of this one.
     """
 
-    def __init__(self, directory: Path, seconds_before: float) -> None:
+    def __init__(self, directory: Path, seconds_before: float, tracking: Tracking | None = None) -> None:
         self.directory = directory
+        self._tracking = tracking
         self._started = time.monotonic()
         self._seconds_before = seconds_before
         self._began: float | None = None
@@ -85,6 +87,8 @@ class Recorder:
 
     def step(self, record: StepRecord) -> None:
         self._write("metrics", record)
+        if self._tracking is not None:
+            self._tracking.step(record)
         self.tally.step(record)
         with self._drawing() as (timeline, now):
             timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
@@ -92,9 +96,13 @@ class Recorder:
 
     def period(self, record: PeriodRecord) -> None:
         self._write("periods", record)
+        if self._tracking is not None:
+            self._tracking.period(record)
 
     def decision(self, record: DecisionRecord) -> None:
         self._write("decisions", record)
+        if self._tracking is not None:
+            self._tracking.decision(record)
 
     def event(
         self,
@@ -262,6 +270,8 @@ class Recorder:
 
     def close(self) -> None:
         with ExitStack() as stack:
+            if self._tracking is not None:
+                stack.callback(self._tracking.close)
             for file in self._files.values():
                 stack.callback(file.close)
             stack.enter_context(writing(self._timeline_path))

@@ -27,6 +27,7 @@ from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout, evaluate, logprob_gap
 from libra.loop.session_workers import SessionWorkers
+from libra.loop.tracking import Tracking
 from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import device_words, total
 from libra.records.run_log import prediction_error
@@ -128,7 +129,8 @@ class Session:
         journal = self.files.enter_context(closing(Journal(directory / "journal.jsonl")))
         episodes = self.files.enter_context(closing(EpisodeFile(directory, history.step, history.groups)))
         seconds_before = before.seconds if before is not None else 0.0
-        recorder = self.files.enter_context(closing(Recorder(directory, seconds_before)))
+        tracking = Tracking.of_run(self.config, self.progress.line)
+        recorder = self.files.enter_context(closing(Recorder(directory, seconds_before, tracking)))
         self.metrics.recorder = recorder
         for episode in missing_trajectories(directory, history.finished):
             recorder.episode(episode)

@@ -15,14 +15,32 @@ from libra.plan.options.request import PlanningRequest
 from libra.plan.plan import Plan
 from libra.plan.simulated import Finalist, RehearsedStep
 from libra.report.tables import number
-from libra.report.words import cell, duration, percent, plural, printable, signed_duration, signed_percent
+from libra.report.words import (
+    cell,
+    days,
+    dollars,
+    duration,
+    percent,
+    plural,
+    printable,
+    signed_duration,
+    signed_percent,
+)
 
 SURPRISE = 0.10  # relative difference of simulated and predicted step that is shown
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Split, step, tokens a second, training and memory of the plan, a sentence each."""
-    return (_split(plan), _step(plan), _pace(plan), *_training(plan), *_memory(plan))
+    """Split, step, tokens a second, cost, training and memory of the plan, a sentence each."""
+    return (_split(plan), _step(plan), _pace(plan), *_cost(plan), *_training(plan), *_memory(plan))
+
+
+def job_sentence(plan: Plan, steps: int) -> str:
+    """Days, and where nodes have a cost dollars, of a training of `steps` optimiser steps."""
+    seconds = steps * plan.step
+    hourly = _hourly_cost(plan)
+    cost = "" if hourly is None else f" and cost {dollars(hourly * seconds / 3600)}"
+    return f"{plural(steps, 'step')} take {days(seconds)}{cost}, if they last as long as this one."
 
 
 def proof_sentence(plan: Plan) -> str:
@@ -131,6 +149,17 @@ def _pace(plan: Plan) -> str:
     tokens = request.trajectories * sum(cls.share * cls.generated for cls in request.classes)
     rate = tokens / plan.step if plan.step > 0 else 0.0
     return f"That is {rate:,.0f} generated tokens/s, {rate / request.devices:,.0f} a device."
+
+
+def _hourly_cost(plan: Plan) -> float | None:
+    return None if plan.layout is None else plan.of_cluster.cluster.cost_per_hour
+
+
+def _cost(plan: Plan) -> tuple[str, ...]:
+    hourly = _hourly_cost(plan)
+    if hourly is None:
+        return ()
+    return (f"A step costs {dollars(hourly * plan.step / 3600)}, at {dollars(hourly)} an hour for the nodes.",)
 
 
 def _training(plan: Plan) -> tuple[str, ...]:

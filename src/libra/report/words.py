@@ -56,6 +56,23 @@ def duration(seconds: float) -> str:
     return f"{sign}{minutes // 60} h {minutes % 60:02d} min"
 
 
+def days(seconds: float) -> str:
+    """A duration for people who wait for days.
+
+    >>> [days(s) for s in (7500, 2.5 * 86_400)]
+    ['2 h 05 min', '2.50 days']
+    """
+    return duration(seconds) if seconds < 2 * 86_400 else f"{_three_digits(seconds / 86_400)} days"
+
+
+def dollars(amount: float) -> str:
+    """
+    >>> [dollars(it) for it in (0.0123, 4.567, 12_345.6)]
+    ['$0.012', '$4.57', '$12,346']
+    """
+    return f"${amount:,.0f}" if amount >= 99.95 else f"${_three_digits(amount)}"
+
+
 def signed_duration(seconds: float) -> str:
     return ("+" if seconds > 0 else "") + duration(seconds)
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from threading import Condition, Lock, Thread
+from threading import Condition, Thread
 
 import msgspec
 from torch.distributed import Store
@@ -25,6 +26,7 @@ _LONGEST_KEY, _LONGEST_VALUE = 512, 1 << 16  # bytes
 _MOST_KEYS = 100_000  # the oldest go: they are of memberships that are over
 _MOST_GREETING = 32  # connections that have not shown the secret yet; the longest waiting gives way to another one
 _GREETING_SECONDS = 5.0  # for a connection to show the secret
+_LOOK_SECONDS = 1.0  # between two looks for connections that have not shown it in time
 _HEAD = struct.Struct("!I")
 _LARGEST_FRAME = _LONGEST_KEY + _LONGEST_VALUE + 64
 
@@ -37,8 +39,79 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
     value: bytes | None = None
 
 
+class _Door:
+    """New connections of a listener, read in one thread until they have shown the secret.
+
+    A stranger costs a descriptor and no thread, however slowly it sends.
+    """
+
+    def __init__(self, listener: socket.socket, secret: str) -> None:
+        listener.setblocking(False)
+        self._listener, self._secret = listener, secret.encode()
+        self._shown: dict[socket.socket, bytearray] = {}  # longest waiting first
+        self._ends: dict[socket.socket, float] = {}  # monotonic seconds
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def admitted(self) -> Iterator[socket.socket]:
+        """Blocking connections that have shown the secret, until the listener is closed."""
+        while self._listener.fileno() >= 0:
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                connection: socket.socket | None = key.data
+                if connection is None:
+                    self._accept()
+                elif connection in self._shown and self._has_shown(connection):
+                    connection.setblocking(True)
+                    yield connection
+            for late in [it for it, ends in self._ends.items() if ends < time.monotonic()]:
+                self._leave(late).close()
+        for connection in list(self._shown):
+            self._leave(connection).close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        """Add a connection that has to greet; where there are too many, the first ends."""
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            time.sleep(0.1)  # too many files are open; waiting connections are still there later
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, connection)
+        self._shown[connection] = bytearray()
+        self._ends[connection] = time.monotonic() + _GREETING_SECONDS
+        if len(self._shown) > _MOST_GREETING:
+            self._leave(next(iter(self._shown))).close()
+
+    def _has_shown(self, connection: socket.socket) -> bool:
+        """Whether the connection has shown all of the secret; one that cannot any more is closed."""
+        shown = self._shown[connection]
+        try:
+            got = connection.recv(len(self._secret) - len(shown))
+        except BlockingIOError:
+            return False
+        except OSError:
+            got = b""
+        shown += got
+        if got and len(shown) < len(self._secret):
+            return False
+        self._leave(connection)
+        if hmac.compare_digest(bytes(shown), self._secret):
+            return True
+        connection.close()
+        return False
+
+    def _leave(self, connection: socket.socket) -> socket.socket:
+        del self._shown[connection], self._ends[connection]
+        self._selector.unregister(connection)
+        return connection
+
+
 class RendezvousServer:
-    """The store, in the process of the first replica, served by daemon threads."""
+    """The store, in the process of the first replica, served by daemon threads: one for the door, and one for each
+    connection that has shown the secret."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         """Port 0: any free one. Raises `OSError`."""
@@ -47,8 +120,6 @@ class RendezvousServer:
         self.port: int = self._listener.getsockname()[1]
         self._values: dict[str, bytes] = {}
         self._changed = Condition()
-        self._greeting: dict[socket.socket, None] = {}  # longest waiting first
-        self._door = Lock()  # of `_greeting`
         Thread(target=self._listen, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
@@ -58,39 +129,12 @@ class RendezvousServer:
         self._listener.close()
 
     def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except ConnectionAbortedError:
-                continue
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                time.sleep(0.1)  # too many files are open; waiting connections are still there later
-                continue
-            self._make_room(connection)
-            Thread(target=self._serve, args=(connection,), name="rendezvous visitor", daemon=True).start()
-
-    def _make_room(self, connection: socket.socket) -> None:
-        """Add a connection that has to greet; where there are too many, the first ends, and its thread with it."""
-        with self._door:
-            self._greeting[connection] = None
-            if len(self._greeting) > _MOST_GREETING:
-                longest = next(iter(self._greeting))
-                del self._greeting[longest]
-                with contextlib.suppress(OSError):
-                    longest.shutdown(socket.SHUT_RDWR)
+        for connection in _Door(self._listener, self.secret).admitted():
+            Thread(target=self._serve, args=(connection,), name="rendezvous replica", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-            try:
-                connection.settimeout(_GREETING_SECONDS)
-                known = hmac.compare_digest(_read(connection, len(self.secret)), self.secret.encode())
-            finally:
-                with self._door:
-                    self._greeting.pop(connection, None)
-            connection.settimeout(None)
-            while known:
+            while True:
                 call = msgspec.msgpack.decode(_receive(connection), type=_Call)
                 _send(connection, self._answer(call))
 

@@ -17,7 +17,8 @@ from libra.config.yaml_file import ConfigError, unknown
 from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.roofline import node_roofline
-from libra.hardware.cluster import Cluster, override, with_gpus
+from libra.hardware.cluster import Cluster, override, with_gpu, with_gpus
+from libra.hardware.cluster_file import gpu_of
 from libra.plan.explain.explanation import SmallerCluster
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
@@ -30,8 +31,8 @@ SAME_STEP = 1e-3  # relative difference below which steps of a smaller cluster a
 
 
 def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tuple[Cluster, Recipe]:
-    """Apply assumptions in order: `gpus=N` (of the whole cluster), `CLASS=N` (nodes of a class, or of a serving pool)
-    or `KEY=VALUE` of the recipe.
+    """Apply assumptions in order: `gpus=N` (of the whole cluster), `gpu=NAME` (another GPU in its nodes), `CLASS=N`
+    (nodes of a class, or of a serving pool) or `KEY=VALUE` of the recipe.
 
     Raises `ConfigError` that names the assumption.
     """
@@ -45,13 +46,15 @@ def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tupl
         try:
             if key == "gpus":
                 cluster = with_gpus(cluster, _count(value))
+            elif key == "gpu":
+                cluster = with_gpu(cluster, gpu_of(value, "gpu"))
             elif key in classes:
                 cluster = override(cluster, {key: _count(value)})
             elif key in Recipe.model_fields:
                 changes[key] = _value(value)
                 of_recipe.append(text)
             else:
-                raise ConfigError(unknown("what-if", key, ("gpus", *sorted(classes), *Recipe.model_fields)))
+                raise ConfigError(unknown("what-if", key, ("gpus", "gpu", *sorted(classes), *Recipe.model_fields)))
         except ValueError as error:
             raise ConfigError(f"--what-if {text}: {' '.join(str(error).split())}") from None
     if not changes:
@@ -101,19 +104,22 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     if isinstance(request, SlotRequest):
         raise ValueError("this is the plan of a run on one machine; change the run's configuration and plan again")
     profiles = dict(zip((nodes.name for nodes in request.cluster.nodes), request.profiles, strict=True))
+    gpus = {nodes.name: nodes.gpu for nodes in request.cluster.nodes}
     unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
     if unknown:
         raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan anew with it")
     for field in ("tool_seconds_if_unknown", "max_length"):
         if getattr(recipe, field) != getattr(request.recipe, field):
             raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
-    # Profiles are of one quantisation; others have a roofline.
+    # Profiles are of one GPU and quantisation; others have a roofline.
     lenders = tuple(
         (lender, profile)
         for lender, profile in zip(request.lenders, request.lent_profiles, strict=True)
         if lender.pool in {pool.name for pool in cluster.serving}
     )
-    same = rollout_quantization(recipe) == rollout_quantization(request.recipe)
+    same = rollout_quantization(recipe) == rollout_quantization(request.recipe) and all(
+        nodes.gpu == gpus[nodes.name] for nodes in cluster.nodes
+    )
     known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
     changed = replace(
         request,

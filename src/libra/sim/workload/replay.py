@@ -167,9 +167,11 @@ def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
         prompts.add(trajectory.prompt_id)
 
 
-def draw(log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True) -> tuple[Trajectory, ...]:
+def draw(
+    log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True, replaced: bool = False
+) -> tuple[Trajectory, ...]:
     """Draw `count` trajectories from a log in random order, by the seed: without replacement until all were drawn, the
-    rest with it.
+    rest with it; with `replaced` all with it.
 
     One that is drawn again gets an id of its own. It is another sample of its prompt, or with `same_prompts` off, of a
     prompt of equal length. Raises ValueError if the log is empty.
@@ -179,7 +181,7 @@ def draw(log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool
     if count < 1:
         raise ValueError(f"count is {count}; draw 1 trajectory or more")
     generator = np.random.default_rng(seed)
-    order = generator.permutation(len(log))[:count].tolist()
+    order = [] if replaced else generator.permutation(len(log))[:count].tolist()
     order += generator.integers(len(log), size=count - len(order)).tolist()
     times: dict[int, int] = {}
     drawn = []

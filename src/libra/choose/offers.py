@@ -1,0 +1,131 @@
+"""Clusters that could be had, compared for a job of many optimiser steps: its days, its dollars, and which to take.
+
+Invariant: the cheapest and the fastest were simulated, unless simulation is left out. A step is taken to last as long
+as those of the plan: lengths that drift change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from libra.hardware.cluster import Cluster
+from libra.plan.plan import Plan
+from libra.plan.problem import InfeasiblePlanError
+
+_HOUR = 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Training of `steps` optimiser steps within `deadline` seconds."""
+
+    steps: int
+    deadline: float = inf
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; give the optimiser steps of the whole training, 1 or more")
+        if not self.deadline > 0:
+            raise ValueError(f"deadline is {self.deadline:g} s; give more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A cluster with its plan; `refusal` says why there is none."""
+
+    cluster: Cluster
+    plan: Plan | None
+    refusal: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.cluster.devices} {self.cluster.nodes[0].name}"
+
+    def seconds(self, job: Job) -> float:
+        """Of the whole job; inf without a plan."""
+        return inf if self.plan is None else job.steps * self.plan.step
+
+    def gpu_hours(self, job: Job) -> float:
+        return self.cluster.devices * self.seconds(job) / _HOUR
+
+    def dollars(self, job: Job) -> float | None:
+        """None where the cost of a node is not known."""
+        hourly = self.cluster.cost_per_hour
+        return None if hourly is None else hourly * self.seconds(job) / _HOUR
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Offers in the order in which they were named."""
+
+    job: Job
+    offers: tuple[Offer, ...]
+
+    @property
+    def priced(self) -> bool:
+        """Whether each offer has a cost in dollars; otherwise GPU-hours are compared."""
+        return all(it.cluster.cost_per_hour is not None for it in self.offers)
+
+    def cost(self, offer: Offer) -> float:
+        """Dollars, or GPU-hours where an offer has no cost; inf without a plan."""
+        dollars = offer.dollars(self.job) if self.priced else None
+        return offer.gpu_hours(self.job) if dollars is None else dollars
+
+    @property
+    def in_time(self) -> tuple[Offer, ...]:
+        return tuple(it for it in self.offers if it.plan is not None and it.seconds(self.job) <= self.job.deadline)
+
+    @property
+    def cheapest(self) -> Offer | None:
+        """Of those in time; of equally cheap ones the fastest. None where none is in time."""
+        return min(self.in_time, key=lambda it: (self.cost(it), it.seconds(self.job)), default=None)
+
+    @property
+    def fastest(self) -> Offer | None:
+        """The fastest of all, also where it is late; None where no offer has a plan."""
+        planned = [it for it in self.offers if it.plan is not None]
+        return min(planned, key=lambda it: (it.seconds(self.job), self.cost(it)), default=None)
+
+    @property
+    def front(self) -> tuple[Offer, ...]:
+        """The Pareto front by seconds and cost, fastest first."""
+        best, kept = inf, []
+        planned = (it for it in self.offers if it.plan is not None)
+        for offer in sorted(planned, key=lambda it: (it.seconds(self.job), self.cost(it))):
+            if self.cost(offer) < best:
+                best = self.cost(offer)
+                kept.append(offer)
+        return tuple(kept)
+
+
+def compare_offers(
+    clusters: Sequence[Cluster],
+    job: Job,
+    planned: Callable[[Cluster], Plan],
+    simulated: Callable[[Cluster], Plan] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Plan for each cluster by prediction, then simulate the cheapest and the fastest until both are simulated ones: a
+    simulated step is longer or shorter than the predicted one, and another offer may come first then."""
+    offers = []
+    for number, cluster in enumerate(clusters, start=1):
+        tell(f"planning for {cluster.devices} {cluster.nodes[0].name}: {number} of {len(clusters)}")
+        try:
+            offers.append(Offer(cluster, planned(cluster)))
+        except InfeasiblePlanError as error:
+            offers.append(Offer(cluster, None, " ".join(str(error).split())))
+    found = Comparison(job, tuple(offers))
+    while simulated is not None:
+        promised = next((it for it in (found.cheapest, found.fastest) if it is not None and _is_predicted(it)), None)
+        if promised is None:
+            break
+        tell(f"simulating {promised.name}")
+        surer = replace(promised, plan=simulated(promised.cluster))
+        found = replace(found, offers=tuple(surer if it is promised else it for it in found.offers))
+    return found
+
+
+def _is_predicted(offer: Offer) -> bool:
+    return offer.plan is not None and offer.plan.simulated is None

@@ -1,0 +1,26 @@
+"""The file of `libra route` for engines that lines start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from libra.export.serve_line import ServeLine
+
+
+def gateway_file(
+    lines: Sequence[ServeLine], router: str, url: Callable[[ServeLine], str] = lambda it: f"http://{it.host}:{it.port}"
+) -> dict[str, object]:
+    """Engines, buckets and policy; hosts are placeholders unless `url` says otherwise.
+
+    Raises ValueError where an engine does not say what context it serves, or one of a pair does not say with whom.
+    """
+    for line in lines:
+        if line.up_to is None:
+            raise ValueError(f"max_model_len of {line.name} is missing: the router has to know it; add it to the file")
+    engines = [
+        {"name": it.name, "url": f"{url(it)}/v1", "max_model_len": it.up_to, "bucket": it.bucket} for it in lines
+    ]
+    limits = sorted({it.up_to for it in lines if it.up_to is not None})
+    if len({it.bucket for it in lines}) == 1:
+        limits = limits[-1:]
+    return {"engines": engines, "limits": limits, "route": router}

@@ -1,0 +1,97 @@
+"""Clusters to choose from, as `h100:8..64,b200:8..32` names them.
+
+Invariant: an offer is a cluster of whole nodes of one class. The class is one of the cluster file, or nodes of a known
+GPU as clouds rent them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from libra.config.units import rate
+from libra.hardware.cluster import Cluster, NodeClass
+from libra.hardware.cluster_file import gpu_of
+from libra.hardware.gpu import GPU
+from libra.hardware.gpus import record_of
+
+MOST_SIZES = 8  # of one class: each is a plan
+_NODE = 8  # GPUs of a node that no file describes
+_NVLINK = 150e9  # bytes/s; slower links are PCIe's
+# Network of such nodes, bytes/s for each GPU: 200 Gb/s beside an A100 (Azure ND A100 v4), 400 Gb/s beside an H100 and
+# later ones (AWS p5, Azure ND H100 v5), 50 Gb/s beside GPUs without NVLink (AWS g6e).
+_EARLIER, _LATER, _WITHOUT = 200e9 / 8, 400e9 / 8, 50e9 / 8
+_OFFER = re.compile(r"\s*([^:]+?)\s*:\s*(\d+)(?:\.\.(\d+))?\s*")
+
+
+def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) -> tuple[tuple[Cluster, ...], list[str]]:
+    """The clusters of `text`, and notes on what was assumed of them.
+
+    `text` lists NAME:GPUS or NAME:FIRST..LAST, where NAME is a class of nodes of `file`, or a known GPU. `costs` are
+    dollars for an hour of one GPU, by name; they replace those of the file. Raises ValueError.
+    """
+    clusters: list[Cluster] = []
+    notes: list[str] = []
+    unused = {name.casefold(): name for name in costs}
+    for part in text.split(","):
+        match = _OFFER.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part.strip()!r} is no offer; give NAME:GPUS or NAME:FIRST..LAST, as in h100:8..64")
+        name, first, last = match[1], int(match[2]), int(match[3] or match[2])
+        nodes = _class_of(file, name)
+        if nodes is None:
+            nodes = _rented(name, first, last)
+            notes.append(
+                f"{name}: nodes of {nodes.gpus} {nodes.gpu.name} with {rate(nodes.inter_bandwidth)} to other nodes are"
+                " assumed; give a cluster file for others"
+            )
+        given = unused.pop(name.casefold(), None)
+        if given is not None:
+            nodes = replace(nodes, cost_per_hour=costs[given] * nodes.gpus)
+        sizes = _sizes(nodes, first, last)
+        if len(sizes) < (last - first) // nodes.gpus + 1:
+            notes.append(f"{name}: {', '.join(map(str, sizes))} of {first} to {last} GPUs are compared")
+        clusters += (Cluster((replace(nodes, count=size // nodes.gpus),)) for size in sizes)
+    if unused:
+        raise ValueError(f"a cost is given for {', '.join(unused.values())}, which is not offered; check the name")
+    named = [(it.nodes[0].name.casefold(), it.devices) for it in clusters]
+    twice = next((it for it in named if named.count(it) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice[1]} GPUs of {twice[0]} are offered twice; name each once")
+    return tuple(clusters), notes
+
+
+def _class_of(file: Cluster | None, name: str) -> NodeClass | None:
+    """The class of the file, if it has one of this name."""
+    classes: Sequence[NodeClass] = () if file is None else file.nodes
+    return next((it for it in classes if it.name.casefold() == name.casefold()), None)
+
+
+def _rented(name: str, first: int, last: int) -> NodeClass:
+    """Nodes of a known GPU; fewer GPUs than a node has are one smaller node."""
+    gpu = gpu_of(name, "offer")
+    gpus = first if first == last < _NODE else _NODE
+    return NodeClass(name, 1, gpus, gpu, gpu.link, gpus * _network(gpu))
+
+
+def _network(gpu: GPU) -> float:
+    if gpu.link < _NVLINK:
+        return _WITHOUT
+    return _EARLIER if record_of(gpu).architecture == "ampere" else _LATER
+
+
+def _sizes(nodes: NodeClass, first: int, last: int) -> list[int]:
+    """Numbers of GPUs from `first` to `last`: all that are whole nodes, or `MOST_SIZES` of them, evenly by ratio."""
+    for size in (first, last):
+        if size < 1 or size % nodes.gpus:
+            raise ValueError(f"{nodes.name}: {size} GPUs are not whole nodes of {nodes.gpus}; give a multiple of it")
+    if last < first:
+        raise ValueError(f"{nodes.name}: {first}..{last} is empty; give the smaller number first")
+    low, high = first // nodes.gpus, last // nodes.gpus
+    if high - low < MOST_SIZES:
+        counts = list(range(low, high + 1))
+    else:
+        ratio = (high / low) ** (1 / (MOST_SIZES - 1))
+        counts = sorted({round(low * ratio**power) for power in range(MOST_SIZES)})
+    return [count * nodes.gpus for count in counts]
