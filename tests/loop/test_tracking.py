@@ -116,9 +116,7 @@ def test_calls_are_those_of_the_library(name: str, monkeypatch: pytest.MonkeyPat
     assert [call for call, _, _ in module.calls] == ["init", "log", "finish"]
     begun = module.calls[0][2]
     assert (begun["project"], begun["name"]) == ("libra", "calculator")
-    assert (
-        begun["config"]["training"]["batch"] == config().training.batch if hasattr(config().training, "batch") else True
-    )
+    assert begun["config"]["training"]["steps"] == config().training.steps
     assert module.calls[1][2] == {"step": 1}
 
 

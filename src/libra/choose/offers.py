@@ -32,7 +32,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedCluster:
     """A cluster with its plan; `refusal` says why there is none."""
 
     cluster: Cluster
@@ -44,7 +44,7 @@ class Offer:
         return f"{self.cluster.devices} {self.cluster.nodes[0].name}"
 
     def seconds(self, job: Job) -> float:
-        """Of the whole job; inf without a plan."""
+        """Seconds of the whole job; inf without a plan."""
         return inf if self.plan is None else job.steps * self.plan.step
 
     def gpu_hours(self, job: Job) -> float:
@@ -61,35 +61,35 @@ class Comparison:
     """Offers in the order in which they were named."""
 
     job: Job
-    offers: tuple[Offer, ...]
+    offers: tuple[OfferedCluster, ...]
 
     @property
     def priced(self) -> bool:
         """Whether each offer has a cost in dollars; otherwise GPU-hours are compared."""
         return all(it.cluster.cost_per_hour is not None for it in self.offers)
 
-    def cost(self, offer: Offer) -> float:
+    def cost(self, offer: OfferedCluster) -> float:
         """Dollars, or GPU-hours where an offer has no cost; inf without a plan."""
         dollars = offer.dollars(self.job) if self.priced else None
         return offer.gpu_hours(self.job) if dollars is None else dollars
 
     @property
-    def in_time(self) -> tuple[Offer, ...]:
+    def in_time(self) -> tuple[OfferedCluster, ...]:
         return tuple(it for it in self.offers if it.plan is not None and it.seconds(self.job) <= self.job.deadline)
 
     @property
-    def cheapest(self) -> Offer | None:
-        """Of those in time; of equally cheap ones the fastest. None where none is in time."""
+    def cheapest(self) -> OfferedCluster | None:
+        """The cheapest offer in time; of equally cheap ones the fastest. None where none is in time."""
         return min(self.in_time, key=lambda it: (self.cost(it), it.seconds(self.job)), default=None)
 
     @property
-    def fastest(self) -> Offer | None:
+    def fastest(self) -> OfferedCluster | None:
         """The fastest of all, also where it is late; None where no offer has a plan."""
         planned = [it for it in self.offers if it.plan is not None]
         return min(planned, key=lambda it: (it.seconds(self.job), self.cost(it)), default=None)
 
     @property
-    def front(self) -> tuple[Offer, ...]:
+    def front(self) -> tuple[OfferedCluster, ...]:
         """The Pareto front by seconds and cost, fastest first."""
         best, kept = inf, []
         planned = (it for it in self.offers if it.plan is not None)
@@ -113,9 +113,9 @@ def compare_offers(
     for number, cluster in enumerate(clusters, start=1):
         tell(f"planning for {cluster.devices} {cluster.nodes[0].name}: {number} of {len(clusters)}")
         try:
-            offers.append(Offer(cluster, planned(cluster)))
+            offers.append(OfferedCluster(cluster, planned(cluster)))
         except InfeasiblePlanError as error:
-            offers.append(Offer(cluster, None, " ".join(str(error).split())))
+            offers.append(OfferedCluster(cluster, None, " ".join(str(error).split())))
     found = Comparison(job, tuple(offers))
     while simulated is not None:
         promised = next((it for it in (found.cheapest, found.fastest) if it is not None and _is_predicted(it)), None)
@@ -127,5 +127,5 @@ def compare_offers(
     return found
 
 
-def _is_predicted(offer: Offer) -> bool:
+def _is_predicted(offer: OfferedCluster) -> bool:
     return offer.plan is not None and offer.plan.simulated is None

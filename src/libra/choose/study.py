@@ -128,8 +128,9 @@ def compare_policies(
         load_policy(name)
     cells = [(policy, seed) for seed in seeds for policy in policies]
     found: dict[tuple[str, int], tuple[float, ...]] = {}
-    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("fork")) as pool:
-        pending = {cell: pool.submit(subject.run, *cell) for cell in cells}
+    # Forked processes inherit the subject, which is not pickled: engines hold caches of their times.
+    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("fork"), _inherit, (subject,)) as pool:
+        pending = {cell: pool.submit(_run, *cell) for cell in cells}
         for number, (cell, its) in enumerate(pending.items(), start=1):
             found[cell] = its.result()
             tell(f"{number} of {len(cells)} runs: {cell[0]}, seed {cell[1]}")
@@ -138,6 +139,17 @@ def compare_policies(
         for policy in policies
     )
     return Study(subject.metrics, tuple(policies), tuple(seeds), seconds)
+
+
+_inherited: list[Subject] = []  # in a process of the pool
+
+
+def _inherit(subject: Subject) -> None:
+    _inherited[:] = [subject]
+
+
+def _run(policy: str, seed: int) -> tuple[float, ...]:
+    return _inherited[0].run(policy, seed)
 
 
 def _taught(router: str, seed: int, learned: Sequence[Trajectory]) -> Policy:

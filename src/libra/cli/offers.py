@@ -1,4 +1,4 @@
-"""`libra plan --compare`: clusters that could be had, compared for a training of so many steps."""
+"""`libra plan --compare`: offered clusters, compared for a training."""
 
 from __future__ import annotations
 

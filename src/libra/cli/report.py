@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +19,31 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the page to this file (default: RUN/report.html).")
     ] = None,
+    page_port: Annotated[
+        int | None,
+        typer.Option(
+            "--page",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve the page at this port of 127.0.0.1, and renew it while the run goes on; 0: any free port.",
+        ),
+    ] = None,
 ) -> None:
     """Make the page of a run from its records, also of a run that was killed or is still running.
 
-    Exit status: 0 done, 2 bad input.
+    With --page a browser has it live, until Ctrl-C. Exit status: 0 done, 2 bad input.
     """
     require("report")
+    if page_port is not None:
+        require("http")
+        try:
+            if output is not None:
+                raise ValueError("--output is a file, and --page serves the page: give one of them")
+            asyncio.run(_serve(run, page_port))
+        except (ValueError, OSError) as error:
+            bad_input(error)
+        return
     from libra.records.run_lock import running_process
     from libra.report.run_page import render_report
 
@@ -38,3 +58,13 @@ def report(
     if (process := running_process(run)) is not None:
         tell_notes([f"process {process} is running in {run}: the page has what it recorded so far"], err=True)
     typer.echo(f"report: {page}")
+
+
+async def _serve(run: Path, port: int) -> None:
+    from libra.config.listeners import METRICS
+    from libra.serve.http import serve
+    from libra.serve.run_page import run_page
+
+    async with run_page(run) as application:
+        announce = "page: {}/ (Ctrl-C ends it)"
+        await serve(application, "127.0.0.1", port, lambda base: typer.echo(announce.format(base)), METRICS)

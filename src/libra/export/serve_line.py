@@ -37,7 +37,7 @@ class ServeLine:
 
     @property
     def name(self) -> str:
-        """Of the engine, where engines are listed."""
+        """The engine's name in lists of engines."""
         return f"{self.host}-{self.port}"
 
     @property

@@ -71,7 +71,7 @@ def _class_of(file: Cluster | None, name: str) -> NodeClass | None:
 def _rented(name: str, first: int, last: int) -> NodeClass:
     """Nodes of a known GPU; fewer GPUs than a node has are one smaller node."""
     gpu = gpu_of(name, "offer")
-    gpus = first if first == last < _NODE else _NODE
+    gpus = first if 0 < first == last < _NODE else _NODE
     return NodeClass(name, 1, gpus, gpu, gpu.link, gpus * _network(gpu))
 
 

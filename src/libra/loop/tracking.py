@@ -7,6 +7,7 @@ own records are complete without it. Where a tracker sends is its own configurat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ _PROJECT = "libra"
 
 
 class Tracker(Protocol):
-    """Where values of a step go."""
+    """A receiver of values by step."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -64,7 +65,7 @@ class _MLflow:
         self._module = module
         module.set_experiment(_PROJECT)
         module.start_run(run_name=config.name)
-        module.log_params({"seed": config.seed, "allocation": config.allocation, "batch": config.training.batch})
+        module.log_params({"seed": config.seed, "allocation": config.allocation})
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._module.log_metrics(dict(values), step=step)
@@ -73,30 +74,13 @@ class _MLflow:
         self._module.end_run()
 
 
-def _wandb(config: RunConfig) -> Tracker:
-    import wandb
-
-    return _Wandb(wandb, config)
-
-
-def _trackio(config: RunConfig) -> Tracker:
-    import trackio
-
-    return _Wandb(trackio, config)
-
-
-def _tensorboard(config: RunConfig) -> Tracker:
-    return _TensorBoard(config.run_directory)
-
-
-def _mlflow(config: RunConfig) -> Tracker:
-    import mlflow
-
-    return _MLflow(mlflow, config)
-
-
 _TRACKERS: Mapping[str, Callable[[RunConfig], Tracker]] = MappingProxyType(
-    {"wandb": _wandb, "trackio": _trackio, "tensorboard": _tensorboard, "mlflow": _mlflow}
+    {
+        "wandb": lambda config: _Wandb(import_module("wandb"), config),
+        "trackio": lambda config: _Wandb(import_module("trackio"), config),
+        "tensorboard": lambda config: _TensorBoard(config.run_directory),
+        "mlflow": lambda config: _MLflow(import_module("mlflow"), config),
+    }
 )
 
 

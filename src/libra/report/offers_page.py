@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 
 import altair as alt
 
-from libra.choose.offers import Comparison, Offer
+from libra.choose.offers import Comparison, OfferedCluster
 from libra.report.charts import Figure
-from libra.report.offers_table import COLUMNS, cost_words, offer_rows, offer_sentences
+from libra.report.offers_table import CAPTION, COLUMNS, cost_words, offer_rows, offer_sentences
 from libra.report.page import Tile, render
 from libra.report.vega import FULL, Axis, draw, layer, unchecked
 from libra.report.words import days, plural
@@ -29,6 +29,7 @@ def offers_page(found: Comparison, title: str) -> str:
         figures=[front_figure(found)] if found.fastest is not None else [],
         columns=COLUMNS,
         rows=offer_rows(found),
+        caption=CAPTION,
     )
 
 
@@ -48,10 +49,12 @@ def front_figure(found: Comparison) -> Figure:
     job, front = found.job, found.front
     in_days = max(it.seconds(job) for it in front) >= 48 * _HOUR
     unit, name = (24 * _HOUR, "days") if in_days else (_HOUR, "hours")
-    x = Axis(f"{name} for {plural(job.steps, 'step')}")
-    y = Axis("dollars" if found.priced else "GPU-hours")
+    planned = [it for it in found.offers if it.plan is not None]
+    late = [job.deadline / unit] if isfinite(job.deadline) else []
+    x = Axis(f"{name} for {plural(job.steps, 'step')}", _around([*(it.seconds(job) / unit for it in planned), *late]))
+    y = Axis("dollars" if found.priced else "GPU-hours", _around([found.cost(it) for it in planned]))
 
-    def place(offer: Offer) -> dict[str, float]:
+    def place(offer: OfferedCluster) -> dict[str, float]:
         return {"x": offer.seconds(job) / unit, "y": found.cost(offer)}
 
     rows = [
@@ -61,18 +64,25 @@ def front_figure(found: Comparison) -> Figure:
             "text": it.name,
             "description": f"{it.name}: {days(it.seconds(job))}, {cost_words(it, found)}",
         }
-        for it in found.offers
-        if it.plan is not None
+        for it in planned
     ]
+    named = [{**it, "color": "var(--soft)"} for it in rows if it["color"] == _ON_FRONT]
     line = layer("line", [place(it) for it in front], x, y, color="var(--axis)", strokeDash=[4, 3], aria=False)
     dots = layer("circle", rows, x, y, size=110, opacity=0.9)
-    names = layer("text", [{**it, "color": "var(--soft)"} for it in rows], x, y, dy=-12, fontSize=11, aria=False)
+    names = layer("text", named, x, y, dy=-12, fontSize=11, aria=False)
     layers = [line, dots, names]
-    if isfinite(job.deadline):
-        late = [{"x": job.deadline / unit, "color": "var(--alarm)", "description": f"deadline, {days(job.deadline)}"}]
-        layers.insert(0, layer("rule", late, x, strokeDash=[2, 2]))
+    if late:
+        rule = {"x": late[0], "color": "var(--alarm)", "description": f"deadline, {days(job.deadline)}"}
+        layers.insert(0, layer("rule", [rule], x, strokeDash=[2, 2]))
     chart = draw(alt.layer(*layers), y.label, FULL, _HEIGHT)
     note = "Left and down is better. The line joins clusters that no other betters in both."
     return Figure(
         "What each cluster takes", note, chart, (("on the front", _ON_FRONT), ("another is better", _OTHER)), wide=True
     )
+
+
+def _around(values: Sequence[float]) -> tuple[float, float]:
+    """Ends of an axis with some room beside the values."""
+    low, high = min(values), max(values)
+    room = 0.1 * (high - low) or 0.1 * high
+    return max(0.0, low - room), high + room

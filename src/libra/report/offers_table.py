@@ -6,12 +6,16 @@ from math import isfinite
 
 from rich.table import Column, Table
 
-from libra.choose.offers import Comparison, Offer
-from libra.report.plan_headline import roles_of
-from libra.report.tables import number, whole
+from libra.choose.offers import Comparison, OfferedCluster
+from libra.plan.plan import Plan
+from libra.report.tables import whole
 from libra.report.words import MISSING, cell, count, days, dollars, duration, plural, printable
 
-COLUMNS = ("cluster", "a step", "all steps", "cost", "GPU-hours", "split", "")
+COLUMNS = ("cluster", "a step", "all steps", "cost", "train + generate", "")
+CAPTION = (
+    "~: predicted, not simulated; bettered: another is cheaper and no slower. Steps are taken to last as long as that"
+    " of the plan."
+)
 
 
 def offer_sentences(found: Comparison) -> tuple[str, ...]:
@@ -37,24 +41,29 @@ def offer_rows(found: Comparison) -> list[tuple[str, ...]]:
 def offers_table(found: Comparison) -> Table:
     table = Table(
         Column("cluster", no_wrap=True),
-        *map(whole, COLUMNS[1:4]),
-        number("GPU-hours"),
-        Column("split", overflow="fold"),
-        Column("", overflow="fold"),
+        *map(whole, COLUMNS[1:-1]),
+        Column("", overflow="fold", min_width=8),
         title=f"{plural(found.job.steps, 'step')} on each",
     )
     for row in offer_rows(found):
         table.add_row(*map(cell, row))
-    table.caption = "~: predicted, not simulated. Steps are taken to last as long as those of the plan"
+    table.caption = CAPTION
     return table
 
 
-def cost_words(offer: Offer, found: Comparison) -> str:
+def cost_words(offer: OfferedCluster, found: Comparison) -> str:
     """Dollars where all offers have a cost, otherwise GPU-hours."""
     return dollars(found.cost(offer)) if found.priced else f"{count(found.cost(offer))} GPU-hours"
 
 
-def _named(what: str, offer: Offer, found: Comparison) -> str:
+def split_words(plan: Plan) -> str:
+    """`16 + 32`: GPUs that train and generate."""
+    training = sum(group.devices for group in plan.placement if group.role == "train")
+    generating = sum(group.devices for group in plan.placement if group.role != "train")
+    return f"{training} + {generating}"
+
+
+def _named(what: str, offer: OfferedCluster, found: Comparison) -> str:
     assert offer.plan is not None
     kind = "predicted" if offer.plan.simulated is None else f"in simulation under {offer.plan.simulated.router}"
     return (
@@ -63,18 +72,17 @@ def _named(what: str, offer: Offer, found: Comparison) -> str:
     )
 
 
-def _row(offer: Offer, found: Comparison) -> tuple[str, ...]:
+def _row(offer: OfferedCluster, found: Comparison) -> tuple[str, ...]:
     if offer.plan is None:
-        return (offer.name, *[MISSING] * 4, MISSING, offer.refusal)
+        return (offer.name, *[MISSING] * 4, offer.refusal)
     about = "" if offer.plan.simulated is not None else "~"
-    amount = offer.dollars(found.job)
     verdicts = [
         word
         for word, true in (
             ("cheapest", offer is found.cheapest),
             ("fastest", offer is found.fastest),
             ("late", offer not in found.in_time),
-            ("neither faster nor cheaper than another", offer not in found.front),
+            ("bettered", offer not in found.front),
         )
         if true
     ]
@@ -82,8 +90,7 @@ def _row(offer: Offer, found: Comparison) -> tuple[str, ...]:
         offer.name,
         about + duration(offer.plan.step),
         about + days(offer.seconds(found.job)),
-        MISSING if amount is None else about + dollars(amount),
-        about + count(offer.gpu_hours(found.job)),
-        roles_of(offer.plan.allocation),
+        about + cost_words(offer, found),
+        split_words(offer.plan),
         ", ".join(verdicts),
     )

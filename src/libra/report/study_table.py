@@ -12,11 +12,11 @@ from libra.choose.study import Study
 from libra.report.tables import number
 from libra.report.words import MISSING, cell, duration, plural, printable, signed_percent
 
-_NOTHING = "no difference shown"
+_NOTHING = "unclear"  # the interval has 0 in it
 
 
 def verdict(found: Study, policy: int, metric: int) -> str:
-    """`faster`, `slower`, or that the interval includes no difference."""
+    """`faster` or `slower` than the first policy; `unclear` where the interval has 0 in it; `equal` on all seeds."""
     mean, error = found.over_first(policy, metric)
     if error is None or abs(mean) <= error:
         return _NOTHING if mean or error is None else "equal"

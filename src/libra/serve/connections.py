@@ -51,6 +51,11 @@ class Connections:
     busy: dict[web.RequestHandler, int] = field(default_factory=dict)  # with a request in flight, and bytes of its body
     refused: int = 0  # connections that are being refused
 
+    @property
+    def open(self) -> int:
+        """Connections of clients."""
+        return len(self.idle) + len(self.busy)
+
     def socket(self, address: AddrInfoType) -> socket.socket:
         """Make the socket of an outgoing connection: a `TraceConfig` would slow every request down."""
         self.made += 1
@@ -60,7 +65,7 @@ class Connections:
     def admit(self) -> bool:
         """Make room for a connection that was accepted. False: there is none."""
         self.made += 1
-        if len(self.idle) + len(self.busy) < self.limits.connections:
+        if self.open < self.limits.connections:
             return True
         if not self.idle:
             return False

@@ -2,9 +2,10 @@
 
 Invariants: the address is announced once it answers, and at shutdown pending requests end within a second. A connection
 that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
-`_CONNECTIONS` new connections, and only if the process has grown by what these leave. It visits every object of every
-request in flight, and Python would run it whenever their number grows. Yet requests leave no garbage: the only
-reference cycles are those of closed transports, before Python 3.12.
+`_CONNECTIONS` new connections, and only if the process has grown by what these leave; or after a rush, when few
+connections are left, and then free memory goes back to the system. It visits every object of every request in flight,
+and Python would run it whenever their number grows. Yet requests leave no garbage: the only reference cycles are those
+of closed transports, before Python 3.12.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _CONNECTIONS = 100_000  # between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**18  # of malloc.h; bytes
 _COLLECT_SECONDS = 1.0  # between two checks whether to collect
+_MANY, _QUIET = 256, 0.1  # connections, and the share of them at which a rush is over
 
 
 class _MalformedRequests(logging.Filter):
@@ -166,9 +168,23 @@ async def collecting_rarely(connections: Connections) -> AsyncIterator[None]:
 
 
 async def _collect(connections: Connections) -> None:
+    most = 0  # connections at a time since the last collection
     while True:
         await asyncio.sleep(_COLLECT_SECONDS)
         grown, _, _ = gc.get_count()  # allocated less freed since the last collection, also where it is disabled
-        if connections.made >= _CONNECTIONS and grown >= _LEFT * _CONNECTIONS:
+        much = connections.made >= _CONNECTIONS and grown >= _LEFT * _CONNECTIONS
+        most = max(most, connections.open)
+        quiet = most >= _MANY and connections.open <= _QUIET * most
+        if much or quiet:
             gc.collect()
             connections.made = 0
+        if quiet:
+            _trim()
+            most = connections.open
+
+
+def _trim() -> None:
+    """Return free memory to the system. Does nothing where the C library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

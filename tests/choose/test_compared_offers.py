@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_06B
 
-from libra.choose.offers import Comparison, Job, Offer, compare_offers
+from libra.choose.offers import Comparison, Job, OfferedCluster, compare_offers
 from libra.config.recipe import Recipe
 from libra.hardware.cluster import Cluster
 from libra.plan.plan import Plan
@@ -42,7 +42,8 @@ def test_choices_and_front_are_those_of_brute_force(
     given_offers: list[tuple[float | None, int, float | None]], deadline: float
 ) -> None:
     offers = tuple(
-        Offer(sized(nodes, cost), None if step is None else planned(step)) for step, nodes, cost in given_offers
+        OfferedCluster(sized(nodes, cost), None if step is None else planned(step))
+        for step, nodes, cost in given_offers
     )
     found = Comparison(Job(10, deadline), offers)
     time = {id(it): it.seconds(found.job) for it in offers}

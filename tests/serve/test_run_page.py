@@ -1,0 +1,91 @@
+"""The page of a run that goes on: renewed as records come, and kept when the run has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+from fakes.made_run import write_run
+
+from libra.serve.run_page import RunPage
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    directory = write_run(tmp_path / "run-7").directory
+    (directory / "summary.json").unlink()
+    return directory
+
+
+def cut(run: Path, lines: int) -> bytes:
+    """Leave the first steps only; returns the rest."""
+    metrics = run / "metrics.jsonl"
+    whole = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(whole[:lines]))
+    return b"".join(whole[lines:])
+
+
+async def test_a_page_is_made_again_where_records_came(run: Path) -> None:
+    rest = cut(run, 40)
+    page = RunPage(run)
+    with ThreadPoolExecutor(1) as executor:
+        await page.look(executor)
+        first = page.html
+        assert page.version == 1 and "The run has ended." in first
+        await page.look(executor)
+        assert page.version == 1
+        with open(run / "metrics.jsonl", "ab") as metrics:
+            metrics.write(rest)
+        await page.look(executor)
+    assert page.version == 2 and page.html != first
+    assert 'let shown = "2"' in page.html
+
+
+async def test_records_that_cannot_be_read_leave_the_last_page(run: Path) -> None:
+    page = RunPage(run)
+    with ThreadPoolExecutor(1) as executor:
+        await page.look(executor)
+        kept = page.html
+        (run / "periods.jsonl").write_text("{}\n")
+        await page.look(executor)
+    assert page.html == kept and "periods.jsonl" in page.trouble
+
+
+def test_the_command_serves_until_it_is_ended(run: Path) -> None:
+    asyncio.run(_served(run))
+
+
+async def _served(run: Path) -> None:
+    command = [sys.executable, "-m", "libra.cli.app", "report", str(run), "--page", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = await asyncio.to_thread(process.stdout.readline)
+        found = re.fullmatch(r"page: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
+        assert found is not None, line
+        async with ClientSession(found[1]) as session:
+            async with session.get("/") as answer:
+                text = await answer.text()
+                assert answer.status == 200 and "<svg" in text and 'id="live"' in text
+            async with session.get("/version") as answer:
+                assert await answer.text() == "1"
+            async with session.get("/", headers={"Host": "evil.example"}) as answer:
+                assert answer.status == 403
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+    assert not (run / "report.html").exists()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "libra.cli.app", "report", str(tmp_path), "--page", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("libra: ") and "holds no run" in done.stderr
