@@ -58,7 +58,7 @@ class DescribedEngine:
     @property
     def kv_bytes(self) -> float:
         """KV bytes of a token, on all devices together."""
-        return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp)
+        return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp, context=self.longest)
 
     @property
     def recipe(self) -> Recipe:
@@ -84,7 +84,7 @@ def described_engine(
 ) -> DescribedEngine:
     """The engine of a section, whose key is `key`. Raises ValueError that opens with the key."""
     try:
-        model = load_model(section.model)
+        model = load_model(section.model, note)
     except ConfigError as error:
         raise ValueError(f"{key}.model: {error}") from None
     gpu = gpu_of(section.gpu, f"{key}.gpu")

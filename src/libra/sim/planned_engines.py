@@ -99,7 +99,8 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
 
 def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[EngineSpec, ...]:
     made: dict[tuple[int, str], tuple[EngineConfig, IterationCost]] = {}
-    kv_bytes = rollout_quantization(request.recipe).kv_bytes_per_token(request.model)
+    recipe = request.recipe
+    kv_bytes = rollout_quantization(recipe).kv_bytes_per_token(request.model, context=recipe.max_length)
     beside = {it.shape: it for it in request.menu().lent} if plan.loans else {}
     engines = []
     for group in plan.placement:
