@@ -11,20 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.reshaped import reshaped
 
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import AS_STORED, Quantization
 from libra.hardware.checkpoint_file import stored_weights
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.hardware.stored_weights import KeptShares, WeightFormat
 
-DENSE = ModelSpec("dense", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960)
-MOE = ModelSpec("moe", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960, experts=Experts(16, 2, 512, 256, 3))
-LATENT = ModelSpec(
+DENSE = decoder("dense", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960)
+MOE = decoder("moe", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960, experts=Experts(16, 2, 512, 256), sparse=3)
+LATENT = decoder(
     *("latent", 4, 1024, 16, 16, 96, 4096, 32000, False, 40960),
-    experts=Experts(16, 2, 512, 256, 3),
-    latent=LatentAttention(256, 128, 64, 32, 64),
+    experts=Experts(16, 2, 512, 256),
+    sparse=3,
+    latent=LatentAttention(16, 256, 128, 64, 32, 64),
 )
 
 
@@ -209,7 +214,8 @@ def test_a_config_json_says_how_it_is_stored(tmp_path: Path) -> None:
 def test_engines_store_what_the_checkpoint_does_unless_a_key_says_otherwise() -> None:
     plain = replace(DENSE, stored=None)
     eight = replace(DENSE, stored=stored_weights(FP8 | {"ignore": ["self_attn"]}, DENSE))
-    matrices = {"attention": plain.layers * plain.attention_parameters(), "dense": 4 * plain.dense_mlp_parameters}
+    held = plain.device_parameters()
+    matrices = {"attention": held.mixer, "dense": held.dense}
     saved = Quantization("bf16").weight_bytes(eight) - AS_STORED.weight_bytes(eight)
     assert saved == pytest.approx(matrices["dense"])  # attention keeps 16 bits
     assert Quantization("fp8").weight_bytes(eight) == AS_STORED.weight_bytes(eight)  # its own type
@@ -225,8 +231,8 @@ def test_engines_store_what_the_checkpoint_does_unless_a_key_says_otherwise() ->
     [(1536, 4, False), (1536, 8, True), (2048, 8, False), (2048, 16, False), (1408, 2, True)],
 )
 def test_tensor_parallelism_cuts_no_block(width: int, tp: int, refused: bool) -> None:
-    experts = Experts(16, 2, width, 0, 4)
-    model = replace(MOE, heads=128, kv_heads=16, head_dim=128, intermediate=0, experts=experts)
+    experts = Experts(16, 2, width)
+    model = reshaped(MOE, heads=128, kv_heads=16, head_dim=128, intermediate=0, experts=experts, sparse=4)
     model = replace(model, stored=stored_weights(FP8, model))
     found = AS_STORED.tp_refusal(model, tp)
     assert (found is not None) == refused

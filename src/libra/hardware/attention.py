@@ -72,6 +72,7 @@ class Attention:
     keys_are_values: bool = False  # values have no projection of their own
     shared: bool = False  # reads keys and values of an earlier layer
     indexer: Indexer | None = None
+    kind: Literal["attention"] = "attention"
 
     def __post_init__(self) -> None:
         require_at_least(1, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)

@@ -6,6 +6,7 @@ Invariant: as of `attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from libra.hardware.attention import Indexer, Products
 from libra.hardware.context import Array, Kept, Reach, Read
@@ -27,6 +28,7 @@ class LatentAttention:
     topk: int = 0  # keys that an earlier layer's indexer chose; 0: all, or those of the own indexer
     gated: bool = False  # an output gate of the width of the values
     bias: bool = False  # of the projections from and to the hidden width
+    kind: Literal["latent"] = "latent"
 
     def __post_init__(self) -> None:
         require_at_least(0, q_rank=self.q_rank, topk=self.topk)
@@ -134,6 +136,7 @@ class CompressedAttention:
     window: int
     ratio: int = 0  # tokens of one compressed vector; 0: there are none
     indexer: Indexer | None = None  # chooses among the compressed vectors, which then overlap
+    kind: Literal["compressed"] = "compressed"
 
     def __post_init__(self) -> None:
         require_at_least(1, heads=self.heads, head_dim=self.head_dim, q_rank=self.q_rank, window=self.window)

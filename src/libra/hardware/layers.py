@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from libra.hardware.attention import Attention
 from libra.hardware.context import ALL, Kept
@@ -10,9 +13,21 @@ from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.checks import require_at_least
 from libra.hardware.matrix import parameters
 from libra.hardware.mlp import MLP, Experts
-from libra.hardware.states import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from libra.hardware.state_space import Mamba, Mamba2
+from libra.hardware.states import GatedDeltaNet, KimiDelta, Lightning, ShortConvolution
 
-Mixer = Attention | LatentAttention | CompressedAttention | GatedDeltaNet | Mamba2 | KimiDelta | ShortConvolution
+Mixer = (
+    Attention
+    | LatentAttention
+    | CompressedAttention
+    | GatedDeltaNet
+    | KimiDelta
+    | Lightning
+    | Mamba
+    | Mamba2
+    | ShortConvolution
+)
+_BY_KIND = Field(discriminator="kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +63,8 @@ class LayerParameters:
 class LayerKind:
     """One kind of layer."""
 
-    mixer: Mixer | None
-    mlp: MLP | Experts | None
+    mixer: Annotated[Mixer, _BY_KIND] | None
+    mlp: Annotated[MLP | Experts, _BY_KIND] | None
     norms: int = 2  # of the hidden width
     other: int = 0  # parameters besides, which every device has
 

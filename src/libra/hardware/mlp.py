@@ -7,6 +7,7 @@ no gradient trains.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from libra.hardware.checks import require_at_least
 
@@ -18,6 +19,7 @@ class MLP:
     intermediate: int
     gated: bool = True
     bias: bool = False
+    kind: Literal["mlp"] = "mlp"
 
     def __post_init__(self) -> None:
         require_at_least(1, intermediate=self.intermediate)
@@ -44,6 +46,7 @@ class Experts:
     shared_gate: bool = False  # a learned weight of the shared experts
     beside: bool = False  # checkpoints call the shared ones the MLP of the layer, and keep routed ones beside it
     other: int = 0  # parameters of a layer besides: norms and scales; every device has them
+    kind: Literal["experts"] = "experts"
 
     def __post_init__(self) -> None:
         require_at_least(1, groups=self.groups, active_groups=self.active_groups)

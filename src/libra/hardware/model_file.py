@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +24,7 @@ from libra.hardware.families.stack import Family
 from libra.hardware.families.towers import tower_parameters
 from libra.hardware.model import ModelSpec, arranged
 
-_WRAPPERS = ("text_config", "language_config", "llm_config")
+_WRAPPERS = ("text_config", "language_config", "llm_config", "thinker_config")
 Note = Callable[[str], None]
 
 
@@ -98,15 +98,22 @@ def _parse(text: str, path: Path, name: str, note: Note) -> ModelSpec:
     try:
         top = Fields(data)
         spec = _spec(top, name, note)
-        for field in top.unread():
-            note(f"{name}: {field} was not read; check the parameters if it changes the shape")
-        for field, value in top.assumed():
-            note(f"{name}: {field} is not given; taken to be {value}, as in the family's class")
+        for text in _unread(top):
+            note(f"{name}: {text}")
         given = _quantization(data)
         given = _beside(path) if given is None else given
         return spec if given is None else replace(spec, stored=stored_weights(given, spec))
     except ValueError as error:
         raise refusal(path, str(error)) from None
+
+
+def _unread(top: Fields) -> Iterator[str]:
+    """Notes on fields that may change the shape: those that were not read, and those that the family's class filled."""
+    unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
+    if unread:
+        yield f"not read: {', '.join(unread)}; check the parameters if one of them changes the shape"
+    if assumed:
+        yield f"not given, and as the family's class has it: {', '.join(assumed)}"
 
 
 def _quantization(data: dict[str, object]) -> object:
@@ -133,17 +140,16 @@ def _beside(path: Path) -> object:
 
 
 def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
-    kind = top.value("model_type")
-    field = next((it for it in _WRAPPERS if top.given(it)), None)
-    fields = top if field is None else top.part(field)
-    assert fields is not None
-    inner = fields.value("model_type") if field else None
-    family = _family(top, fields, kind, inner)
+    fields, inner = top, None
+    while (inside := next((found for it in _WRAPPERS if (found := fields.part(it)) is not None), None)) is not None:
+        top, fields = fields, inside
+        inner = fields.value("model_type")
+    family = _family(top, fields, top.value("model_type"), inner)
     fields.with_defaults(family.defaults)
     stack = family.read(fields)
     kinds, order = arranged(stack.layers)
     tied = "tie_word_embeddings"
-    above = top.flag(tied) if field and top.given(tied) else None
+    above = top.flag(tied) if fields is not top and top.given(tied) else None
     hidden = fields.count("hidden_size")
     return ModelSpec(
         name=name,
@@ -169,12 +175,10 @@ def _family(top: Fields, fields: Fields, kind: object, inner: object) -> Family:
         if architectures[0] not in by_architecture:
             raise fields.error("architectures", unknown("architecture", architectures[0], by_architecture))
         return by_architecture[architectures[0]]
-    if not isinstance(named, str) or named not in FAMILIES:
-        close = nearest(named, FAMILIES) if isinstance(named, str) else None
-        hint = f"did you mean {close}? " if close else ""
-        raise fields.error(
-            "model_type", f"unknown architecture {shown(named)}; {hint}known are {', '.join(FAMILIES)}"
-        )
+    if not isinstance(named, str):
+        raise fields.error("model_type", f"expected a name (got {shown(named)})")
+    if named not in FAMILIES:
+        raise fields.error("model_type", unknown("architecture", named, FAMILIES))
     family = FAMILIES[named]
     if fields is top and named == kind and architectures and not set(architectures) & set(family.architectures):
         raise fields.error(

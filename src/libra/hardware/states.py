@@ -1,4 +1,4 @@
-"""Mixers that keep a state of one size for each sequence: delta networks, Mamba-2 and short convolutions.
+"""Mixers that keep a state of one size for each sequence: delta networks, lightning attention, short convolutions.
 
 Invariant: as of `attention`. States are those of vLLM's `MambaStateShapeCalculator`: the last inputs of a convolution
 in 16 bits, and matrices in a type of their own. FLOPs are those of the recurrence; chunked kernels take a few more.
@@ -7,17 +7,18 @@ in 16 bits, and matrices in a type of their own. FLOPs are those of the recurren
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from libra.hardware.attention import Products
 from libra.hardware.context import Array, Kept, Read
 from libra.hardware.checks import require_at_least
 from libra.hardware.matrix import Matrix
 
-_INPUT_BYTES = 2  # of an input that a convolution keeps
+INPUT_BYTES = 2  # of an input that a convolution keeps
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class State:
     """Parts that are the same for all states."""
 
     @property
@@ -37,7 +38,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet(_State):
+class GatedDeltaNet(State):
     """Gated delta network (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: a matrix for each value head."""
 
     key_heads: int
@@ -46,6 +47,7 @@ class GatedDeltaNet(_State):
     value_dim: int
     kernel: int  # tokens of the convolution
     state_bytes: int = 2  # of a number of the matrices
+    kind: Literal["gated_delta_net"] = "gated_delta_net"
 
     def __post_init__(self) -> None:
         require_at_least(1, key_heads=self.key_heads, value_heads=self.value_heads, kernel=self.kernel)
@@ -71,7 +73,7 @@ class GatedDeltaNet(_State):
         return (self._mixed * self.kernel + 2 * self.value_heads) / tp + self.value_dim
 
     def kept(self, tp: int = 1) -> tuple[Kept, ...]:
-        inputs = (self.kernel - 1) * self._mixed * _INPUT_BYTES
+        inputs = (self.kernel - 1) * self._mixed * INPUT_BYTES
         return (Kept(state=(inputs + self.width * self.key_dim * self.state_bytes) / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
@@ -95,74 +97,7 @@ class GatedDeltaNet(_State):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2(_State):
-    """State-space layer of Mamba-2 (arXiv 2405.21060): a matrix of `head_dim` x `state` for each head."""
-
-    heads: int
-    head_dim: int
-    state: int
-    groups: int  # of heads with the same input and output vectors
-    kernel: int
-    state_bytes: int = 2
-    conv_bias: bool = True
-    bias: bool = False  # of both projections
-    normed: bool = True  # a gated norm before the output projection
-    prefix: str = "mixer"  # name of the module
-
-    def __post_init__(self) -> None:
-        require_at_least(1, heads=self.heads, head_dim=self.head_dim, state=self.state, groups=self.groups)
-        require_at_least(1, kernel=self.kernel, state_bytes=self.state_bytes)
-        if self.heads % self.groups:
-            raise ValueError(f"groups is {self.groups}; it must divide the {self.heads} heads of states")
-
-    @property
-    def _mixed(self) -> int:
-        return self.width + 2 * self.groups * self.state
-
-    def matrices(self, hidden: int) -> tuple[Matrix, ...]:
-        first = self.width + self._mixed + self.heads
-        return (
-            Matrix(f"{self.prefix}.in_proj", hidden, first, bias=self.bias),
-            Matrix(f"{self.prefix}.out_proj", self.width, hidden),
-        )
-
-    def vectors(self, hidden: int, tp: int = 1) -> float:
-        convolution = self._mixed * (self.kernel + (1 if self.conv_bias else 0))
-        norm = self.width if self.normed else 0
-        return (convolution + 3 * self.heads + norm) / tp + (hidden if self.bias else 0)
-
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
-        """Groups that do not divide over the devices are repeated, so that each head has its own."""
-        groups = self.groups if self.groups % tp == 0 else tp
-        inputs = (self.kernel - 1) * (self.width + 2 * groups * self.state) * _INPUT_BYTES
-        return (Kept(state=(inputs + self.width * self.state * self.state_bytes) / tp),)
-
-    def products(self, hidden: int, tp: int) -> Products:
-        return ((hidden, (self.width + self._mixed + self.heads) / tp), (self.width / tp, hidden))
-
-    @property
-    def token_flops(self) -> float:
-        """Decay, an outer product and a product with a vector: 5 for each number of the state."""
-        return 5.0 * self.width * self.state
-
-    def saved(self, tp: Array) -> Array:
-        found: Array = (2 * self._mixed + 3 * self.width + self.heads) / tp
-        return found
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-    def tp_refusal(self, tp: int) -> str | None:
-        if self.heads % tp:
-            return f"tp is {tp}; it must divide the {self.heads} heads of states"
-        if self.groups % tp and self.groups != 1:
-            return f"tp is {tp}; it must divide the {self.groups} groups of states"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class KimiDelta(_State):
+class KimiDelta(State):
     """Kimi's delta attention (arXiv 2510.26692): a delta network that decays each channel by itself."""
 
     heads: int
@@ -170,6 +105,7 @@ class KimiDelta(_State):
     kernel: int
     full_gate: bool = False  # the output gate is one matrix, not two of a head's rank
     state_bytes: int = 4
+    kind: Literal["kimi_delta"] = "kimi_delta"
 
     def __post_init__(self) -> None:
         require_at_least(1, heads=self.heads, head_dim=self.head_dim, kernel=self.kernel, state_bytes=self.state_bytes)
@@ -190,7 +126,7 @@ class KimiDelta(_State):
         return (3 * self.width * self.kernel + self.width + self.heads) / tp + self.head_dim
 
     def kept(self, tp: int = 1) -> tuple[Kept, ...]:
-        inputs = (self.kernel - 1) * 3 * self.width * _INPUT_BYTES
+        inputs = (self.kernel - 1) * 3 * self.width * INPUT_BYTES
         return (Kept(state=(inputs + self.width * self.head_dim * self.state_bytes) / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
@@ -217,12 +153,57 @@ class KimiDelta(_State):
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution(_State):
+class Lightning(State):
+    """Lightning attention (arXiv 2405.17381) of MiniMax-Text-01 and M1: a decaying sum of keys times values."""
+
+    heads: int
+    head_dim: int
+    state_bytes: int = 4
+    kind: Literal["lightning"] = "lightning"
+
+    def __post_init__(self) -> None:
+        require_at_least(1, heads=self.heads, head_dim=self.head_dim, state_bytes=self.state_bytes)
+
+    def matrices(self, hidden: int) -> tuple[Matrix, ...]:
+        return (
+            Matrix("self_attn.qkv_proj", hidden, 3 * self.width),
+            Matrix("self_attn.output_gate", hidden, self.width),
+            Matrix("self_attn.out_proj", self.width, hidden),
+        )
+
+    def vectors(self, hidden: int, tp: int = 1) -> float:
+        return self.width / tp
+
+    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+        return (Kept(state=self.width * self.head_dim * self.state_bytes / tp),)
+
+    def products(self, hidden: int, tp: int) -> Products:
+        return ((hidden, 4 * self.width / tp), (self.width / tp, hidden))
+
+    @property
+    def token_flops(self) -> float:
+        return 5.0 * self.width * self.head_dim
+
+    def saved(self, tp: Array) -> Array:
+        found: Array = 7 * self.width / tp
+        return found
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    def tp_refusal(self, tp: int) -> str | None:
+        return f"tp is {tp}; it must divide the {self.heads} heads of states" if self.heads % tp else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution(State):
     """Gated convolution over a few tokens (LFM2)."""
 
     channels: int
     kernel: int
     bias: bool = False
+    kind: Literal["short_convolution"] = "short_convolution"
 
     def __post_init__(self) -> None:
         require_at_least(1, channels=self.channels, kernel=self.kernel)
@@ -238,7 +219,7 @@ class ShortConvolution(_State):
         return self.channels * (self.kernel + bias) / tp + bias * hidden
 
     def kept(self, tp: int = 1) -> tuple[Kept, ...]:
-        return (Kept(state=(self.kernel - 1) * self.channels * _INPUT_BYTES / tp),)
+        return (Kept(state=(self.kernel - 1) * self.channels * INPUT_BYTES / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         return ((hidden, 3 * self.channels / tp), (self.channels / tp, hidden))

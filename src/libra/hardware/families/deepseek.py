@@ -9,7 +9,7 @@ from libra.hardware.families.parts import latent, layer_count
 from libra.hardware.families.stack import Stack
 from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.layers import LayerKind, Mixer
-from libra.hardware.mlp import Experts
+from libra.hardware.mlp import MLP, Experts
 
 
 def deepseek(fields: Fields) -> Stack:
@@ -17,6 +17,13 @@ def deepseek(fields: Fields) -> Stack:
     for field in ("head_dim", "qk_head_dim"):  # copies of sums of others
         fields.value(field)
     return deepseek_layers(fields, [latent(fields)] * layer_count(fields))
+
+
+def dense_latent(fields: Fields) -> Stack:
+    """MiniCPM3: latent attention and an MLP in every layer."""
+    mlp = MLP(fields.count("intermediate_size"), bias=fields.flag("mlp_bias"))
+    fields.with_defaults({"v_head_dim": fields.count("hidden_size") // fields.count("num_attention_heads")})
+    return Stack([LayerKind(latent(fields), mlp)] * layer_count(fields))
 
 
 def indexed(fields: Fields) -> Stack:

@@ -29,10 +29,12 @@ class Dense:
     pattern: str = "sliding_window_pattern"  # field of `every`
     gated: bool = True
     layer_norm: bool = False  # norms have a bias, too
+    norm_field: str | None = None  # the field that says whether there are norms of queries and keys
 
     def __call__(self, fields: Fields) -> Stack:
         layers, hidden = layer_count(fields), fields.count("hidden_size")
         bias = self.qkv_bias if isinstance(self.qkv_bias, bool) else fields.flag(self.qkv_bias)
+        normed = self.norm_field is None or fields.flag(self.norm_field)
         mlp = MLP(
             fields.count("intermediate_size"),
             gated=self.gated,
@@ -45,7 +47,7 @@ class Dense:
                     fields,
                     qkv_bias=bias,
                     out_bias=self.out_bias is not None and fields.flag(self.out_bias),
-                    qk_norm=self.qk_norm,
+                    qk_norm=self.qk_norm if normed else "none",
                     own_head_dim=self.own_head_dim,
                     reach=reach,
                 ),

@@ -12,7 +12,8 @@ from libra.hardware.families.parts import attention, layer_count, qwen_sparse, w
 from libra.hardware.families.stack import Stack
 from libra.hardware.layers import LayerKind, Mixer
 from libra.hardware.mlp import MLP, Experts
-from libra.hardware.states import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from libra.hardware.state_space import Mamba2
+from libra.hardware.states import GatedDeltaNet, KimiDelta, Lightning, ShortConvolution
 
 
 def state_bytes(fields: Fields, otherwise: int, *names: str) -> int:
@@ -216,53 +217,21 @@ def _lfm2_width(fields: Fields) -> int:
     return -(-int((1.0 if factor is None else factor) * int(2 * width / 3)) // multiple) * multiple
 
 
-def granite_hybrid(fields: Fields) -> Stack:
-    """Granite 4: Mamba-2 and attention (`layer_types`), with experts beside an MLP that every token takes."""
-    layers, bias = layer_count(fields), fields.flag("attention_bias")
-    types = fields.pattern(fields.first("layer_types", "layers_block_type"), layers)
-    if types is None or not all(kind in ("mamba", "linear_attention", "attention", "full_attention") for kind in types):
-        raise fields.error("layer_types", f"expected mamba or attention for each of {layers} layers; add them")
-    full, state = attention(fields, qkv_bias=bias, out_bias=bias), mamba2(fields)
-    shared = fields.count("shared_intermediate_size")
-    mlp: MLP | Experts = MLP(shared)
-    if fields.count("num_local_experts", minimum=0, otherwise=0):
-        mlp = Experts(
-            fields.count("num_local_experts"),
-            fields.count("num_experts_per_tok"),
-            fields.count("intermediate_size"),
-            shared,
-        )
-    return Stack([LayerKind(full if kind in ("attention", "full_attention") else state, mlp) for kind in types])
-
-
-def falcon_h1(fields: Fields) -> Stack:
-    """Falcon-H1: attention and Mamba-2 beside each other, written as two layers of which the second has the MLP."""
-    bias = fields.flag("attention_bias")
-    full = LayerKind(attention(fields, qkv_bias=bias, out_bias=bias), None, norms=0)
-    mlp = MLP(fields.count("intermediate_size"), bias=fields.flag("mlp_bias"))
-    state = LayerKind(mamba2(fields, normed=fields.flag("mamba_rms_norm")), mlp)
-    return Stack([full, state] * layer_count(fields))
-
-
-def mamba2(fields: Fields, normed: bool = True) -> Mamba2:
-    """Mamba-2 by the fields of Bamba."""
-    heads = fields.count("mamba_n_heads")
-    inner = fields.count(
-        "mamba_d_ssm", otherwise=fields.count("mamba_expand", otherwise=2) * fields.count("hidden_size")
+def minimax(fields: Fields) -> Stack:
+    """MiniMax-Text-01 and M1: lightning attention where `attn_type_list` has 0, and experts in every layer."""
+    layers = layer_count(fields)
+    types = fields.pattern("attn_type_list", layers)
+    if types is None:
+        names = fields.pattern("layer_types", layers)
+        if names is None:
+            raise fields.error("attn_type_list", f"expected 0 or 1 for each of {layers} layers; add them")
+        types = [int(name != "linear_attention") for name in names]
+    full = attention(fields)
+    state = Lightning(full.heads, full.head_dim)
+    experts = Experts(
+        fields.count("num_local_experts"),
+        fields.count("num_experts_per_tok"),
+        fields.count("intermediate_size"),
+        fields.count("shared_intermediate_size", minimum=0, otherwise=0),
     )
-    if inner % heads:
-        raise fields.error("mamba_n_heads", f"{heads} heads do not divide the width {inner}")
-    fields.value("mamba_d_head")
-    fields.value("mamba_chunk_size")
-    return Mamba2(
-        heads,
-        inner // heads,
-        fields.count("mamba_d_state"),
-        fields.count("mamba_n_groups", otherwise=1),
-        fields.count("mamba_d_conv", otherwise=4),
-        state_bytes(fields, 2, "mamba_ssm_cache_dtype"),
-        conv_bias=fields.flag("mamba_conv_bias", otherwise=True),
-        bias=fields.flag("mamba_proj_bias"),
-        normed=normed,
-        prefix="mamba",
-    )
+    return Stack([LayerKind(full if kind == 1 else state, experts) for kind in types])

@@ -9,26 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from libra.hardware.families.deepseek import deepseek, deepseek_v4, indexed
+from libra.hardware.families.deepseek import deepseek, deepseek_v4, dense_latent, indexed
 from libra.hardware.families.dense import Dense, nemotron_nas
 from libra.hardware.families.gemma import gemma4
-from libra.hardware.families.hybrid import falcon_h1, granite_hybrid, kimi_linear, lfm2, nemotron_h, qwen_next
-from libra.hardware.families.moe import (
-    dots,
-    ernie,
-    glm4_moe,
-    gpt_oss,
-    hunyuan_moe,
-    llama4,
-    mimo_v2,
-    minimax_m2,
-    minimax_m3,
-    mixtral,
-    olmoe,
-    qwen_moe,
-    step,
-)
+from libra.hardware.families.hybrid import kimi_linear, lfm2, minimax, nemotron_h, qwen_next
+from libra.hardware.families.moe import Sparse, dots, ernie, glm4_moe, hunyuan_moe, mixtral, olmoe, qwen_moe
+from libra.hardware.families.moe_variants import gpt_oss, llama4, mimo_v2, minimax_m2, minimax_m3, step
 from libra.hardware.families.stack import Family
+from libra.hardware.families.state_space import bamba, falcon_h1, granite_hybrid, jamba
 
 _QWEN3_MOE = partial(qwen_moe, qkv_bias=False, qk_norm="head", own_head_dim=True)
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
@@ -97,6 +85,24 @@ FAMILIES: Mapping[str, Family] = {
         _GEMMA3,
     ),
     "gemma4_text": Family(gemma4, ("Gemma4ForCausalLM",), _GEMMA),
+    "cohere": Family(
+        Dense("attention_bias", "attention_bias", qk_norm="layer", norm_field="use_qk_norm", norms=1),
+        ("CohereForCausalLM",),
+        _TIED,
+    ),
+    "arcee": Family(Dense("attention_bias", "attention_bias", "mlp_bias", gated=False), ("ArceeForCausalLM",)),
+    "apertus": Family(Dense("attention_bias", "attention_bias", qk_norm="head", gated=False), ("ApertusForCausalLM",)),
+    "nemotron": Family(
+        Dense("attention_bias", "attention_bias", "mlp_bias", gated=False, layer_norm=True), ("NemotronForCausalLM",)
+    ),
+    "starcoder2": Family(
+        Dense("use_bias", "use_bias", "use_bias", gated=False, layer_norm=True, windows="all"),
+        ("Starcoder2ForCausalLM",),
+        _TIED | {"use_bias": True},
+    ),
+    "internlm2": Family(Dense("bias", "bias"), ("InternLM2ForCausalLM",)),
+    "glm4v_text": Family(Dense(True, norms=4), (), {"head_dim": 128}),
+    "minicpm3": Family(dense_latent, ("MiniCPM3ForCausalLM",), _TIED),
     "nemotron-nas": Family(nemotron_nas, ("DeciLMForCausalLM",)),
     # Experts
     "mixtral": Family(mixtral, ("MixtralForCausalLM",)),
@@ -109,6 +115,20 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(_QWEN3_MOE, ("Qwen3MoeForCausalLM",)),
     "qwen3_vl_moe_text": Family(_QWEN3_MOE),
     "glm4_moe": Family(glm4_moe, ("Glm4MoeForCausalLM",)),
+    "glm4v_moe_text": Family(glm4_moe),
+    "exaone_moe": Family(Sparse(qk_norm="head", every=4), ("ExaoneMoeForCausalLM",)),
+    "solar_open": Family(Sparse("attention_bias"), ("SolarOpenForCausalLM",), {"head_dim": 128}),
+    "afmoe": Family(
+        Sparse("attention_bias", "attention_bias", qk_norm="head", gate="channel", norms=4), ("AfmoeForCausalLM",)
+    ),
+    "hy_v3": Family(Sparse("attention_bias", "attention_bias", qk_norm="head"), ("HYV3ForCausalLM",)),
+    "phimoe": Family(Sparse("attention_bias", "attention_bias", layer_norm=True), ("PhimoeForCausalLM",)),
+    "bailing_moe": Family(
+        Sparse("use_qkv_bias", "use_bias", qk_norm="head", norm_field="use_qk_norm"), ("BailingMoeForCausalLM",)
+    ),
+    "bailing_moe_v2": Family(
+        Sparse("use_qkv_bias", "use_bias", qk_norm="head", norm_field="use_qk_norm"), ("BailingMoeV2ForCausalLM",)
+    ),
     "dots1": Family(dots, ("Dots1ForCausalLM",)),
     "ernie4_5_moe": Family(ernie, ("Ernie4_5_MoeForCausalLM",), _TIED),
     "hunyuan_v1_moe": Family(hunyuan_moe, ("HunYuanMoEV1ForCausalLM",)),
@@ -124,6 +144,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(deepseek, ("DeepseekV2ForCausalLM",)),
     "deepseek_v3": Family(deepseek, ("DeepseekV3ForCausalLM",)),
     "glm4_moe_lite": Family(deepseek, ("Glm4MoeLiteForCausalLM",)),
+    "mistral4": Family(deepseek, ("Mistral4ForCausalLM",), {"first_k_dense_replace": 0}),
     "kimi_k2": Family(deepseek, ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
     "deepseek_v32": Family(indexed, ("DeepseekV32ForCausalLM",)),
     "glm_moe_dsa": Family(indexed, ("GlmMoeDsaForCausalLM",)),
@@ -133,6 +154,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": Family(qwen_next, ("Qwen3NextForCausalLM",), _QWEN3_NEXT),
     "qwen3_5_text": Family(qwen_next, ("Qwen3_5ForCausalLM",), _QWEN_NEXT),
     "qwen3_5_moe_text": Family(qwen_next, ("Qwen3_5MoeForCausalLM",), _QWEN_NEXT),
+    "minimax": Family(minimax, ("MiniMaxForCausalLM",)),
+    "minimax_text_01": Family(minimax, ("MiniMaxText01ForCausalLM",)),
+    "minimax_m1": Family(minimax, ("MiniMaxM1ForCausalLM",)),
+    "bamba": Family(bamba, ("BambaForCausalLM",)),
+    "jamba": Family(jamba, ("JambaForCausalLM",)),
     "kimi_linear": Family(kimi_linear, ("KimiLinearForCausalLM",)),
     "nemotron_h": Family(nemotron_h, ("NemotronHForCausalLM",)),
     "granitemoehybrid": Family(granite_hybrid, ("GraniteMoeHybridForCausalLM",)),
@@ -144,6 +170,8 @@ FAMILIES: Mapping[str, Family] = {
 # Families of language models by the family of the wrapper, where the wrapped configuration names none.
 WRAPPED: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",

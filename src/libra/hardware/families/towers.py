@@ -47,11 +47,24 @@ def _qwen3_vl(top: Fields, vision: Fields, hidden: int) -> int:
     return embedded + _encoder(vision.count("depth"), width, inner) + heads
 
 
+def _qwen2_vl(top: Fields, vision: Fields, hidden: int) -> int:
+    """The towers of Qwen2-VL, whose `hidden_size` is that of the language model, and of Qwen2.5-VL."""
+    older = vision.given("embed_dim")
+    vision.with_defaults({"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 32})
+    width = vision.count(vision.first("embed_dim", "hidden_size"))
+    inner = width * vision.count("mlp_ratio", otherwise=4) if older else vision.count("intermediate_size")
+    channels = vision.count(vision.first("in_channels", "in_chans"), otherwise=3)
+    patch = channels * vision.count("patch_size") ** 2 * vision.count("temporal_patch_size")
+    merged = width * vision.count("spatial_merge_size") ** 2
+    project = merged * (merged + 1) + (merged + 1) * hidden + (2 if older else 1) * width
+    layers = _encoder(vision.count("depth"), width, inner, gated=not older, norm=2 if older else 1)
+    return patch * width + layers + project
+
+
 def _kimi(top: Fields, vision: Fields, hidden: int) -> int:
     def count(name: str) -> int:
         return vision.count(vision.first(f"vt_{name}", name))
 
-    vision.refuse("attn_bias", "its tower is not read") if vision.value("attn_bias") is True else None
     width, inner, layers = count("hidden_size"), count("intermediate_size"), count("num_hidden_layers")
     kernel = vision.numbers("merge_kernel_size") or [2, 2]
     grid = vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width")
@@ -128,6 +141,8 @@ _TOWERS: dict[str, Callable[[Fields, Fields, int], int]] = {
     "qwen3_5_moe": _qwen3_vl,
     "qwen3_5_vision": _qwen3_vl,
     "qwen3_5_moe_vision": _qwen3_vl,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_vl,
     "kimi_k25": _kimi,
     "kimi_k3": _kimi,
     "kimi_vl": _kimi,
