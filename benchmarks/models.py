@@ -1,8 +1,9 @@
 """Model configurations as Libra reads them: parameters beside published totals and beside Transformers' own classes.
 
-The command: `python -m benchmarks.models [--data DIR] [--oracle] [--only TEXT] [--json FILE]`. It reads each config.json
-of the installed package `aiconfigurator_core` and of the data folder. `--oracle` also makes each model on PyTorch's meta
-device, where the installed Transformers has its class, and counts parameters there. Exit status 0, whatever is met.
+The command: `python -m benchmarks.models [--data DIR] [--oracle] [--only TEXT] [--markdown] [--json FILE]`. It reads
+each config.json of the installed package `aiconfigurator_core` and of the data folder. `--oracle` also makes each model
+on PyTorch's meta device, where the installed Transformers has its class, and counts parameters there. Exit status 0,
+whatever is met.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.rows import Row, report, write_rows
 from libra.config.yaml_file import ConfigError
@@ -28,9 +27,11 @@ from libra.hardware.model_file import load_model
 DATA = Path(__file__).parents[1] / "../shared/data/public/models"
 LARGEST = 0.005  # error of parameters, as a share
 READ = 85  # of the 89 configurations of the package
+_CONTEXT = 32_768  # tokens of the sequence whose KV is printed, with 16 bits a number
 
-# Totals in billions (T: trillions), as published: by the safetensors index of the checkpoint where there are four digits or more, else
-# by the model card, with its digits. MTP layers are not part of them. Keys are the longest that begin a file's name.
+# Totals in billions (T: trillions), as published: by the safetensors index of the checkpoint where there are four
+# digits or more, else by the model card, with its digits. MTP layers are not part of them. Keys begin the names of
+# files; of those that do, the longest counts.
 PUBLISHED: dict[str, str] = {
     "MiniMax-M2": "228.7",
     "Qwen3-0.6B": "0.5960",
@@ -113,10 +114,7 @@ class Read:
 
     @property
     def reference(self) -> tuple[float, float] | None:
-        """Parameters to compare with, and the largest error by which they may differ: those of the class, else the
-        published ones, which are rounded to their last digit."""
-        if self.made is not None:
-            return float(self.made), 0.0
+        """The published total, and the largest error that its digits allow; None where it is not known."""
         if self.published is None:
             return None
         digits, trillions = self.published.removesuffix("T"), self.published.endswith("T")
@@ -130,10 +128,16 @@ class Read:
         return self.model.parameters / self.reference[0] - 1
 
     @property
+    def exact(self) -> bool | None:
+        """Whether parameters are those of Transformers' class; None where there is none, or it was not made."""
+        return None if self.model is None or self.made is None else self.model.parameters == self.made
+
+    @property
     def met(self) -> bool:
-        return self.model is not None and (
-            self.error is None or self.reference is None or abs(self.error) <= self.reference[1]
-        )
+        """Whether the class agrees; where there is none, whether the published total does."""
+        if self.model is None or self.exact is not None:
+            return bool(self.exact)
+        return self.error is None or self.reference is None or abs(self.error) <= self.reference[1]
 
 
 def package_folder() -> Path | None:
@@ -187,7 +191,7 @@ def made_parameters(data: dict[str, Any], name: str = "") -> int | None:
         return None
     with torch.device("meta"):
         model = auto.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(int(parameter.numel()) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def main() -> None:
@@ -195,6 +199,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of more configurations")
     parser.add_argument("--oracle", action="store_true", help="make each model on the meta device")
     parser.add_argument("--only", default="", help="only files with this text in their name")
+    parser.add_argument("--markdown", action="store_true", help="print a table by family, and nothing else")
     parser.add_argument("--json", type=Path, help="also write the rows to this file, a JSON line each")
     given = parser.parse_args()
     console, rows = Console(), []
@@ -203,49 +208,67 @@ def main() -> None:
             console.print(f"{title}: skipped, it is not there")
             continue
         found = list(read_folder(folder, given.only, given.oracle))
-        console.print(table_of(title, found))
+        if given.markdown:
+            print("\n".join(by_family(found)))
+            continue
+        for line in lines(found):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
         rows += summary(title, found, READ if title == "aiconfigurator_core" and not given.only else None)
-    report(rows, None)
+    if rows:
+        report(rows, None)
     if given.json is not None:
         write_rows(rows, given.json)
 
 
-def table_of(title: str, found: list[Read]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("configuration", "family", "parameters", "active", "published", "made", "error", "met", "KV", "refused"):
-        table.add_column(column, justify="left" if column in ("configuration", "family", "met", "refused") else "right")
+def lines(found: list[Read]) -> Iterator[str]:
+    """A line a configuration: parameters and KV, the published total, and what the class has."""
+    width = max((len(it.name) for it in found), default=0)
+    yield f"{'configuration':{width}} {'billions':>10} {'active':>8} {'KV KiB':>7} {'published':>9} {'error':>7}  class"
     for it in found:
         model = it.model
         if model is None:
-            table.add_row(escape(it.name), it.family, *[""] * 6, "", escape(it.why))
+            yield f"{it.name:{width}} refused: {it.why}"
             continue
-        table.add_row(
-            escape(it.name),
-            it.family,
-            f"{model.parameters / 1e9:,.3f}",
-            f"{model.active_parameters / 1e9:,.2f}",
-            it.published or "",
-            "" if it.made is None else f"{it.made / 1e9:,.3f}",
-            "" if it.error is None else "exact" if it.error == 0 else f"{it.error:+.2%}",
-            "yes" if it.met else "no",
-            f"{model.kv_bytes_per_token(2, context=32768) / 1024:,.1f}",
-            "",
+        error = "" if it.error is None else f"{it.error:+.2%}"
+        made = "" if it.exact is None else "equal" if it.exact else f"{it.made}"
+        kv = model.kv_bytes_per_token(2, context=_CONTEXT) / 1024
+        yield (
+            f"{it.name:{width}} {model.parameters / 1e9:10,.3f} {model.active_parameters / 1e9:8,.2f} {kv:7,.1f}"
+            f" {it.published or '':>9} {error:>7}  {made}"
         )
-    table.caption = "billions of parameters; KV in KiB a token of a sequence of 32,768, 16 bits a number"
-    return table
+
+
+def by_family(found: list[Read]) -> Iterator[str]:
+    """Rows of a Markdown table, one for each family."""
+    families: dict[str, list[Read]] = {}
+    for it in found:
+        families.setdefault(it.family, []).append(it)
+    yield "| `model_type` | read | equal to the class | largest error beside published totals | KV a token, KiB |"
+    yield "|---|---|---|---|---|"
+    for family, its in sorted(families.items()):
+        models = [it.model for it in its if it.model is not None]
+        made = [it.exact for it in its if it.exact is not None]
+        errors = [abs(it.error) for it in its if it.error is not None]
+        kv = sorted({round(it.kv_bytes_per_token(2, context=_CONTEXT) / 1024, 1) for it in models})
+        span = "" if not kv else f"{kv[0]:g}" if len(kv) == 1 else f"{kv[0]:g} to {kv[-1]:g}"
+        equal = f"{sum(made)} of {len(made)}" if made else "no class"
+        largest = f"{max(errors):.2%}" if errors else "not published"
+        yield f"| `{family}` | {len(models)} of {len(its)} | {equal} | {largest} | {span} |"
 
 
 def summary(title: str, found: list[Read], least: int | None) -> list[Row]:
     read = [it for it in found if it.model is not None]
     errors = [abs(it.error) for it in read if it.error is not None]
-    exact = sum(it.made is not None and it.error == 0 for it in read)
-    rows = [Row(title, "read", len(read), f"of {len(found)}", least and f"at least {least}", least and len(read) >= least)]
-    rows.append(Row(title, "equal to Transformers' class", exact, f"of {sum(it.made is not None for it in read)}"))
+    made = [it.exact for it in read if it.exact is not None]
+    goal, met = (None, None) if least is None else (f"at least {least}", len(read) >= least)
+    rows = [Row(title, "read", len(read), f"of {len(found)}", goal, met)]
+    if made:
+        rows.append(Row(title, "equal to Transformers' class", sum(made), f"of {len(made)}", "all", all(made)))
     if errors:
-        rows.append(Row(title, "largest error", 100 * max(errors), "%"))
-        rows.append(Row(title, "mean error", 100 * math.fsum(errors) / len(errors), "%"))
+        rows.append(Row(title, "largest error beside published totals", 100 * max(errors), "%"))
+        rows.append(Row(title, "mean of these errors", 100 * math.fsum(errors) / len(errors), "%"))
     wrong = [it.name for it in read if not it.met]
-    rows.append(Row(title, "beyond 0.5 % and rounding", len(wrong), "configurations", "none", not wrong))
+    rows.append(Row(title, "neither equal nor within 0.5 % or rounding", len(wrong), "files", "none", not wrong))
     return rows
 
 

@@ -54,7 +54,9 @@ QWEN_30B = decoder(
     qk_norm=True,
     experts=Experts(count=128, active=8, intermediate=768, shared_intermediate=0),
 )
-MIXTRAL = decoder("Mixtral-8x7B", 32, 4096, 32, 8, 128, 0, 32000, False, 32768, experts=Experts(8, 2, 14336, 0), sparse=32)
+MIXTRAL = decoder(
+    "Mixtral-8x7B", 32, 4096, 32, 8, 128, 0, 32000, False, 32768, experts=Experts(8, 2, 14336, 0), sparse=32
+)
 EXPERTS = (("A100", QWEN_30B, (1, 2, 4)), ("H100", QWEN_30B, TPS), ("H200", QWEN_30B, TPS))  # no tables of A100 at tp 8
 BEYOND = (("B200", QWEN_14B, TPS), ("A100", MIXTRAL, TPS), ("H100", MIXTRAL, TPS), ("H200", MIXTRAL, TPS))
 

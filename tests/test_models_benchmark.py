@@ -31,7 +31,7 @@ def test_a_published_total_has_the_precision_of_its_digits(name: str, published:
 
 def test_the_count_of_the_class_must_be_exact() -> None:
     assert QWEN.met
-    assert replace(QWEN, made=8_190_735_360).error == 0
+    assert replace(QWEN, made=8_190_735_360).exact
     assert not replace(QWEN, made=8_190_735_361).met
     assert not replace(QWEN, model=None, why="model_type: unknown").met
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from oracles.measured import CALIBRATION
-from oracles.small_cluster import A800, CLUSTER, QWEN_06B, QWEN_14B, RECIPE
 from oracles.reshaped import reshaped
+from oracles.small_cluster import A800, CLUSTER, QWEN_06B, QWEN_14B, RECIPE
 
 from libra.config.cache import cache_directory
 from libra.config.recipe import Recipe

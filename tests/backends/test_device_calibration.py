@@ -17,7 +17,7 @@ from libra.backends.machine import probe  # noqa: E402
 from libra.cost.sources.rates import Measured  # noqa: E402
 from libra.cost.sources.roofline import roofline  # noqa: E402
 from libra.hardware.cluster import GPUS  # noqa: E402
-from libra.hardware.decoder import decoder
+from libra.hardware.decoder import decoder  # noqa: E402
 
 TINY = Sizes(
     products=((16, 64, 64), (32, 64, 32)),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from oracles.reshaped import reshaped
 
 from libra.config.recipe import Execution, TrainingBytes
 from libra.cost.sources.rates import training_rates
@@ -74,7 +73,7 @@ def test_flash_attention_3_is_hoppers() -> None:
     ],
 )
 def test_what_a_layer_keeps_of_a_token(state: TrainingBytes, wanted: int) -> None:
-    deeper = replace(NARROW, layers=29)
+    deeper = reshaped(NARROW, layers=29)
     kept = memory(deeper, "eager", state, "none", alone=False) - memory(NARROW, "eager", state, "none", alone=False)
     layer = NARROW.kinds[0].parameters(NARROW.hidden).total
     copies = 0 if state.compute is None else state.compute

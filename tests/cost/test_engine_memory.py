@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.small_cluster import QWEN_14B
 from oracles.reshaped import reshaped
+from oracles.small_cluster import QWEN_14B
 
 from libra.cost.engine_memory import BLOCK, context_bytes, expert_workspace, held_bytes, kv_tokens
 from libra.cost.quantization import AS_STORED, KV_FORMATS, Quantization

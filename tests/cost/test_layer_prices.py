@@ -1,4 +1,4 @@
-"""Prices of windows, chosen keys, states, plain MLPs and latent experts, against those of models that have the same work."""
+"""Prices of windows, chosen keys, states, plain MLPs and latent experts, beside those of models with the same work."""
 
 from __future__ import annotations
 

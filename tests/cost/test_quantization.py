@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +13,8 @@ from libra.cost.quantization import AS_STORED, KV_FORMATS, WEIGHT_FORMATS, Quant
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import roofline
 from libra.cost.transfer import fabric
-from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.attention import Attention
+from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.decoder import decoder
 from libra.hardware.latent import LatentAttention
 from libra.hardware.mlp import Experts

@@ -29,7 +29,19 @@ from libra.hardware.parallel import RECOMPUTE, SHARDING, LayoutTable, ParallelLa
 
 QWEN3_14B = decoder("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN3_30B = decoder(
-    "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, qk_norm=True, experts=Experts(128, 8, 768, 0), sparse=48
+    "Qwen3-30B-A3B",
+    48,
+    2048,
+    32,
+    4,
+    128,
+    0,
+    151936,
+    False,
+    40960,
+    qk_norm=True,
+    experts=Experts(128, 8, 768, 0),
+    sparse=48,
 )
 ADAMW = TrainingBytes(weights=2, gradients=2, states=12)
 MIXED = Batch((32000.0, 8000.0, 2000.0), (16.0, 96.0, 400.0))

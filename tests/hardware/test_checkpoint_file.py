@@ -131,7 +131,10 @@ def test_mxfp4_is_of_routed_experts() -> None:
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "quantization_config.group_size: expected"),
         ({"quant_method": "compressed-tensors"}, "quantization_config.config_groups: expected"),
         (linear(num_bits=6, type="float"), "quantization_config.config_groups.group_0.weights: .* has no price"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantization_config.quant_algo: .*no price"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quantization_config.quantized_layers: expected an",
+        ),
         (FP8 | {"ignore": ["model"]}, "quantization_config: every matrix of a layer is ignored"),
     ],
 )
@@ -240,3 +243,51 @@ def test_tensor_parallelism_cuts_no_block(width: int, tp: int, refused: bool) ->
         assert found.startswith(f"weight_block_size is 128: tp {tp} cuts moe_intermediate_size {width:,}")
     assert AS_STORED.tp_refusal(model, tp, routed=False) is None
     assert Quantization("bf16").tp_refusal(model, tp) is None
+
+
+def of_layers(name: str, algorithm: str, layers: range = range(4)) -> dict[str, dict[str, str]]:
+    return {f"backbone.layers.{layer}.{name}": {"quant_algo": algorithm} for layer in layers}
+
+
+def test_each_kind_of_matrix_may_have_a_type_of_its_own() -> None:
+    layers = of_layers("mixer.q_proj", "FP8") | of_layers("mixer.o_proj", "FP8")
+    layers |= of_layers("mlp.experts.0.up_proj", "NVFP4") | of_layers("mlp.experts.0.down_proj", "NVFP4")
+    layers |= of_layers("mlp.experts.0.gate_proj", "NVFP4")
+    found = stored_weights({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
+    assert found.bytes_of("experts") == 4.5 / 8
+    assert found.bytes_of("attention") == pytest.approx(
+        0.8 * 1 + 0.2 * 2
+    )  # keys and values have a quarter of the heads
+    assert (found.bytes_of("dense"), found.bytes_of("shared")) == (2, 2)
+    assert (found.product_of("experts"), found.product_of("attention")) == ("fp4", "fp8")
+    assert found.described.startswith("modelopt_mixed (attention of 8 bits; experts of 4 bits; ")
+
+
+def test_modules_that_are_not_named_have_the_type_of_the_method_beside_them() -> None:
+    layers = {f"layers.{layer}.ffn.experts": {"quant_algo": "NVFP4"} for layer in range(4)}
+    found = stored_weights(FP8 | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
+    assert [found.bytes_of(kind) for kind in ("attention", "dense", "shared", "experts")] == [1, 1, 1, 4.5 / 8]
+    assert stored_weights(FP8 | {"expert_dtype": "fp4"}, MOE).bytes_of("experts") == 4.25 / 8
+
+
+def test_two_types_in_one_kind_have_no_price() -> None:
+    layers = of_layers("self_attn.q_proj", "FP8") | of_layers("self_attn.o_proj", "NVFP4")
+    with pytest.raises(ValueError, match="quantized_layers: attention matrices of more than one type have no price"):
+        stored_weights({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
+    with pytest.raises(ValueError, match=r"expert_dtype: 'fp2' has no price; known are fp4 and fp8"):
+        stored_weights(FP8 | {"expert_dtype": "fp2"}, MOE)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["model.layers.*.mlp.shared_experts*"],
+        ["language_model.model.layers.*.mlp.shared_expert.*"],
+        ["*.mlp.shared_experts.*"],
+        ["re:.*shared_experts.*"],
+        [f"model.language_model.layers.{layer}.block_sparse_moe.shared_experts" for layer in range(4)],
+        [f"backbone.layers.{layer}.mixer.shared_experts.{it}" for layer in range(4) for it in ("w1", "w2", "w3")],
+    ],
+)
+def test_publishers_name_modules_in_many_ways(patterns: list[str]) -> None:
+    assert stored_weights(FP8 | {"ignore": patterns}, MOE).kept == KeptShares(shared=1)

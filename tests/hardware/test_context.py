@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.hardware.context import ALL, Kept, Reach
+from libra.hardware.context import ALL, Reach, Retained
 
 reaches = st.builds(Reach, st.integers(1, 300))
 
@@ -48,7 +48,7 @@ def test_the_share_of_a_sequence_is_that_of_its_tokens(reach: Reach, length: int
 
 @given(st.floats(0, 500), st.floats(0, 9), st.integers(0, 200), st.floats(0, 900))
 def test_bytes_grow_more_slowly_with_length(numbers: float, plain: float, window: int, state: float) -> None:
-    kept = Kept(numbers, plain, Reach(window), state)
+    kept = Retained(numbers, plain, Reach(window), state)
     held = [kept.bytes(length, 2) for length in range(0, 400, 20)]
     more = np.diff(held)
     assert (more >= 0).all()

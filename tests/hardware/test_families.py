@@ -1,4 +1,4 @@
-"""Families: parameters are those of Transformers' own classes, and no configuration that was changed gives a traceback."""
+"""Families: parameters are those of Transformers' classes, and no changed configuration gives a traceback."""
 
 from __future__ import annotations
 
@@ -97,11 +97,30 @@ def test_an_unknown_tower_is_told_and_left_out(tmp_path: Path) -> None:
     model, notes = read(tmp_path, data)
     assert model.tower == 0
     assert notes == [
-        f"{tmp_path.name}: vision_config.model_type: new_tower is unknown; parameters of the vision tower are not counted"
+        f"{tmp_path.name}: vision_config.model_type: new_tower is unknown; parameters of the vision tower are not"
+        " counted"
     ]
 
 
-ODD: list[object] = [None, -1, 0, 1, 7, 2**50, 1.5, True, "", "x", [], [1], ["a"] * 4, {}, {"a": 1}, [None] * 4, [[1]] * 4]
+ODD: list[object] = [
+    None,
+    -1,
+    0,
+    1,
+    7,
+    2**50,
+    1.5,
+    True,
+    "",
+    "x",
+    [],
+    [1],
+    ["a"] * 4,
+    {},
+    {"a": 1},
+    [None] * 4,
+    [[1]] * 4,
+]
 
 
 def changed(draw: random.Random, data: Any) -> Any:
@@ -117,7 +136,7 @@ def changed(draw: random.Random, data: Any) -> Any:
                 place = place[key]
                 continue
             if isinstance(place[key], list) and place[key] and draw.random() < 0.5:
-                place[key] = place[key][: draw.randrange(len(place[key]))] + [draw.choice(ODD)]
+                place[key] = [*place[key][: draw.randrange(len(place[key]))], draw.choice(ODD)]
             elif draw.random() < 0.3:
                 del place[key]
             else:

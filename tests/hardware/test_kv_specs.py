@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from libra.hardware.attention import Attention, Indexer
-from libra.hardware.context import Kept, Reach
+from libra.hardware.context import Reach, Retained
 from libra.hardware.decoder import decoder
 from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.layers import LayerKind, Mixer
 from libra.hardware.mlp import MLP
 from libra.hardware.model import ModelSpec
-from libra.hardware.states import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from libra.hardware.state_space import Mamba2
+from libra.hardware.states import GatedDeltaNet, KimiDelta, ShortConvolution
 
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 mamba = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
@@ -22,7 +23,7 @@ BLOCK = 16
 TP = [1, 2, 4, 8]
 
 
-def block(part: Kept, number: float) -> float:
+def block(part: Retained, number: float) -> float:
     """Bytes of a block of one layer."""
     return BLOCK * (part.numbers * number + part.plain)
 
@@ -86,13 +87,27 @@ STATES: list[tuple[Mixer, str, dict[str, int], str]] = [
     (
         Mamba2(64, 64, 128, 8, 4, 4),  # Nemotron-3-Nano
         "mamba2_state_shape",
-        {"intermediate_size": 4096, "n_groups": 8, "num_heads": 64, "head_dim": 64, "state_size": 128, "conv_kernel": 4},
+        {
+            "intermediate_size": 4096,
+            "n_groups": 8,
+            "num_heads": 64,
+            "head_dim": 64,
+            "state_size": 128,
+            "conv_kernel": 4,
+        },
         "float32",
     ),
     (
         Mamba2(24, 64, 256, 1, 4, 2),  # one group, which every device has
         "mamba2_state_shape",
-        {"intermediate_size": 1536, "n_groups": 1, "num_heads": 24, "head_dim": 64, "state_size": 256, "conv_kernel": 4},
+        {
+            "intermediate_size": 1536,
+            "n_groups": 1,
+            "num_heads": 24,
+            "head_dim": 64,
+            "state_size": 256,
+            "conv_kernel": 4,
+        },
         "bfloat16",
     ),
     (

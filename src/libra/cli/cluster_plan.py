@@ -14,8 +14,8 @@ from libra.cli.output import reading, told_before
 from libra.config.frameworks import framework_named
 from libra.config.recipe import Recipe, load_recipe
 from libra.cost.quantization import rollout_quantization
-from libra.cost.unmeasured import unmeasured
 from libra.cost.sources.profiles import engine_profiles
+from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model_file import load_model

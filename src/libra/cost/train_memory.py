@@ -104,7 +104,8 @@ def _beside_routed(kind: LayerKind, hidden: int, tp: Array) -> Array:
 def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, Array]]:
     """Every kind of layer, and a column of its number of layers in the heaviest pipeline stage (`ModelSpec.stage`)."""
     stages = {int(pp): dict(model.stage(int(pp))) for pp in np.unique(table.pp)}
-    return [(kind, per_degree(lambda pp: stages[pp].get(kind, 0), table.pp)) for kind in model.kinds]
+    at = table.pp.astype(int).tolist()
+    return [(kind, np.array([stages[pp].get(kind, 0) for pp in at], dtype=float)) for kind in model.kinds]
 
 
 def per_degree(of: Callable[[int], float], degrees: Array) -> Array:

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from libra.hardware.context import ALL, Array, Kept, Reach, Read
 from libra.hardware.checks import require_at_least
+from libra.hardware.context import ALL, Array, Reach, Read, Retained
 from libra.hardware.matrix import Matrix, heads_refusal
 
 Products = tuple[tuple[float, float], ...]  # (inputs, outputs) of each matrix product of a token
@@ -115,11 +115,11 @@ class Attention:
         """KV heads on each device: one or more, even where there are more devices than heads."""
         return max(1.0, self.kv_heads / tp)
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         if self.shared:
             return ()
-        own = Kept(self.held_heads(tp) * (self.head_dim + self.value), reach=self.reach)
-        return (own, Kept(plain=self.indexer.key_bytes)) if self.indexer else (own,)
+        own = Retained(self.held_heads(tp) * (self.head_dim + self.value), reach=self.reach)
+        return (own, Retained(plain=self.indexer.key_bytes)) if self.indexer else (own,)
 
     def reads(self, tp: int = 1) -> tuple[Read, ...]:
         flops = 2 * self.heads / tp * (self.head_dim + self.value)
@@ -129,7 +129,9 @@ class Attention:
         return (Read(numbers, flops, flops, Reach(self.indexer.topk)), self.indexer.read())
 
     def products(self, hidden: int, tp: int) -> Products:
-        keys = 0.0 if self.shared else self.held_heads(tp) * (self.head_dim + (0 if self.keys_are_values else self.value))
+        keys = (
+            0.0 if self.shared else self.held_heads(tp) * (self.head_dim + (0 if self.keys_are_values else self.value))
+        )
         gate = {"none": 0, "head": 1, "channel": self.value}[self.gate]
         first = self.heads / tp * (self.head_dim + gate) + keys
         if self.indexer:

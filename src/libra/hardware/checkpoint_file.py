@@ -192,7 +192,9 @@ def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
         raise ValueError(f"{_FIELD}.quantized_layers: expected an object of modules (got {shown(layers)})")
     by_algorithm: dict[str, list[str]] = {}
     for name, its in layers.items():
-        by_algorithm.setdefault(_algorithm(f"quantized_layers.{name}.quant_algo", its.get("quant_algo")), []).append(name)
+        by_algorithm.setdefault(_algorithm(f"quantized_layers.{name}.quant_algo", its.get("quant_algo")), []).append(
+            name
+        )
     named = {algorithm: shares(model, names) for algorithm, names in by_algorithm.items()}
     beside = _fp8(config) if config.get("quant_method") == "fp8" else None
     own, kept, there = [], dict.fromkeys(MATRIX_KINDS, 0.0), {module.kind for module in modules(model)}
@@ -210,9 +212,7 @@ def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
     shared = KeptShares(**kept)
     _require_some(shared, model)
     base = beside or WeightFormat("modelopt_mixed", NumberFormat(16))
-    return replace(
-        base, name="modelopt_mixed", own=tuple(own), kept=shared, kv_cache_dtype=_kv_of_modelopt(config)
-    )
+    return replace(base, name="modelopt_mixed", own=tuple(own), kept=shared, kv_cache_dtype=_kv_of_modelopt(config))
 
 
 def _algorithm(place: str, name: object) -> str:

@@ -99,10 +99,12 @@ def _matcher(patterns: list[str]) -> Callable[[str], bool]:
             wildcards += [short] if short != pattern else [pattern, f"layers.{pattern}"]
         else:
             plain.add(short)
-    wild = re.compile("|".join(f"(?:{translate(it)}|{translate(it + '.*')})" for it in wildcards)) if wildcards else None
+    wild = (
+        re.compile("|".join(f"(?:{translate(it)}|{translate(it + '.*')})" for it in wildcards)) if wildcards else None
+    )
 
     def matches(name: str) -> bool:
-        parts = name.split(".")
+        parts = ["model", *name.split(".")]
         spans = ((start, end) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
         return (
             any(".".join(parts[start:end]) in plain for start, end in spans)

@@ -56,7 +56,7 @@ ALL = Reach()
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Retained:
     """Memory of one sequence: what each token adds while it is within reach, and a state of one size."""
 
     numbers: float = 0.0  # of a token, in the type of KV

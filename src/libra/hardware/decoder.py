@@ -32,11 +32,11 @@ def decoder(
     """A model of `layers` layers, of which the last `sparse` (by default all) have `experts`, and the others an MLP of
     width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError where the shape is impossible.
     """
-    norms = "head" if qk_norm else "none"
-    mixer: Mixer = latent or Attention(heads, kv_heads, head_dim, qkv_bias=qkv_bias, qk_norm=norms)
+    attention = Attention(heads, kv_heads, head_dim, qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")
+    mixer: Mixer = latent or attention
     last = (layers if sparse is None else sparse) if experts else 0
     if last > layers:
         raise ValueError(f"sparse is {last}, but there are {layers} layers; lower it")
-    first = [LayerKind(mixer, MLP(intermediate))] * (layers - last)
+    first = [LayerKind(mixer, MLP(intermediate)) for _ in range(layers - last)]
     kinds, order = arranged([*first, *[LayerKind(mixer, experts)] * last])
     return ModelSpec(name, hidden, vocab, tied, max_context, kinds, order, stored=stored)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.hardware.attention import Indexer, Products
-from libra.hardware.context import Array, Kept, Reach, Read
 from libra.hardware.checks import require_at_least
+from libra.hardware.context import Array, Reach, Read, Retained
 from libra.hardware.matrix import Matrix, heads_refusal
 
 
@@ -56,17 +56,12 @@ class LatentAttention:
         return (*made, *(self.indexer.matrices(self.q_rank or hidden, hidden) if self.indexer else ()))
 
     def vectors(self, hidden: int, tp: int = 1) -> float:
-        return (
-            self.q_rank
-            + self.kv_rank
-            + (hidden if self.bias else 0)
-            + (self.indexer.vectors if self.indexer else 0)
-        )
+        return self.q_rank + self.kv_rank + (hidden if self.bias else 0) + (self.indexer.vectors if self.indexer else 0)
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """A latent vector belongs to all heads, so every device keeps it."""
-        own = Kept(self.kv_rank + self.rope_dim)
-        return (own, Kept(plain=self.indexer.key_bytes)) if self.indexer else (own,)
+        own = Retained(self.kv_rank + self.rope_dim)
+        return (own, Retained(plain=self.indexer.key_bytes)) if self.indexer else (own,)
 
     @property
     def _chosen(self) -> int:
@@ -175,14 +170,14 @@ class CompressedAttention:
             found += self.ratio * 2 * self.indexer.head_dim + self.indexer.head_dim
         return found
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """The window and the compressed vectors. What a compressor keeps of tokens that are not compressed yet, at most
         twice its ratio, is left out."""
-        found = [Kept(self.head_dim, reach=Reach(self.window))]
+        found = [Retained(self.head_dim, reach=Reach(self.window))]
         if self.ratio:
-            found.append(Kept(self.head_dim / self.ratio))
+            found.append(Retained(self.head_dim / self.ratio))
         if self.indexer:
-            found.append(Kept(plain=self.indexer.key_bytes / self.ratio))
+            found.append(Retained(plain=self.indexer.key_bytes / self.ratio))
         return tuple(found)
 
     def reads(self, tp: int = 1) -> tuple[Read, ...]:
@@ -212,7 +207,9 @@ class CompressedAttention:
         return 0.0
 
     def saved(self, tp: Array) -> Array:
-        found: Array = 3 * self.width / tp + 2.0 * self.q_rank + 2.0 * self.head_dim + self.out_groups * self.out_rank / tp
+        found: Array = (
+            3 * self.width / tp + 2.0 * self.q_rank + 2.0 * self.head_dim + self.out_groups * self.out_rank / tp
+        )
         return found
 
     def ring(self, tp: Array) -> Array:

@@ -8,9 +8,9 @@ from typing import Annotated
 from pydantic import Field
 
 from libra.hardware.attention import Attention
-from libra.hardware.context import ALL, Kept
-from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.checks import require_at_least
+from libra.hardware.context import ALL, Retained
+from libra.hardware.latent import CompressedAttention, LatentAttention
 from libra.hardware.matrix import parameters
 from libra.hardware.mlp import MLP, Experts
 from libra.hardware.state_space import Mamba, Mamba2
@@ -109,7 +109,7 @@ class LayerKind:
             plain=plain + experts.of_router(hidden),
         )
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """Memory of a sequence on one of `tp` devices."""
         return () if self.mixer is None else self.mixer.kept(tp)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from libra.hardware.attention import Attention
+from libra.hardware.checks import require_at_least
 from libra.hardware.latent import LatentAttention
 from libra.hardware.layers import LayerKind, LayerParameters
-from libra.hardware.checks import require_at_least
 from libra.hardware.mlp import Experts
 from libra.hardware.stored_weights import WeightFormat
 
@@ -106,9 +106,7 @@ class ModelSpec:
         first = next(iter(mixers))
         if len(mixers) > 1 or not isinstance(first, Attention):
             return None
-        plain = Attention(
-            first.heads, first.kv_heads, first.head_dim, qkv_bias=first.qkv_bias, qk_norm=first.qk_norm
-        )
+        plain = Attention(first.heads, first.kv_heads, first.head_dim, qkv_bias=first.qkv_bias, qk_norm=first.qk_norm)
         return first if first == plain and first.qk_norm != "layer" else None
 
     # Parameters

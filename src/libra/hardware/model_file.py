@@ -127,8 +127,8 @@ def _quantization(data: dict[str, object]) -> object:
 
 
 def _beside(path: Path) -> object:
-    """The quantisation that ModelOpt writes into `hf_quant_config.json` beside an older config.json, perhaps both with a
-    name in front; None: no file."""
+    """The quantisation that ModelOpt writes into `hf_quant_config.json` beside an older config.json, or beside one
+    with a prefix. None: no file."""
     file = path.with_name(f"{path.name.removesuffix('config.json')}hf_quant_config.json")
     if not path.name.endswith("config.json") or not file.is_file():
         return None

@@ -10,13 +10,13 @@ from typing import Literal
 
 from libra.hardware.attention import Products
 from libra.hardware.checks import require_at_least
-from libra.hardware.context import Array, Kept
+from libra.hardware.context import Array, Retained
 from libra.hardware.matrix import Matrix
-from libra.hardware.states import INPUT_BYTES, State
+from libra.hardware.states import INPUT_BYTES, StateMixer
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba(State):
+class Mamba(StateMixer):
     """State-space layer of Mamba (arXiv 2312.00752) as Jamba has it: `state` numbers for each channel."""
 
     width: int  # channels
@@ -44,9 +44,9 @@ class Mamba(State):
         norms = self.rank + 2 * self.state
         return (convolution + self.width * (self.state + 1)) / tp + norms + (hidden if self.bias else 0)
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         each = (self.kernel - 1) * INPUT_BYTES + self.state * self.state_bytes
-        return (Kept(state=self.width * each / tp),)
+        return (Retained(state=self.width * each / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         width = self.width / tp
@@ -65,7 +65,7 @@ class Mamba(State):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2(State):
+class Mamba2(StateMixer):
     """State-space layer of Mamba-2 (arXiv 2405.21060): a matrix of `head_dim` x `state` for each head."""
 
     heads: int
@@ -102,11 +102,11 @@ class Mamba2(State):
         norm = self.width if self.normed else 0
         return (convolution + 3 * self.heads + norm) / tp + (hidden if self.bias else 0)
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         """Groups that do not divide over the devices are repeated, so that each head has its own."""
         groups = self.groups if self.groups % tp == 0 else tp
         inputs = (self.kernel - 1) * (self.width + 2 * groups * self.state) * INPUT_BYTES
-        return (Kept(state=(inputs + self.width * self.state * self.state_bytes) / tp),)
+        return (Retained(state=(inputs + self.width * self.state * self.state_bytes) / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         return ((hidden, (self.width + self._mixed + self.heads) / tp), (self.width / tp, hidden))

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.hardware.attention import Products
-from libra.hardware.context import Array, Kept, Read
 from libra.hardware.checks import require_at_least
+from libra.hardware.context import Array, Read, Retained
 from libra.hardware.matrix import Matrix
 
 INPUT_BYTES = 2  # of an input that a convolution keeps
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateMixer:
     """Parts that are the same for all states."""
 
     @property
@@ -38,7 +38,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet(State):
+class GatedDeltaNet(StateMixer):
     """Gated delta network (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: a matrix for each value head."""
 
     key_heads: int
@@ -72,9 +72,9 @@ class GatedDeltaNet(State):
     def vectors(self, hidden: int, tp: int = 1) -> float:
         return (self._mixed * self.kernel + 2 * self.value_heads) / tp + self.value_dim
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         inputs = (self.kernel - 1) * self._mixed * INPUT_BYTES
-        return (Kept(state=(inputs + self.width * self.key_dim * self.state_bytes) / tp),)
+        return (Retained(state=(inputs + self.width * self.key_dim * self.state_bytes) / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         return ((hidden, (self._mixed + self.width + 2 * self.value_heads) / tp), (self.width / tp, hidden))
@@ -97,7 +97,7 @@ class GatedDeltaNet(State):
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta(State):
+class KimiDelta(StateMixer):
     """Kimi's delta attention (arXiv 2510.26692): a delta network that decays each channel by itself."""
 
     heads: int
@@ -125,9 +125,9 @@ class KimiDelta(State):
     def vectors(self, hidden: int, tp: int = 1) -> float:
         return (3 * self.width * self.kernel + self.width + self.heads) / tp + self.head_dim
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
         inputs = (self.kernel - 1) * 3 * self.width * INPUT_BYTES
-        return (Kept(state=(inputs + self.width * self.head_dim * self.state_bytes) / tp),)
+        return (Retained(state=(inputs + self.width * self.head_dim * self.state_bytes) / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         first = (3 + (1 if self.full_gate else 0)) * self.width / tp + self.head_dim + self.heads / tp
@@ -153,7 +153,7 @@ class KimiDelta(State):
 
 
 @dataclass(frozen=True, slots=True)
-class Lightning(State):
+class Lightning(StateMixer):
     """Lightning attention (arXiv 2405.17381) of MiniMax-Text-01 and M1: a decaying sum of keys times values."""
 
     heads: int
@@ -174,8 +174,8 @@ class Lightning(State):
     def vectors(self, hidden: int, tp: int = 1) -> float:
         return self.width / tp
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
-        return (Kept(state=self.width * self.head_dim * self.state_bytes / tp),)
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
+        return (Retained(state=self.width * self.head_dim * self.state_bytes / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         return ((hidden, 4 * self.width / tp), (self.width / tp, hidden))
@@ -197,7 +197,7 @@ class Lightning(State):
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution(State):
+class ShortConvolution(StateMixer):
     """Gated convolution over a few tokens (LFM2)."""
 
     channels: int
@@ -218,8 +218,8 @@ class ShortConvolution(State):
         bias = 1 if self.bias else 0
         return self.channels * (self.kernel + bias) / tp + bias * hidden
 
-    def kept(self, tp: int = 1) -> tuple[Kept, ...]:
-        return (Kept(state=(self.kernel - 1) * self.channels * INPUT_BYTES / tp),)
+    def kept(self, tp: int = 1) -> tuple[Retained, ...]:
+        return (Retained(state=(self.kernel - 1) * self.channels * INPUT_BYTES / tp),)
 
     def products(self, hidden: int, tp: int) -> Products:
         return ((hidden, 3 * self.channels / tp), (self.channels / tp, hidden))

@@ -13,6 +13,7 @@ from libra.config.recipe import Recipe
 from libra.config.units import RATES, quantity
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import Quantization
+from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
@@ -103,9 +104,9 @@ def described_engine(
     refused = engine.quantization.tp_refusal(model, engine.tp, routed=not whole_experts)
     if refused is not None:
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
-    stored = engine.quantization.note(model)
-    if stored is not None:
-        note(stored)
+    for told in (engine.quantization.note(model), unmeasured(model)):
+        if told is not None:
+            note(told)
     return engine
 
 

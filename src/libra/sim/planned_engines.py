@@ -16,7 +16,7 @@ from libra.cost.grid import EngineGrid
 from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.engines import engine_kv_tokens
+from libra.plan.options.engines import batch_kv_tokens, engine_kv_tokens
 from libra.plan.options.menu import LentEngine
 from libra.plan.options.pairs import kv_rate
 from libra.plan.options.request import PlanningRequest
@@ -123,9 +123,10 @@ def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[Eng
 
 def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> tuple[EngineConfig, IterationCost]:
     recipe, nodes = request.recipe, request.cluster.node_class(group.pool)
-    kv = engine_kv_tokens(request.model, nodes, recipe, group.devices)
+    kv = batch_kv_tokens(request.model, nodes, recipe, group.devices, request.classes)
+    longest = engine_kv_tokens(request.model, nodes, recipe, group.devices)
     config = EngineConfig(
-        max_model_len=min(kv, recipe.max_length),
+        max_model_len=min(longest, recipe.max_length),
         kv_blocks=kv // BLOCK,
         block_size=BLOCK,
         max_num_seqs=min(max_num_seqs, recipe.max_batched_tokens) if group.role == "prefill" else max_num_seqs,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from oracles.reshaped import reshaped
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
 from tables import by_name
-from oracles.reshaped import reshaped
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import UNCORRECTED

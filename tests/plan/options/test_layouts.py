@@ -28,7 +28,19 @@ from libra.plan.options.menu import Rejected
 
 QWEN3_14B = decoder("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN3_30B = decoder(
-    "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, qk_norm=True, experts=Experts(128, 8, 768, 0), sparse=48
+    "Qwen3-30B-A3B",
+    48,
+    2048,
+    32,
+    4,
+    128,
+    0,
+    151936,
+    False,
+    40960,
+    qk_norm=True,
+    experts=Experts(128, 8, 768, 0),
+    sparse=48,
 )
 SMALL = decoder("small", 6, 2048, 12, 4, 128, 8192, 151936, True, 40960)
 SMALL_MOE = decoder("small-moe", 6, 2048, 12, 4, 128, 0, 151936, True, 40960, experts=Experts(12, 2, 1024, 0), sparse=6)

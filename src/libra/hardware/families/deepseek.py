@@ -56,7 +56,8 @@ def deepseek_v4(fields: Fields) -> Stack:
     ratios = fields.numbers("compress_ratios")
     if ratios is None or len(ratios) < layers:
         raise fields.error("compress_ratios", f"expected a number for each of {layers} layers; add them")
-    fields.count("num_key_value_heads", otherwise=1)
+    for field in ("num_key_value_heads", "intermediate_size"):  # one head, and a copy of the experts' width
+        fields.value(field)
     mixers = {ratio: _compressed(fields, ratio) for ratio in set(ratios[:layers])}
     streams = fields.count("hc_mult", otherwise=4)
     mixing = (2 + streams) * streams

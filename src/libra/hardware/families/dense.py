@@ -110,4 +110,3 @@ def _intermediate(fields: Fields, hidden: int) -> int:
     if type(factor) not in (int, float) or not 0 < factor <= 1000:
         raise fields.error("ffn_mult", f"expected a number above 0 (got {factor!r})")
     return -(-int(2 * factor * hidden / 3) // 256) * 256
-

@@ -88,9 +88,7 @@ def kimi_linear(fields: Fields) -> Stack:
     mixers: list[Mixer] = [state if layer + 1 in listed else attending for layer in range(layers)]
     # Residuals of attention over blocks: a norm and a vector before each half of a layer, and after the last one.
     other = 4 * hidden if blocks else 0
-    made = with_experts(
-        fields, mixers, lambda layer: layer >= first and layer % step == 0, experts, other=other
-    )
+    made = with_experts(fields, mixers, lambda layer: layer >= first and layer % step == 0, experts, other=other)
     return Stack(made, 2 * hidden if blocks else 0)
 
 

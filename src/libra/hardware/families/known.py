@@ -67,9 +67,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": Family(
         Dense("attention_bias", "attention_bias", norms=1, windows="all", every=4), ("Cohere2ForCausalLM",), _TIED
     ),
-    "ernie4_5": Family(
-        Dense("use_bias", "use_bias", "use_bias"), ("Ernie4_5ForCausalLM",), _TIED | {"head_dim": 128}
-    ),
+    "ernie4_5": Family(Dense("use_bias", "use_bias", "use_bias"), ("Ernie4_5ForCausalLM",), _TIED | {"head_dim": 128}),
     "hunyuan_v1_dense": Family(
         Dense("attention_bias", "attention_bias", qk_norm="head"), ("HunYuanDenseV1ForCausalLM",)
     ),
@@ -109,9 +107,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": Family(mixtral, ("GraniteMoeForCausalLM",)),
     "granitemoeshared": Family(mixtral, ("GraniteMoeSharedForCausalLM",)),
     "olmoe": Family(olmoe, ("OlmoeForCausalLM",)),
-    "qwen2_moe": Family(
-        partial(qwen_moe, qkv_bias=True, qk_norm="none", own_head_dim=False), ("Qwen2MoeForCausalLM",)
-    ),
+    "qwen2_moe": Family(partial(qwen_moe, qkv_bias=True, qk_norm="none", own_head_dim=False), ("Qwen2MoeForCausalLM",)),
     "qwen3_moe": Family(_QWEN3_MOE, ("Qwen3MoeForCausalLM",)),
     "qwen3_vl_moe_text": Family(_QWEN3_MOE),
     "glm4_moe": Family(glm4_moe, ("Glm4MoeForCausalLM",)),

@@ -36,7 +36,9 @@ def qwen_moe(fields: Fields, *, qkv_bias: bool, qk_norm: Norm, own_head_dim: boo
     }
     mixers: list[Mixer] = [attention(fields, reach=it, **options) for it in switched_reaches(fields, layers)]
     sparse = qwen_sparse(fields)
-    return Stack(with_experts(fields, mixers, sparse, qwen_experts(fields) if any(map(sparse, range(layers))) else None))
+    return Stack(
+        with_experts(fields, mixers, sparse, qwen_experts(fields) if any(map(sparse, range(layers))) else None)
+    )
 
 
 def qwen_experts(fields: Fields) -> Experts:
@@ -62,7 +64,10 @@ def mixtral(fields: Fields) -> Stack:
     )
     bias = fields.flag("attention_bias")
     return Stack(
-        [LayerKind(attention(fields, reach=it, qkv_bias=bias, out_bias=bias), experts) for it in reaches(fields, layers)]
+        [
+            LayerKind(attention(fields, reach=it, qkv_bias=bias, out_bias=bias), experts)
+            for it in reaches(fields, layers)
+        ]
     )
 
 
@@ -176,9 +181,7 @@ def ernie(fields: Fields) -> Stack:
     end = layers - 1 if last < 0 else last
     mixer = attention(fields, qkv_bias=bias, out_bias=bias)
     return Stack(
-        with_experts(
-            fields, [mixer] * layers, lambda layer: first <= layer <= end and (layer + 1) % step == 0, experts
-        )
+        with_experts(fields, [mixer] * layers, lambda layer: first <= layer <= end and (layer + 1) % step == 0, experts)
     )
 
 
@@ -194,10 +197,9 @@ def hunyuan_moe(fields: Fields) -> Stack:
             return int(value[0])
         return fields.count(field, minimum=0, otherwise=otherwise)
 
-    width = same("moe_intermediate_size", fields.count("intermediate_size"))
-    experts = Experts(
-        same("num_experts"), same("moe_topk", 1), width, width * same("num_shared_expert", 0)
-    )
+    shared = fields.count("intermediate_size")
+    width = same("moe_intermediate_size", shared)
+    experts = Experts(same("num_experts"), same("moe_topk", 1), width, shared * same("num_shared_expert", 1))
     norm: Norm = "head" if fields.flag("use_qk_norm", otherwise=True) else "none"
     mixer = attention(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm)
     return Stack([LayerKind(mixer, experts)] * layers)

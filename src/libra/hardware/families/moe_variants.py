@@ -132,9 +132,7 @@ def mimo_v2(fields: Fields) -> Stack:
     heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
     dim, value = fields.count("head_dim"), fields.count("v_head_dim")
     bias = fields.flag("attention_bias")
-    full = Attention(
-        heads, kv_heads, dim, value, qkv_bias=bias, sinks=fields.flag("add_full_attention_sink_bias")
-    )
+    full = Attention(heads, kv_heads, dim, value, qkv_bias=bias, sinks=fields.flag("add_full_attention_sink_bias"))
     window = Attention(
         fields.count("swa_num_attention_heads", otherwise=heads),
         fields.count("swa_num_key_value_heads", otherwise=2 * kv_heads),

@@ -170,7 +170,5 @@ def qwen_sparse(fields: Fields) -> Callable[[int], bool]:
     step = fields.count("decoder_sparse_step", otherwise=1)
     dense = fields.value("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise fields.error(
-            "mlp_only_layers", f"expected a list of layers from 0 to {layers - 1} (got {shown(dense)})"
-        )
+        raise fields.error("mlp_only_layers", f"expected a list of layers from 0 to {layers - 1} (got {shown(dense)})")
     return lambda layer: (layer + 1) % step == 0 and layer not in dense

@@ -39,7 +39,9 @@ def _encoder(layers: int, width: int, inner: int, gated: bool = False, bias: boo
 
 def _qwen3_vl(top: Fields, vision: Fields, hidden: int) -> int:
     width, inner = vision.count("hidden_size"), vision.count("intermediate_size")
-    patch = vision.count("patch_size") ** 2 * vision.count("temporal_patch_size") * vision.count("in_channels", otherwise=3)
+    patch = (
+        vision.count("patch_size") ** 2 * vision.count("temporal_patch_size") * vision.count("in_channels", otherwise=3)
+    )
     merged, out = width * vision.count("spatial_merge_size") ** 2, vision.count("out_hidden_size", otherwise=hidden)
     deep = len(vision.numbers("deepstack_visual_indexes") or [])
     heads = (1 + deep) * (merged * (merged + 1) + (merged + 1) * out) + 2 * width + deep * 2 * merged
@@ -65,9 +67,11 @@ def _kimi(top: Fields, vision: Fields, hidden: int) -> int:
     def count(name: str) -> int:
         return vision.count(vision.first(f"vt_{name}", name))
 
+    top.value("projection_hidden_size")  # the tower's own width
     width, inner, layers = count("hidden_size"), count("intermediate_size"), count("num_hidden_layers")
     kernel = vision.numbers("merge_kernel_size") or [2, 2]
-    grid = vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width")
+    grid = vision.count(vision.first("init_pos_emb_height", "pos_emb_height"))
+    grid *= vision.count(vision.first("init_pos_emb_width", "pos_emb_width"))
     merged = width * kernel[0] * kernel[1]
     project = merged * (merged + 1) + (merged + 1) * hidden
     patch = 3 * vision.count("patch_size") ** 2
@@ -119,7 +123,13 @@ def _llama4(top: Fields, vision: Fields, hidden: int) -> int:
     grid = (vision.count("image_size") // patch) ** 2 + 1
     into, out = vision.count("projector_input_dim"), vision.count("projector_output_dim")
     embedded = 3 * patch**2 * width + width + grid * width + 4 * width
-    return embedded + _encoder(layers, width, inner) + inner * into + out * out + vision.count("vision_output_dim") * hidden
+    return (
+        embedded
+        + _encoder(layers, width, inner)
+        + inner * into
+        + out * out
+        + vision.count("vision_output_dim") * hidden
+    )
 
 
 def _minimax(top: Fields, vision: Fields, hidden: int) -> int:

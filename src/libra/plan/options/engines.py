@@ -58,6 +58,15 @@ def engine_kv_tokens(
     )
 
 
+def batch_kv_tokens(
+    model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, classes: Sequence[TrajectoryClass]
+) -> int:
+    """Tokens that the KV cache of an engine of `tp` GPUs holds while it decodes a batch of these classes: at least a
+    trajectory of `max_length` by itself, if that fits."""
+    alone = min(engine_kv_tokens(model, nodes, recipe, tp), recipe.max_length)
+    return max(alone, engine_kv_tokens(model, nodes, recipe, tp, context=mean_context(classes)))
+
+
 def mean_context(classes: Sequence[TrajectoryClass]) -> float:
     """Mean tokens of context of the sequences that decode at one time."""
     generated = sum(cls.share * cls.generated for cls in classes)
@@ -92,7 +101,7 @@ def engine_options(
         if tp not in known:
             rejected.append(Rejected(shape, "no times", f"the profile has no times for it ({profile.source})"))
             continue
-        kv = engine_kv_tokens(model, nodes, recipe, tp, context=mean_context(classes))
+        kv = batch_kv_tokens(model, nodes, recipe, tp, classes)
         holds = min(engine_kv_tokens(model, nodes, recipe, tp), longest_context)
         if holds < classes[0].peak_context:
             weights = quantization.weight_bytes(model, tp)
