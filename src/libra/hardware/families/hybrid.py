@@ -160,8 +160,6 @@ def _blocks(fields: Fields) -> list[str]:
 
 
 def _nemotron_attention(fields: Fields) -> Mixer:
-    if fields.given("attention_head_dim") and not fields.given("head_dim"):
-        fields.with_defaults({"head_dim": fields.count("attention_head_dim")})
     bias = fields.flag("attention_bias")
     return attention(fields, qkv_bias=bias, out_bias=bias)
 

@@ -25,8 +25,9 @@ def layer_count(fields: Fields) -> int:
 
 def head_dim(fields: Fields, heads: int, required: bool = False) -> int:
     """Width of a head: given, or the hidden width over the heads."""
-    if fields.given("head_dim") or required:
-        return fields.count("head_dim")
+    name = fields.first("head_dim", "attention_head_dim")
+    if fields.given(name) or required:
+        return fields.count(name)
     hidden = fields.count("hidden_size")
     if hidden % heads:
         raise fields.error(
