@@ -90,6 +90,33 @@ def test_a_field_that_changes_a_shape_and_is_not_read_is_told(tmp_path: Path) ->
     assert notes == [f"{tmp_path.name}: not given, and as the family's class has it: head_dim 256"]
 
 
+SHAPES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "qwen3_moe",
+    "solar_open",
+    "nemotron_h",
+    "qwen3_next",
+]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_unknown_family_is_read_by_its_fields(tmp_path: Path, name: str) -> None:
+    known, _ = read(tmp_path, ALL[name])
+    new = ALL[name] | {"model_type": "apple_pie", "hidden_act": "silu"}
+    model, notes = read(tmp_path, new)
+    assert model.parameters == pytest.approx(known.parameters, rel=0.01)
+    assert model.kv_bytes(1000, 2) == known.kv_bytes(1000, 2)
+    assert notes[0].endswith("the family apple_pie is unknown: read by its fields; norms and biases may be missing")
+    with pytest.raises(ConfigError, match="num_side_heads: this field may change the shape, and its family is unknown"):
+        read(tmp_path, new | {"num_side_heads": 3})
+    with pytest.raises(ConfigError, match="model_type: unknown architecture 'apple_pie'"):
+        read(tmp_path, new | {"hidden_act": "relu2"})
+
+
 def test_an_unknown_tower_is_told_and_left_out(tmp_path: Path) -> None:
     data = copy.deepcopy(CONFIGS["qwen3_vl"])
     data["vision_config"] = {"model_type": "new_tower"}

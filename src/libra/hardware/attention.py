@@ -93,8 +93,10 @@ class Attention:
             if not self.keys_are_values:
                 made.append(Matrix("self_attn.v_proj", hidden, values, self.kv_heads, self.qkv_bias))
         made.append(Matrix("self_attn.o_proj", self.heads * self.value, hidden))
-        if self.gate != "none":
-            made.append(Matrix("self_attn.g_proj", hidden, self.heads * (self.value if self.gate == "channel" else 1)))
+        if self.gate == "channel":  # in one matrix with the queries
+            made.append(Matrix("self_attn.q_proj", hidden, self.heads * self.value))
+        elif self.gate == "head":
+            made.append(Matrix("self_attn.g_proj", hidden, self.heads))
         return (*made, *(self.indexer.matrices(hidden, hidden) if self.indexer else ()))
 
     def vectors(self, hidden: int, tp: int = 1) -> float:

@@ -20,6 +20,7 @@ from libra.config.yaml_file import ConfigError, nearest, refusal, shown, unknown
 from libra.hardware.checkpoint_file import stored_weights
 from libra.hardware.families.fields import Fields
 from libra.hardware.families.known import FAMILIES, WRAPPED
+from libra.hardware.families.shape import by_shape
 from libra.hardware.families.stack import Family
 from libra.hardware.families.towers import tower_parameters
 from libra.hardware.model import ModelSpec, arranged
@@ -144,14 +145,18 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
     while (inside := next((found for it in _WRAPPERS if (found := fields.part(it)) is not None), None)) is not None:
         top, fields = fields, inside
         inner = fields.value("model_type")
-    family = _family(top, fields, top.value("model_type"), inner)
+
+    def tell(text: str) -> None:
+        note(f"{name}: {text}")
+
+    family = _family(top, fields, top.value("model_type"), inner, tell)
     fields.with_defaults(family.defaults)
     stack = family.read(fields)
     kinds, order = arranged(stack.layers)
     tied = "tie_word_embeddings"
     above = top.flag(tied) if fields is not top and top.given(tied) else None
     hidden = fields.count("hidden_size")
-    return ModelSpec(
+    spec = ModelSpec(
         name=name,
         hidden=hidden,
         vocab=fields.count("vocab_size"),
@@ -159,12 +164,16 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
         max_context=fields.count("max_position_embeddings"),
         kinds=kinds,
         order=order,
-        tower=tower_parameters(top, hidden, lambda text: note(f"{name}: {text}")),
+        tower=tower_parameters(top, hidden, tell),
         other=stack.other,
     )
+    unread = None if family.known else next(fields.unread(), None)
+    if unread is not None:
+        raise ValueError(f"{unread}: this field may change the shape, and its family is unknown: it has no price")
+    return spec
 
 
-def _family(top: Fields, fields: Fields, kind: object, inner: object) -> Family:
+def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note) -> Family:
     """The family of a configuration `fields`, which names itself `inner` where it is wrapped."""
     architectures = fields.names("architectures")
     named = inner if inner is not None else WRAPPED.get(kind, kind) if isinstance(kind, str) else kind
@@ -178,7 +187,11 @@ def _family(top: Fields, fields: Fields, kind: object, inner: object) -> Family:
     if not isinstance(named, str):
         raise fields.error("model_type", f"expected a name (got {shown(named)})")
     if named not in FAMILIES:
-        raise fields.error("model_type", unknown("architecture", named, FAMILIES))
+        shaped = by_shape(fields)
+        if shaped is None:
+            raise fields.error("model_type", unknown("architecture", named, FAMILIES))
+        note(f"the family {named} is unknown: read by its fields; norms and biases may be missing")
+        return shaped
     family = FAMILIES[named]
     if fields is top and named == kind and architectures and not set(architectures) & set(family.architectures):
         raise fields.error(

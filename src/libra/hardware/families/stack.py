@@ -25,3 +25,4 @@ class Family:
     read: Callable[[Fields], Stack]
     architectures: tuple[str, ...] = ()  # those that predict tokens
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    known: bool = True
