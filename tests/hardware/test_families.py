@@ -40,7 +40,7 @@ def test_every_family_is_tried() -> None:
     tried = {config["model_type"] for config in ALL.values()}
     tried |= {config["text_config"]["model_type"] for config in ALL.values() if "text_config" in config}
     same = {"ministral3", "qwen2_vl_text", "qwen2_5_vl_text", "minimax_m3", "step3p7", "deepseek_ref"}  # as another one
-    same |= {"bailing_moe", "minimax_text_01", "minimax_m1"}
+    same |= {"bailing_moe", "minimax_text_01", "minimax_m1", "qwen3_omni_moe_text", "qwen2_5_omni_text"}
     assert set(FAMILIES) - same <= tried
 
 

@@ -61,6 +61,18 @@ _QWEN_VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }
+_GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "in_channels": 3,
+    "image_size": 32,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -380,6 +392,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "out_hidden_size": 64,
         },
     ),
+    "glm4v": _wrapped("glm4v", _text("glm4v_text", pad_token_id=0), _GLM_VISION),
+    "glm4v_moe": _wrapped(
+        "glm4v_moe", _text("glm4v_moe_text", _DEEPSEEK, _HEAD, attention_bias=True, pad_token_id=0), _GLM_VISION
+    ),
+    "internvl": _wrapped(
+        "internvl",
+        _text("qwen3", _HEAD),
+        {
+            "model_type": "internvl_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "attention_bias": True,
+            "image_size": [32, 32],
+            "patch_size": [4, 4],
+        },
+        downsample_ratio=0.5,
+    ),
+    "kimi_linear by Transformers": _text(
+        "kimi_linear",
+        _LATENT,
+        _DEEPSEEK,
+        q_lora_rank=None,
+        n_group=1,
+        pad_token_id=0,
+        num_local_experts=8,
+        linear_num_heads=4,
+        linear_head_dim=16,
+        linear_conv_kernel_dim=4,
+        layer_types=_HALF,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    ),
     "qwen3_5": _wrapped("qwen3_5", _text("qwen3_5_text", _HEAD, _DELTA, layer_types=_HALF), _QWEN_VISION),
     "qwen3_5_moe": _wrapped(
         "qwen3_5_moe",
@@ -536,8 +581,6 @@ UNMADE: dict[str, dict[str, Any]] = {
         n_group=2,
         topk_group=1,
     ),
-    "glm4v": _wrapped("glm4v", _text("glm4v_text", _HEAD)),
-    "glm4v_moe": _wrapped("glm4v_moe", _text("glm4v_moe_text", _DEEPSEEK, _HEAD, attention_bias=True)),
     "step3p5": _text(
         "step3p5",
         _HEAD,

@@ -161,7 +161,7 @@ def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
         hidden=hidden,
         vocab=fields.count("vocab_size"),
         tied=fields.flag(tied) if above is None else above,
-        max_context=fields.count("max_position_embeddings"),
+        max_context=fields.count(fields.first("max_position_embeddings", "model_max_length", "max_sequence_length")),
         kinds=kinds,
         order=order,
         tower=tower_parameters(top, hidden, tell),

@@ -54,6 +54,8 @@ def deepseek_v4(fields: Fields) -> Stack:
     """DeepSeek-V4: a window and compressed vectors (`compress_ratios`), and several residual streams."""
     layers, hidden = layer_count(fields), fields.count("hidden_size")
     ratios = fields.numbers("compress_ratios")
+    if ratios is None:
+        ratios = _ratios(fields, layers)
     if ratios is None or len(ratios) < layers:
         raise fields.error("compress_ratios", f"expected a number for each of {layers} layers; add them")
     for field in ("num_key_value_heads", "intermediate_size"):  # one head, and a copy of the experts' width
@@ -71,6 +73,20 @@ def deepseek_v4(fields: Fields) -> Stack:
     other = 2 * (mixing * streams * hidden + mixing + 3)
     made = [LayerKind(mixers[ratio], experts, other=other) for ratio in ratios[:layers]]
     return Stack(made, streams * streams * hidden + streams + 1)
+
+
+_RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def _ratios(fields: Fields, layers: int) -> list[int] | None:
+    """Ratios by `layer_types`, as Transformers writes them; None where these are not given."""
+    rates = fields.part("compress_rates")
+    types = fields.pattern("layer_types", layers)
+    if types is None:
+        return None
+    if not all(isinstance(kind, str) and kind in _RATIOS for kind in types):
+        raise fields.error("layer_types", f"expected {', '.join(_RATIOS)} for each of {layers} layers")
+    return [_RATIOS[kind] if rates is None else rates.count(kind, 0, _RATIOS[kind]) for kind in types]
 
 
 def _compressed(fields: Fields, ratio: int) -> CompressedAttention:

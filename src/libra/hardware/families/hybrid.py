@@ -66,10 +66,33 @@ def qwen_next(fields: Fields) -> Stack:
 def kimi_linear(fields: Fields) -> Stack:
     """Kimi Linear and K3: delta attention in the layers that `linear_attn_config` lists, from 1."""
     layers, hidden = layer_count(fields), fields.count("hidden_size")
+    for field in ("head_dim", "qk_head_dim"):  # of the part of queries that has positions
+        fields.value(field)
+    state, listed = _kimi_states(fields, layers)
+    attending = gated_latent(fields)
+    blocks = fields.count("attn_res_block_size", minimum=0, otherwise=0)
+    experts = _kimi_experts(fields)
+    types = fields.pattern("mlp_layer_types", layers)
+    first = fields.count("first_k_dense_replace", minimum=0, otherwise=0)
+    step = fields.count("moe_layer_freq", otherwise=1)
+    sparse = {it for it in range(layers) if (types[it] == "sparse" if types else it >= first and it % step == 0)}
+    mixers: list[Mixer] = [state if layer + 1 in listed else attending for layer in range(layers)]
+    # Residuals of attention over blocks: a norm and a vector before each half of a layer, and after the last one.
+    other = 4 * hidden if blocks else 0
+    made = with_experts(fields, mixers, sparse.__contains__, experts, other=other)
+    return Stack(made, 2 * hidden if blocks else 0)
+
+
+def _kimi_states(fields: Fields, layers: int) -> tuple[KimiDelta, set[int]]:
+    """The state, and the layers that have one, from 1: as published, or as Transformers writes them."""
     linear = fields.part("linear_attn_config")
+    if linear is None and fields.given("linear_num_heads"):
+        kinds = _kinds(fields, layers, 4)
+        kernel = fields.count("linear_conv_kernel_dim")
+        made = KimiDelta(fields.count("linear_num_heads"), fields.count("linear_head_dim"), kernel)
+        return made, {layer + 1 for layer, kind in enumerate(kinds) if kind == "linear_attention"}
     if linear is None:
         raise fields.error("linear_attn_config", "this field is required; add it")
-    fields.value("head_dim")
     listed = set(linear.numbers("kda_layers") or [])
     full = set(linear.numbers("full_attn_layers") or [])
     if listed | full != set(range(1, layers + 1)) or listed & full:
@@ -80,16 +103,7 @@ def kimi_linear(fields: Fields) -> Stack:
         linear.count("short_conv_kernel_size"),
         full_gate=linear.flag("use_full_rank_gate"),
     )
-    attending = gated_latent(fields)
-    blocks = fields.count("attn_res_block_size", minimum=0, otherwise=0)
-    experts = _kimi_experts(fields)
-    first = fields.count("first_k_dense_replace", minimum=0, otherwise=0)
-    step = fields.count("moe_layer_freq", otherwise=1)
-    mixers: list[Mixer] = [state if layer + 1 in listed else attending for layer in range(layers)]
-    # Residuals of attention over blocks: a norm and a vector before each half of a layer, and after the last one.
-    other = 4 * hidden if blocks else 0
-    made = with_experts(fields, mixers, lambda layer: layer >= first and layer % step == 0, experts, other=other)
-    return Stack(made, 2 * hidden if blocks else 0)
+    return state, listed
 
 
 def _kimi_experts(fields: Fields) -> Experts:

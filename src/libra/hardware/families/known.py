@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(Dense(True, windows="switch"), ("Qwen2ForCausalLM",)),
     "qwen2_vl_text": Family(Dense(True, windows="switch")),
     "qwen2_5_vl_text": Family(Dense(True, windows="switch")),
+    "qwen2_5_omni_text": Family(Dense(True, windows="switch")),
     "qwen3": Family(
         Dense("attention_bias", "attention_bias", qk_norm="head", own_head_dim=True, windows="switch"),
         ("Qwen3ForCausalLM",),
@@ -99,7 +100,7 @@ FAMILIES: Mapping[str, Family] = {
         _TIED | {"use_bias": True},
     ),
     "internlm2": Family(Dense("bias", "bias"), ("InternLM2ForCausalLM",)),
-    "glm4v_text": Family(Dense(True, norms=4), (), {"head_dim": 128}),
+    "glm4v_text": Family(Dense(True, norms=4)),
     "minicpm3": Family(dense_latent, ("MiniCPM3ForCausalLM",), _TIED),
     "nemotron-nas": Family(nemotron_nas, ("DeciLMForCausalLM",)),
     # Experts
@@ -110,6 +111,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(partial(qwen_moe, qkv_bias=True, qk_norm="none", own_head_dim=False), ("Qwen2MoeForCausalLM",)),
     "qwen3_moe": Family(_QWEN3_MOE, ("Qwen3MoeForCausalLM",)),
     "qwen3_vl_moe_text": Family(_QWEN3_MOE),
+    "qwen3_omni_moe_text": Family(_QWEN3_MOE),
     "glm4_moe": Family(glm4_moe, ("Glm4MoeForCausalLM",)),
     "glm4v_moe_text": Family(glm4_moe),
     "exaone_moe": Family(Sparse(qk_norm="head", every=4), ("ExaoneMoeForCausalLM",)),
@@ -168,6 +170,8 @@ WRAPPED: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "glm4v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text",
+    "qwen2_5_omni": "qwen2_5_omni_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",

@@ -100,7 +100,8 @@ def minimax_m3(fields: Fields) -> Stack:
     plain = attention(fields, qk_norm=norm, own_head_dim=True)
     chosen = Attention(plain.heads, plain.kv_heads, plain.head_dim, qk_norm=norm, indexer=indexer)
     fields.count("n_shared_experts", minimum=0, otherwise=1)
-    fields.value("moe_intermediate_size")
+    for field in ("moe_intermediate_size", "dense_intermediate_size"):
+        fields.value(field)
     experts = Experts(
         fields.count("num_local_experts"),
         fields.count("num_experts_per_tok"),
@@ -116,8 +117,18 @@ def minimax_m3(fields: Fields) -> Stack:
 
 
 def _m3_indexer(fields: Fields, layers: int) -> tuple[Indexer | None, list[Any]]:
+    """The indexer, and whether each layer has one: as published, or as Transformers writes it."""
     part = fields.part("sparse_attention_config")
-    if part is None or not part.flag("use_sparse_attention", otherwise=True):
+    if part is None:
+        types = fields.pattern("layer_types", layers) or ["full_attention"] * layers
+        for field in ("index_local_blocks", "index_n_heads"):
+            fields.value(field)
+        marks = [kind != "full_attention" for kind in types]
+        if not any(marks):
+            return None, marks
+        chosen = fields.count("index_topk_blocks") * fields.count("index_block_size")
+        return Indexer(fields.count("index_n_heads"), fields.count("index_head_dim"), chosen, weighted=False), marks
+    if not part.flag("use_sparse_attention", otherwise=True):
         return None, [0] * layers
     chosen = part.count("sparse_topk_blocks") * part.count("sparse_block_size")
     for field in ("sparse_init_block", "sparse_local_block"):

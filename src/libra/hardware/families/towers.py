@@ -58,7 +58,8 @@ def _qwen2_vl(top: Fields, vision: Fields, hidden: int) -> int:
     channels = vision.count(vision.first("in_channels", "in_chans"), otherwise=3)
     patch = channels * vision.count("patch_size") ** 2 * vision.count("temporal_patch_size")
     merged = width * vision.count("spatial_merge_size") ** 2
-    project = merged * (merged + 1) + (merged + 1) * hidden + (2 if older else 1) * width
+    out = vision.count("hidden_size" if older else "out_hidden_size", otherwise=hidden)
+    project = merged * (merged + 1) + (merged + 1) * out + (2 if older else 1) * width
     layers = _encoder(vision.count("depth"), width, inner, gated=not older, norm=2 if older else 1)
     return patch * width + layers + project
 
@@ -100,7 +101,7 @@ def _siglip(top: Fields, vision: Fields, hidden: int) -> int:
     patch = vision.count("patch_size")
     embedded = (3 * patch**2 + 1) * width + (vision.count("image_size") // patch) ** 2 * width
     head = 0
-    if vision.flag("vision_use_head", otherwise=top.value("model_type") != "gemma3"):
+    if vision.flag("vision_use_head", otherwise=True):
         head = width + 4 * width * width + 4 * width + 2 * width + 2 * width * inner + inner + width
     return embedded + _encoder(layers, width, inner) + 2 * width + head + width * hidden + width
 
@@ -142,6 +143,46 @@ def _minimax(top: Fields, vision: Fields, hidden: int) -> int:
     return embedded + _encoder(layers, width, inner) + project
 
 
+def _glm4v(top: Fields, vision: Fields, hidden: int) -> int:
+    """GLM-4.1V to 4.6V: MLPs of layers have the width of the language model, the merger that of `intermediate_size`."""
+    width, out, inner = (vision.count(it) for it in ("hidden_size", "out_hidden_size", "intermediate_size"))
+    patch, merge = vision.count("patch_size"), vision.count("spatial_merge_size", otherwise=2)
+    pixels = vision.count("in_channels", otherwise=3) * patch**2 * vision.count("temporal_patch_size", otherwise=2)
+    biases = 3 * width if vision.flag("attention_bias") else 0
+    embedded = (pixels + 1) * width + (vision.count("image_size") // patch) ** 2 * width
+    layers = (
+        _encoder(vision.count("depth"), width, out, gated=True, bias=False, norm=1) + vision.count("depth") * biases
+    )
+    merger = out * out + 2 * out + 3 * out * inner
+    return embedded + layers + (width * merge**2 + 1) * out + 2 * width + merger
+
+
+def _internvl(top: Fields, vision: Fields, hidden: int) -> int:
+    width, inner, layers = (vision.count(it) for it in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    patch, image = (_side(vision, it) for it in ("patch_size", "image_size"))
+    each = 4 * width**2 + width + 2 * width * inner + inner + width + 2 * width
+    each += 3 * width if vision.flag("attention_bias") else 0
+    each += 2 * width if vision.flag("use_qk_norm") else 0
+    each += (2 if vision.word("norm_type", ("layer_norm", "rms_norm"), "layer_norm") == "rms_norm" else 4) * width
+    embedded = (vision.count("num_channels", otherwise=3) * patch**2 + 2) * width
+    embedded += width if vision.flag("use_mask_token") else 0
+    embedded += ((image // patch) ** 2 + 1) * width if vision.flag("use_absolute_position_embeddings", True) else 0
+    last = 0 if vision.flag("use_mean_pooling", True) else 2 * width
+    ratio = top.value("downsample_ratio") or 0.5
+    if type(ratio) is not float or not 0.01 <= ratio <= 1:
+        raise top.error("downsample_ratio", "expected a number from 0.01 to 1")
+    merged = width * int(1 / ratio) ** 2
+    return embedded + layers * each + last + 2 * merged + (merged + 1) * hidden + (hidden + 1) * hidden
+
+
+def _side(vision: Fields, field: str) -> int:
+    """A size that may be given as a pair of equal ones."""
+    value = vision.value(field)
+    if isinstance(value, list) and value and all(it == value[0] for it in value) and type(value[0]) is int:
+        return max(1, int(value[0]))
+    return vision.count(field)
+
+
 _TOWERS: dict[str, Callable[[Fields, Fields, int], int]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl,
@@ -153,6 +194,12 @@ _TOWERS: dict[str, Callable[[Fields, Fields, int], int]] = {
     "qwen3_5_moe_vision": _qwen3_vl,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_vl,
+    "glm4v": _glm4v,
+    "glm4v_vision": _glm4v,
+    "glm4v_moe": _glm4v,
+    "glm4v_moe_vision": _glm4v,
+    "internvl": _internvl,
+    "internvl_vision": _internvl,
     "kimi_k25": _kimi,
     "kimi_k3": _kimi,
     "kimi_vl": _kimi,
