@@ -17,6 +17,7 @@ from libra.config.frameworks import framework_named
 from libra.config.recipe import Recipe, load_recipe
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
+from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model import ModelSpec
@@ -52,7 +53,7 @@ class PlanInputs:
 
 def plan_cluster(where: Path, what_if: list[str], inputs: PlanInputs, notes: list[str]) -> tuple[Plan, LogEvidence]:
     """The plan of the cluster in the file `where`."""
-    cluster, shape = load_cluster(where), load_model(inputs.model)
+    cluster, shape = load_cluster(where), load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     lenders = load_lenders(where, cluster)
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
@@ -77,7 +78,7 @@ def compare_clusters(
     clusters: Sequence[Cluster], job: Job, what_if: list[str], inputs: PlanInputs, notes: list[str]
 ) -> Comparison:
     """The plans of all clusters for the same job."""
-    shape = load_model(inputs.model)
+    shape = load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
     _, recipe = assume(clusters[0], recipe, what_if)
     recipe, _, evidence = _gathered(inputs, shape, recipe, notes)
@@ -113,8 +114,7 @@ def _gathered(
 ) -> tuple[Recipe, Policy, LogEvidence]:
     """The recipe as the router can carry it out, the router's policy, and what the log shows."""
     stored = rollout_quantization(recipe).note(shape)
-    if stored is not None:
-        notes.append(stored)
+    notes += [it for it in (stored, unmeasured(shape)) if it is not None]
     recipe, policy = _routed(recipe, inputs.router, notes)
     log = inputs.log
     evidence = gather_workload(
