@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import Any
 
 import pytest
@@ -144,6 +145,32 @@ async def test_a_session_ends_with_the_version_that_is_known() -> None:
         await stage.post("/trajectories/a/finish", {"policy_version": 5})
         await stage.post("/finish_session?session_id=b", {})
         assert [trajectory.policy_version for trajectory in stage.finished] == [5, 5]
+
+
+async def test_the_trajectories_of_a_client_with_headers_only_are_its_trace() -> None:
+    drawn = random.Random(5)
+    trace: dict[str, list[tuple[int, int]]] = {f"s{number}": [] for number in range(12)}  # context, generated
+
+    async with staged(engines=3) as stage:
+
+        async def session(name: str) -> None:
+            prompt, headers = [drawn.randrange(9) for _ in range(drawn.randrange(5, 60))], {"X-Session-ID": name}
+            for _ in range(drawn.randrange(1, 6)):
+                body: dict[str, Any] = {"prompt": prompt, "max_tokens": drawn.randrange(1, 20)}
+                body["return_token_ids"] = True
+                status, _, text = await ask(stage, "/v1/completions", body, headers)
+                assert status == 200
+                generated = json.loads(text)["choices"][0]["token_ids"]
+                trace[name].append((len(prompt), len(generated)))
+                prompt = [*prompt, *generated, *(drawn.randrange(9) for _ in range(drawn.randrange(1, 20)))]
+            async with stage.session.post("/finish_session", params={"session_id": name}) as response:
+                assert response.status == 200
+
+        await asyncio.gather(*map(session, trace))
+        assert len(stage.finished) == len(trace) and len(stage.gateway.trajectories) == 0
+        for trajectory in stage.finished:
+            turns = zip(trajectory.contexts(), trajectory.turns, strict=True)
+            assert [(context, turn.generated_tokens) for context, turn in turns] == trace[trajectory.id]
 
 
 # Headers
