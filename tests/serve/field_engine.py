@@ -64,8 +64,8 @@ STREAMS: dict[str, list[Event]] = {
         (None, "[DONE]"),
     ],
     "/generate": [
-        (None, {"text": "a", "meta_info": _META | {"completion_tokens": 1}}),
-        (None, {"text": "abc", "meta_info": _META | {"completion_tokens": GENERATED}}),
+        (None, {"text": "a", "output_ids": [7], "meta_info": _META | {"completion_tokens": 1}}),
+        (None, {"text": "abc", "output_ids": [7, 8, 9], "meta_info": _META | {"completion_tokens": GENERATED}}),
         (None, "[DONE]"),
     ],
     "/v1/responses": [
@@ -74,6 +74,7 @@ STREAMS: dict[str, list[Event]] = {
     ],
     "/v1/messages": [
         ("message_start", {"message": {"usage": {"input_tokens": PROMPT, "output_tokens": 0}}}),
+        ("content_block_delta", {"delta": {"type": "text_delta", "text": "abc"}}),
         ("message_delta", {"usage": {"output_tokens": GENERATED}}),
         ("message_stop", {"type": "message_stop"}),
     ],

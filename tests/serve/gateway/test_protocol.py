@@ -76,6 +76,36 @@ async def test_streams_of_every_shape_pass_and_count(path: str) -> None:
         assert stage.gateway.counts.turns == 1
 
 
+MORE = {"role": "user", "content": "and then?"}
+SAID = WHOLE["/v1/chat/completions"](None)["choices"][0]["message"]
+LATER: dict[str, dict[str, Any]] = {  # prompts that go on with the answer to `BODIES`
+    "/v1/chat/completions": {"messages": [*CHAT["messages"], SAID, MORE]},
+    "/v1/completions": {"prompt": "what is it?abc and then?"},
+    "/inference/v1/generate": {"token_ids": [*[5] * PROMPT, 7, 8, 9, 1]},
+    "/generate": {"input_ids": [*[5] * PROMPT, 7, 8, 9, 1]},
+    "/v1/messages": {
+        "messages": [*CHAT["messages"], {"role": "assistant", "content": WHOLE["/v1/messages"](None)["content"]}, MORE]
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [(path, False) for path in LATER] + [(path, True) for path in LATER if path in STREAMS],
+)
+async def test_a_prompt_that_goes_on_with_an_answer_is_the_next_turn(path: str, stream: bool) -> None:
+    async with staged(engines=0, fields=[FieldEngine()]) as stage:
+        streamed = {"stream": True} if stream else {}
+        for prompt in ({}, {}, LATER[path]):  # two samples of one prompt, then one of them goes on
+            status, _, text = await ask(stage, path, BODIES[path] | prompt | streamed)
+            assert status == 200, text
+        assert len(stage.gateway.trajectories) == len(stage.gateway.sessions.unnamed) == 2
+        ids = {call.trajectory_id for call in stage.policy.calls if hasattr(call, "trajectory_id")}
+        for id in ids:
+            await stage.post(f"/trajectories/{id}/finish", {})
+        assert sorted(len(trajectory.turns) for trajectory in stage.finished) == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "says"),
     [

@@ -150,6 +150,35 @@ def test_a_chat_goes_on_with_its_answer(answer: dict[str, Any], sent_back: dict[
     assert client.turn([SYSTEM, USER, {"role": "assistant", "content": "six"}, USER], ANSWER) not in (first, "2")
 
 
+BLOCKS = [{"type": "text", "text": "let me look"}, {"type": "tool_use", "id": "t1", "name": "look", "input": {}}]
+EVENTS = [
+    {"type": "message_start", "message": {"content": [], "usage": {"input_tokens": 5, "output_tokens": 0}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "let me"}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": " look"}},
+    {"type": "content_block_start", "index": 1, "content_block": {"type": "tool_use", "id": "t1", "name": "look"}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": "{}"}},
+    {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
+    {"type": "message_stop"},
+]
+
+
+@pytest.mark.parametrize("answers", [[{"role": "assistant", "content": BLOCKS}], EVENTS])
+@pytest.mark.parametrize("calls", [True, False])
+def test_messages_of_anthropic_go_on_with_their_answer(answers: list[dict[str, Any]], calls: bool) -> None:
+    sessions, heard = UnnamedSessions(), Said()
+    for answer in answers:
+        if calls or answer.get("content_block", {}).get("type") != "tool_use":
+            heard.add(json.dumps(answer if calls or answer in EVENTS else answer | {"content": BLOCKS[:1]}).encode())
+    assert not heard.unread
+    first = history([USER])
+    sessions.keep("a", first, first.kind.of(heard), answered=True)
+    sent_back = BLOCKS if calls else BLOCKS[:1]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "402"}]}
+    assert sessions.claim(history([USER, {"role": "assistant", "content": "another"}, result])) is None
+    assert sessions.claim(history([USER, {"role": "assistant", "content": sent_back}, result])) == "a"
+
+
 def test_text_goes_on_with_its_answer() -> None:
     client = Client()
     first = client.turn("what is it? ", 'four "é"')

@@ -44,6 +44,8 @@ async def test_an_engine_joins_serves_and_leaves() -> None:
         (name,) = (call for call in stage.policy.calls if str(call).startswith("gone"))
         assert name == f"gone {root.removeprefix('http://')}" and await urls(stage) == []
         async with stage.session.delete(f"/workers/{quote(root, safe='')}") as response:
+            assert response.status == 200 and "is not there" in (await response.json())["message"]
+        async with stage.session.get(f"/workers/{quote(root, safe='')}") as response:
             assert response.status == 404
 
 

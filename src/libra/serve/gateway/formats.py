@@ -67,5 +67,10 @@ FORMATS: tuple[TurnFormat, ...] = (
         msgspec.json.Decoder(ResponseBody),
         lambda _: InputReader(b"response.completed", b"response.incomplete", b"response.failed"),
     ),
-    TurnFormat("/v1/messages", msgspec.json.Decoder(MessageBody), lambda _: InputReader(b"message_stop")),
+    TurnFormat(
+        "/v1/messages",
+        msgspec.json.Decoder(MessageBody),
+        lambda _: InputReader(b"message_stop"),
+        told_apart=True,
+    ),
 )

@@ -10,7 +10,11 @@ from libra.serve.answers import decoded
 
 
 class _Part(msgspec.Struct):
+    """A part of a message; Anthropic's may be the call of a tool."""
+
+    type: str = "text"
     text: str = ""
+    id: str | None = None
 
 
 class _Call(msgspec.Struct):
@@ -31,7 +35,9 @@ class SaidMessage(msgspec.Struct):
 
     @property
     def call_ids(self) -> list[str]:
-        return [call.id for call in self.tool_calls or () if call.id]
+        parts = self.content if isinstance(self.content, list) else ()
+        own = [part.id for part in parts if part.type == "tool_use" and part.id]
+        return own + [call.id for call in self.tool_calls or () if call.id]
 
 
 class _Choice(msgspec.Struct):
@@ -43,6 +49,9 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
+    content: list[_Part] | None = None  # of Anthropic, as the next two fields, which events have
+    content_block: _Part | None = None
+    delta: _Part | None = None
     text: str | None = None  # of SGLang, as the next field: all of the sample so far
     output_ids: list[int] | None = None
 
@@ -76,6 +85,11 @@ class Said:
                 if message is not None:
                     self.texts.append(message.text)
                     self.calls += message.call_ids
+        parts = [*(read.content or ()), *(part for part in (read.content_block, read.delta) if part is not None)]
+        if parts:
+            message = SaidMessage(content=parts)
+            self.texts.append(message.text)
+            self.calls += message.call_ids
         if read.text is not None:
             self.texts = [read.text]
         if read.output_ids is not None:

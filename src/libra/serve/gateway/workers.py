@@ -96,12 +96,14 @@ class Workers:
         return web.Response(text=f"Successfully added worker: {engine.section.root}")
 
     async def leave(self, request: web.Request) -> web.Response:
-        engine = self._leave(request.match_info["url"])
-        return web.json_response({"success": True, "message": f"engine {engine.section.root} leaves", "worker": None})
+        """An engine that is not there has left, so a trainer may say it twice."""
+        message = self._leave(request.match_info["url"])
+        return web.json_response({"success": True, "message": message, "worker": None})
 
     async def leave_by_query(self, request: web.Request) -> web.Response:
-        engine = self._leave(_query_url(request))
-        return web.Response(text=f"Successfully removed worker: {engine.section.root}")
+        url = _query_url(request)
+        self._leave(url)
+        return web.Response(text=f"Successfully removed worker: {url}")
 
     async def _join(self, asked: JoinBody) -> Upstream:
         """An engine that is there already has started again: its prefixes are lost."""
@@ -145,11 +147,14 @@ class Workers:
             )
         return section.model_copy(update={"name": section.root.partition("://")[2]})
 
-    def _leave(self, url: str) -> Upstream:
-        engine = self._named(url)
+    def _leave(self, url: str) -> str:
+        """Send an engine no more turns. What to say about it."""
+        engine = self._found(url)
+        if engine is None:
+            return f"engine {url} is not there"
         self.upstreams.leave(engine)
         self.lost(engine)
-        return engine
+        return f"engine {engine.section.root} leaves"
 
     def _named(self, url: str) -> Upstream:
         engine = self._found(url)
