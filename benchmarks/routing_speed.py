@@ -1,4 +1,5 @@
-"""CPU time of the process for a routing decision, and for learning from a finished trajectory.
+"""CPU time of the process for a routing decision, for learning from a finished trajectory, and for finding the session
+of a prompt that names none.
 
 Invariant: a decision is timed alone, on a fleet that shows it the same loads however long it takes. Every policy routes
 the same trajectories, after it has learned from the same ones.
@@ -7,7 +8,8 @@ the same trajectories, after it has learned from the same ones.
 
 Trajectories are drawn: 16 samples of each prompt, 12 turns each in the mean, 8 tools that say little or much about the
 turns that follow. A decision is what follows a tool return. Instances are in 3 buckets. With `--quick` policies have
-seen 2,000 trajectories, otherwise 100,000.
+seen 2,000 trajectories, otherwise 100,000. At a gateway, two loads change with each decision. Sessions without a name
+are 1,000 at a time, with one system prompt and 8 turns each; all that finding them adds to a turn is timed.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from benchmarks.rows import Row, report
 from libra.route.catalogue import policy_named
-from libra.route.policy import InstanceView, Policy, ToolReturn, TurnRequest, View
+from libra.route.policy import Fleet, InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
+from libra.serve.gateway.config import UpstreamSection
+from libra.serve.gateway.history import history_of
+from libra.serve.gateway.said import Said
+from libra.serve.gateway.unnamed import UnnamedSessions
+from libra.serve.gateway.upstreams import Upstreams
 from libra.trajectory import Trajectory, Turn
 
 GOAL_MICROSECONDS = 20.0  # of a decision with 10 instances
+ADDED_MICROSECONDS = 1000.0  # to a turn of a session without a name, at the median
 
 _POLICIES = ("least-loaded", "cmlfq-published", "cmlfq")
 _SAMPLES = 16  # of a prompt
@@ -33,6 +42,8 @@ _PER_VERSION = 512  # trajectories
 _ASKED = 300  # trajectories whose decisions are timed
 _LIMITS = (4_000, 16_000, 64_000)
 _TOOLS = 8
+_GATEWAY_ENGINES = (16, 512)
+_FOUND_TURNS, _ANSWER, _RETURNED = 8, 400, 100  # turns of a session, tokens of an answer and of a tool return
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for name in _POLICIES:
         rows += measured(name, seen, fleets)
+    for tokens in (500, 4_000, 32_000):
+        rows += found(tokens, 100 if options.quick else 1_000)
     report(rows, options.json)
     return 0
 
@@ -76,11 +89,82 @@ def measured(name: str, seen: int, fleets: Sequence[int]) -> list[Row]:
         met = (f"below {GOAL_MICROSECONDS:g} us", typical < GOAL_MICROSECONDS) if instances == 10 else (None, None)
         rows.append(Row(case, f"decision, {instances:,} instances, median", typical, "us", *met))
         rows.append(Row(case, f"decision, {instances:,} instances, P99", float(np.quantile(taken, 0.99)), "us"))
-    return rows
+    few, many = (at_gateway(policy, instances) for instances in _GATEWAY_ENGINES)
+    rows += [
+        Row(case, f"decision at a gateway, {instances} engines, median", typical, "us")
+        for instances, typical in zip(_GATEWAY_ENGINES, (few, many), strict=True)
+    ]
+    return [*rows, Row(case, "the second over the first", many / few, "")]
 
 
-def decisions(policy: Policy, fleet: View, trajectories: Iterator[Trajectory]) -> Iterator[float]:
-    """Microseconds of each decision that follows a tool return."""
+def at_gateway(policy: Policy, instances: int) -> float:
+    """Microseconds of a decision among the engines of a gateway, at the median."""
+    sections = [
+        UpstreamSection(
+            name=f"engine {number}",
+            url=f"http://engine-{number}:8000",
+            bucket=number % len(_LIMITS),
+            max_model_len=_LIMITS[number % len(_LIMITS)],
+        )
+        for number in range(instances)
+    ]
+    upstreams, random = Upstreams(sections, _LIMITS), np.random.default_rng(2)
+    engines = list(upstreams.all.values())
+    for engine in engines:
+        engine.load_tokens = int(random.integers(10_000, 400_000))
+        upstreams.mark(engine, healthy=True)
+
+    def placed(placement: Placement | None) -> None:
+        if placement is not None:
+            upstreams.all[placement.instance].load_tokens += 1_000
+        ended = engines[int(random.integers(instances))]
+        ended.load_tokens = max(0, ended.load_tokens - 1_000)
+
+    return float(np.median(list(decisions(policy, upstreams.fleet(500), drawn(_ASKED, seed=1), placed))))
+
+
+def found(tokens: int, sessions: int) -> list[Row]:
+    """Rows of sessions without a name whose prompts begin with `tokens` tokens."""
+    random = np.random.default_rng(3)
+    system = random.integers(150_000, size=tokens).tolist()
+    tails = [[number % (sessions // _SAMPLES + 1)] for number in range(sessions)]  # several sessions have one prompt
+    known, names, taken, right = UnnamedSessions(), [""] * sessions, [], 0
+    for turn in range(_FOUND_TURNS):
+        for number in random.permutation(sessions).tolist():
+            prompt = msgspec.json.encode([*system, *tails[number]])
+            answer = random.integers(150_000, size=_ANSWER).tolist()
+            reply = msgspec.json.encode({"choices": [{"index": 0, "token_ids": answer}]})
+            began = time.process_time_ns()
+            history = history_of(prompt, seed=0)
+            assert history is not None
+            name = known.claim(history)
+            said = Said()
+            said.add(reply)
+            known.keep(name or f"{number} from {turn}", history, history.kind.of(said), answered=True)
+            taken.append((time.process_time_ns() - began) / 1e3)
+            right += turn > 0 and name == names[number]
+            names[number] = name or f"{number} from {turn}"
+            tails[number] = [*tails[number], *answer, *random.integers(150_000, size=_RETURNED).tolist()]
+    case = f"{sessions:,} sessions without a name, prompts from {tokens:,} tokens"
+    share, typical = right / (sessions * (_FOUND_TURNS - 1)), float(np.median(taken))
+    return [
+        Row(case, "later turns that find their session", share, "", "0.99 or more", share >= 0.99),
+        Row(case, "added to a turn, median", typical, "us", *_at_most(typical, ADDED_MICROSECONDS)),
+        Row(case, "added to a turn, P99", float(np.quantile(taken, 0.99)), "us"),
+    ]
+
+
+def _at_most(value: float, most: float) -> tuple[str, bool]:
+    return f"{most:g} us or less", value <= most
+
+
+def decisions(
+    policy: Policy,
+    fleet: Fleet,
+    trajectories: Iterator[Trajectory],
+    placed: Callable[[Placement | None], None] = lambda _: None,
+) -> Iterator[float]:
+    """Microseconds of each decision that follows a tool return, after which `placed` is called."""
     clock: Callable[[], int] = time.process_time_ns
     for trajectory in trajectories:
         id, contexts = f"asked {trajectory.id}", trajectory.contexts()
@@ -91,8 +175,9 @@ def decisions(policy: Policy, fleet: View, trajectories: Iterator[Trajectory]) -
             returned = ToolReturn(turn.tool, turn.status, turn.returned_tokens)
             request = TurnRequest(id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
             began = clock()
-            policy.tool_returned(request, returned, fleet)
+            placement = policy.tool_returned(request, returned, fleet)
             yield (clock() - began) / 1e3
+            placed(placement)
         policy.forget(id)
 
 

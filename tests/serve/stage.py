@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import ClientSession
+from serve.field_engine import FieldEngine
 
 from libra.config.listeners import EMULATOR, GATEWAY, HttpLimits
 from libra.route.baselines import LeastLoaded
@@ -153,7 +154,12 @@ async def emulated(
 
 @asynccontextmanager
 async def staged(
-    engines: int = 2, scripted: Sequence[Scripted] = (), limits: HttpLimits = GATEWAY, **settings: Any
+    engines: int = 2,
+    scripted: Sequence[Scripted] = (),
+    fields: Sequence[FieldEngine] = (),
+    limits: HttpLimits = GATEWAY,
+    buckets: tuple[int, ...] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
         sections, emulators, stops = [], {}, {}
@@ -165,8 +171,11 @@ async def staged(
         for number, server in enumerate(scripted):
             url = await stack.enter_async_context(server.serving())
             sections.append(UpstreamSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
+        for number, engine in enumerate(fields):
+            root = await stack.enter_async_context(engine.serving())
+            sections.append(UpstreamSection(name=f"f{number}", url=root, max_model_len=engine.max_model_len))
         policy, finished = RecordingPolicy(), []
-        file = GatewayConfig(engines=tuple(sections), **{"turn_tokens": 16, **settings})
+        file = GatewayConfig(engines=tuple(sections), limits=buckets, **{"turn_tokens": 16, **settings})
         gateway = Gateway(file, policy, finished.append)
         base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0, limits))
         session = await stack.enter_async_context(ClientSession(base))

@@ -81,6 +81,52 @@ def test_other_machines_need_a_token(command: str, file: str, host: str) -> None
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "--token-file" in result.stderr
 
 
+def test_engines_need_no_file_and_policies_may_be_your_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    text = "from libra.route.baselines import LeastLoaded\n\n\nclass Mine(LeastLoaded):\n    NAME = 'mine'\n"
+    mine.write_text(text, encoding="utf-8")
+    log, state = tmp_path / "log.jsonl", tmp_path / "state.json"
+    with ended() as processes:
+        emulated, engines = start("emulate", str(EXAMPLES / "engines.yaml"), "--speed", "50")
+        processes.append(emulated)
+        given = [word for url in engines["engines"].values() for word in ("--engine", url)]
+        for number in range(2):
+            router, said = start("route", *given, "--route", f"{mine}:Mine", "--log", str(log), "--state", str(state))
+            processes.append(router)
+            assert (said["healthy"], said["engines"]) == (2, 2)
+            with urllib.request.urlopen(f"{said['base']}/plan", timeout=30) as response:
+                plan = json.load(response)
+            assert [engine["max_model_len"] for engine in plan["engines"]] == [16384, 16384]
+            body = {"prompt": [1] * 20, "max_tokens": 8, "metadata": {"session_id": f"s{number}"}}
+            post(f"{said['v1']}/completions", body)
+            assert post(f"{said['base']}/finish_session?session_id=s{number}", {})["turns"] == 1
+            router.send_signal(signal.SIGTERM)
+            assert router.wait(timeout=30) == 0
+            assert json.loads(state.read_text(encoding="utf-8"))["policy"] == "mine"
+    assert [it.id for it in read_trajectories(log)] == ["s0", "s1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no engines: give FILE, or --engine http://HOST:PORT for each, or --workers-from"),
+        (["--engine", "ftp://a"], "engines.0.url: must begin with http:// or https://"),
+        (["--engine", "http://a", "--engine", "http://a"], "http://a is there twice"),
+        ([str(EXAMPLES / "gateway.yaml"), "--engine", "http://a"], "--engine and FILE"),
+        (["--engine", "http://a", "--route", "best"], "route: policy is 'best'; choose one of"),
+        (
+            ["--engine", "http://a", "--route", "none.py:Mine"],
+            "route: policy is 'none.py:Mine': there is no file none.py",
+        ),
+        ([str(EXAMPLES / "gateway.yaml"), "--route", "best"], "route: policy is 'best'; choose one of"),
+        (["--workers-from", "10.0.0.0/99"], "workers_from: '10.0.0.0/99' is no host"),
+    ],
+)
+def test_engines_that_make_no_gateway_are_refused_in_one_line(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["route", *words])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and says in result.stderr
+
+
 def test_a_full_disk_loses_no_trajectory_and_no_state(tmp_path: Path) -> None:
     """The limit on the size of files stands for a disk without space."""
     log, state, gateway = tmp_path / "log.jsonl", tmp_path / "state.json", tmp_path / "gateway.yaml"

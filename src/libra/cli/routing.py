@@ -19,7 +19,24 @@ if TYPE_CHECKING:
 
 
 def route(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the engines and their addresses.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="YAML file with the engines and their addresses.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", metavar="URL", help="An engine, instead of FILE; give it once for each."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--route", help="Policy by its name, or path.py:Class, instead of the file's `route`.")
+    ] = None,
+    workers_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workers-from",
+            metavar="HOST",
+            help="Address, network or name of hosts whose engines may join by POST /workers, beside this machine.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
     host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token-file.")] = (
         "127.0.0.1"
@@ -41,50 +58,74 @@ def route(
 ) -> None:
     """One OpenAI-compatible endpoint for many engines: a policy chooses the engine for each turn of an agent.
 
-    Serves /v1/completions and /v1/chat/completions. The field `libra` of a body names the trajectory of a turn and the
-    tool return before it; POST /trajectories/ID/finish ends a trajectory, and the policy learns from it. Turns of an
-    engine that fails or hangs are retried elsewhere. Also: /engines, /metrics (Prometheus), /health.
+    Engines are in FILE, or are given with --engine, or join by POST /workers. Serves completions, chats, responses and
+    messages, and the endpoints with token ids of vLLM and SGLang. The field `libra` of a body, or the header
+    X-Session-ID, names the trajectory of a turn; a turn without a name goes to the trajectory that it continues. POST
+    /trajectories/ID/finish or /finish_session ends a trajectory, and the policy learns from it. Turns of an engine that
+    fails or hangs are retried elsewhere. Also: /engines, /plan, /metrics (Prometheus), /health.
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
     # Imported here: `--help` must not wait for what routing needs.
     from libra.records.files import DiskError, write_whole
-    from libra.serve.gateway.config import load_gateway
     from libra.trajectory import read_trajectories
 
     try:
         if not 0 <= port <= 65535:
             raise ValueError(f"--port is {port}; give 0 to 65535")
         check_writable(log, state, reads=(file, learn_from))
-        asked = load_gateway(file)
-        policy = _policy(asked, state)
+        asked = _config(file, engine or [], policy, workers_from or [])
+        router = _policy(asked, state)
         for trajectory in () if learn_from is None else read_trajectories(learn_from, tell_note):
-            policy.finished(trajectory)
+            if trajectory.finished:
+                router.finished(trajectory)
         require("http")
         from libra.serve.guard import read_token
 
         token = None if token_file is None else read_token(token_file)
-        asyncio.run(_serve(asked, policy, host, port, token, log, as_json))
+        asyncio.run(_serve(asked, router, host, port, token, log, as_json))
         if state is not None:
-            write_whole(state, json.dumps(policy.snapshot()))
+            write_whole(state, json.dumps(router.snapshot()))
     except (ValueError, OSError, DiskError) as error:
         bad_input(error)
 
 
-def _policy(file: GatewayConfig, state: Path | None) -> Policy:
-    from libra.config.input_file import read_input
-    from libra.route.catalogue import policy_named
+def _config(file: Path | None, engines: list[str], policy: str | None, workers_from: list[str]) -> GatewayConfig:
+    from libra.serve.gateway.config import gateway_of, load_gateway
 
-    policy = policy_named(file.route, sticky=file.sticky)
+    if file is None:
+        if not engines and not workers_from:
+            raise ValueError(
+                "no engines: give FILE, or --engine http://HOST:PORT for each, or --workers-from with the hosts whose"
+                " engines join later (127.0.0.1 for this machine)"
+            )
+        return gateway_of(engines, policy, workers_from)
+    if engines:
+        raise ValueError("--engine and FILE: list the engine in the file, or give all engines with --engine")
+    return load_gateway(file, policy, workers_from)
+
+
+def _policy(config: GatewayConfig, state: Path | None) -> Policy:
+    from libra.config.input_file import read_input
+    from libra.route.custom import load_policy, restore_policy
+
+    try:
+        policy = load_policy(config.route, sticky=config.sticky)
+    except ValueError as error:
+        raise ValueError(f"route: {error}") from None
+    if state is not None and not callable(getattr(policy, "snapshot", None)):
+        raise ValueError(f"--state {state}: the policy {config.route} has no method snapshot; leave --state out")
     if state is None or not state.exists():
         return policy
     try:
         known = json.loads(read_input(state))
         if not isinstance(known, dict):
             raise ValueError(f"it holds {type(known).__name__}, not an object")
-        return type(policy).restore(known)
+        return restore_policy(config.route, known)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"--state {state}: no state of the policy {file.route} ({error}); give another file") from None
+        raise ValueError(
+            f"--state {state}: no state of the policy {config.route} ({error}); give another file"
+        ) from None
 
 
 async def _serve(
@@ -99,14 +140,14 @@ async def _serve(
 
     written = None if log is None else LineFile(log)
 
-    def record(finished: Trajectory) -> None:
+    def record(ended: Trajectory) -> None:
         if written is not None:
-            written.append(sealed(dump_trajectory(finished).encode()))
+            written.append(sealed(dump_trajectory(ended).encode()))
 
     gateway = Gateway(file, policy, record, token is not None)
 
     def announce(base: str) -> None:
-        healthy, count = len(gateway.upstreams.instances), len(file.engines)
+        healthy, count = len(gateway.upstreams.instances), len(gateway.upstreams.all)
         if as_json:
             typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "healthy": healthy, "engines": count}))
         else:

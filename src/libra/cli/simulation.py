@@ -34,7 +34,7 @@ def simulate(
         ),
     ] = None,
     route: Annotated[
-        str | None, typer.Option("--route", help="Routing policy (default: the file's, or cmlfq).")
+        str | None, typer.Option("--route", help="Routing policy, or path.py:Class (default: the file's, or cmlfq).")
     ] = None,
     learn_from: Annotated[
         Path | None, typer.Option("--learn-from", help="Log of trajectories that the policy learns from first.")
@@ -160,10 +160,11 @@ def _routed(deployment: Deployment, route: str | None) -> Deployment:
 
 
 def _require_learner(route: str) -> None:
+    from libra.route.catalogue import is_path
     from libra.route.cmlfq import CMLFQ
     from libra.route.published import PublishedCMLFQ
 
-    if route not in (PublishedCMLFQ.NAME, CMLFQ.NAME):
+    if route not in (PublishedCMLFQ.NAME, CMLFQ.NAME) and not is_path(route):
         raise ValueError(
             f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
             f" {PublishedCMLFQ.NAME}"

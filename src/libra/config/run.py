@@ -207,7 +207,7 @@ class TrainingConfig(Section):
 
 
 class RoutingConfig(Section):
-    policy: str = "cmlfq"  # chooses the engine of each turn; a name in `libra.route.catalogue`
+    policy: str = "cmlfq"  # chooses the engine of each turn; a name in `libra.route.catalogue`, or path.py:Class
 
 
 class PlannerConfig(Section):

@@ -33,7 +33,7 @@ from libra.config.run import (
 from libra.loop.run_directory import can_be_written, check_not_running, check_run_directory
 from libra.loop.tracking import check_tracking
 from libra.plan.options.slots import longest_context
-from libra.route.catalogue import policy_named
+from libra.route.custom import load_policy
 from libra.sim.workload.request_file import RequestFormatError, read_requests
 
 # Memory of the process that imports the libraries, and of each worker on top, as proportional set size on the tiny
@@ -206,9 +206,12 @@ def _check_engines(engines: Mapping[str, ShapeConfig], start: StartConfig) -> No
 
 def _check_policy(policy: str) -> None:
     try:
-        policy_named(policy)
+        made = load_policy(policy)
     except ValueError as error:
         raise ConfigError(f"routing.policy: {error}") from None
+    lacking = [method for method in ("snapshot", "restore") if not callable(getattr(made, method, None))]
+    if lacking:
+        raise ConfigError(f"routing.policy: {policy} has no {', '.join(lacking)}, which checkpoints of a run need")
 
 
 def _check_port(port: int) -> None:

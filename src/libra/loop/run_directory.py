@@ -20,7 +20,7 @@ from libra.config.run import ConfigError, RunConfig
 from libra.loop.checkpoint import check_kinds, latest_checkpoint
 from libra.records.files import write_whole, writing
 from libra.records.run_lock import LOCK, running_process
-from libra.route.catalogue import policy_restored
+from libra.route.custom import restore_policy
 
 _RESUMED_AS_STARTED = (
     (None, "seed"),
@@ -103,7 +103,7 @@ def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Non
         path, state = latest_checkpoint(directory, contents=False)  # contents are read when the run is
         _check_resumed(config, _started_with(directory))
         try:
-            policy_restored(config.routing.policy, state.policy)
+            restore_policy(config.routing.policy, state.policy)
         except ValueError as error:
             raise ConfigError(f"routing.policy: {path}: {error}") from None
     if used and overwrite and not (directory / "config.json").is_file():

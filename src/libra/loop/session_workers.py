@@ -32,7 +32,7 @@ from libra.loop.recorder import Recorder
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.slots import longest_context
 from libra.records.files import writing
-from libra.route.catalogue import policy_named, policy_restored
+from libra.route.custom import load_policy, restore_policy
 
 
 class SessionObserver:
@@ -131,7 +131,7 @@ class SessionWorkers:
         config, before, precision = self.config, self.before, self.arithmetic.precision
         name = config.routing.policy
         policy = (
-            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
+            restore_policy(name, before.state.policy) if before is not None else load_policy(name, seed=config.seed)
         )
         kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.

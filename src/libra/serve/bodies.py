@@ -19,34 +19,36 @@ _PIECE = 2**18  # bytes decompressed between two turns of the event loop
 _FORMATS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-async def body_of(request: web.Request) -> bytes:
-    """Read the whole body, decompressed. Raises `RefusedRequest` if it is too large, damaged, or arrives too slowly."""
+async def body_of(request: web.Request, most: int | None = None) -> bytes:
+    """Read the whole body, decompressed. `most`: its bytes, if less than the application takes. Raises `RefusedRequest`
+    if it is too large, damaged, or arrives too slowly."""
     limits = request.app[CONNECTIONS].limits
-    if request.content_length is not None and request.content_length > request.client_max_size:
-        raise _too_large(request.client_max_size)
+    most = request.client_max_size if most is None else min(most, request.client_max_size)
+    if request.content_length is not None and request.content_length > most:
+        raise _too_large(most)
     try:
         if request.content.is_eof():  # it has arrived
-            raw = await _read(request)
+            raw = await _read(request, most)
         else:
             async with asyncio.timeout(limits.body_seconds):
-                raw = await _read(request)
+                raw = await _read(request, most)
     except TimeoutError:
         raise RefusedRequest(f"the body did not arrive within {limits.body_seconds:g} s", 408) from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise RefusedRequest(f"the body cannot be read ({type(error).__name__}): send it whole", 400) from None
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    return raw if encoding == "identity" or not raw else await _expanded(request, raw, encoding)
+    return raw if encoding == "identity" or not raw else await _expanded(request, raw, encoding, most)
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request, most: int) -> bytes:
     body = bytearray()
     while piece := await request.content.readany():
-        _hold(request, len(body), len(piece))
+        _hold(request, len(body), len(piece), most)
         body += piece
     return bytes(body)
 
 
-async def _expanded(request: web.Request, raw: bytes, encoding: str) -> bytes:
+async def _expanded(request: web.Request, raw: bytes, encoding: str, most: int) -> bytes:
     if encoding not in _FORMATS:
         raise RefusedRequest(
             f"the body's Content-Encoding is {encoding[:40]!r}: send gzip, deflate, or none",
@@ -60,7 +62,7 @@ async def _expanded(request: web.Request, raw: bytes, encoding: str) -> bytes:
             raw = expanding.unconsumed_tail
             if not piece and not raw and not expanding.eof:
                 raise RefusedRequest("the body cannot be read (its compressed data ends early): send it whole", 400)
-            _hold(request, len(body), len(piece))
+            _hold(request, len(body), len(piece), most)
             body += piece
             if raw:
                 await asyncio.sleep(0)
@@ -71,12 +73,12 @@ async def _expanded(request: web.Request, raw: bytes, encoding: str) -> bytes:
     return bytes(body)
 
 
-def _hold(request: web.Request, before: int, more: int) -> None:
+def _hold(request: web.Request, before: int, more: int, most: int) -> None:
     """Count `more` bytes of a body that had `before`. Raises `RefusedRequest` beyond a limit."""
     connections = request.app[CONNECTIONS]
     limits = connections.limits
-    if before + more > request.client_max_size:
-        raise _too_large(request.client_max_size)
+    if before + more > most:
+        raise _too_large(most)
     counted = max(0, before + more - limits.free_bytes) - max(0, before - limits.free_bytes)
     if counted and not connections.hold(request.protocol, counted):
         raise RefusedRequest(

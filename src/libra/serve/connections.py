@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import AddrInfoType, web
+from aiohttp.http_exceptions import LineTooLong
 
 from libra.config.listeners import HttpLimits
+from libra.serve.answers import refused
 
 _KEPT_FILES = 128  # descriptors for everything but connections
 _REFUSED = 64  # connections that are refused at a time with an answer
@@ -117,6 +119,26 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.idle.pop(self, None)
         super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a request that never became one, in OpenAI's shape. aiohttp's own message quotes the request,
+        which may hold a token."""
+        super().handle_error(request, status, exc, None)
+        if isinstance(exc, LineTooLong):
+            said = "a line of the request's head is too long: send shorter headers"
+        elif status < 500:
+            said = f"the request is malformed ({type(exc).__name__})"
+        else:
+            said = "the server has failed: see its log"
+        response = refused(said, status)
+        response.force_close()
+        return response
 
 
 class RefusedConnection(asyncio.Protocol):

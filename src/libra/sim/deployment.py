@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-from libra.route.catalogue import policy_named
 from libra.route.cmlfq import CMLFQ
+from libra.route.custom import load_policy
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
@@ -79,13 +79,13 @@ class Deployment:
         """Like `policy`, for the engines that decode; None if there are none."""
         if self.kv_transfer is None:
             return None
-        return policy_named(self.decode_route, sticky=self.sticky, seed=seed)
+        return load_policy(self.decode_route, sticky=self.sticky, seed=seed)
 
     def policy(self, seed: int = 0) -> Policy:
         """A new policy, without history. `seed` is for policies that draw."""
         if self.route == RankBalancer.NAME:
             return RankBalancer(sticky=self.sticky)
-        return policy_named(self.route, sticky=self.sticky, seed=seed)
+        return load_policy(self.route, sticky=self.sticky, seed=seed)
 
 
 def check_buckets(limits: Sequence[int] | None, turn_tokens: int) -> None:

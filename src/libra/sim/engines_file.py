@@ -16,7 +16,8 @@ from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.hardware.stored_weights import NumberFormat
-from libra.route.catalogue import POLICIES, check_policy, policy_named
+from libra.route.catalogue import POLICIES, check_policy, is_path
+from libra.route.custom import load_policy
 from libra.sim.afd_ranks import afd_cost, check_afd
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, Deployment, WeightUpdate
 from libra.sim.described_config import described_config
@@ -132,9 +133,10 @@ def _specs(engine: DescribedEngine, key: str) -> list[EngineSpec]:
 def _check_route(route: str, key: str, *others: str, sticky: bool) -> None:
     """Raises ValueError that opens with the key. `others` are policies that are only allowed for this key."""
     try:
-        check_policy(route, (*POLICIES, *others))
+        if not is_path(route):
+            check_policy(route, (*POLICIES, *others))
         if route not in others:
-            policy_named(route, sticky=sticky)
+            load_policy(route, sticky=sticky)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 

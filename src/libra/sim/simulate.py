@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libra.route.catalogue import policy_named
+from libra.route.custom import load_policy
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
@@ -62,14 +62,14 @@ def simulate(
     cluster = SimCluster(
         engines,
         workload,
-        policy_named(route, seed=seed) if isinstance(route, str) else route,
+        load_policy(route, seed=seed) if isinstance(route, str) else route,
         limits=limits,
         turn_tokens=turn_tokens,
         updates=updates,
         time_limit=None if time_limit is None else ticks(time_limit),
         exact=exact,
         kv_transfer=kv_transfer,
-        decode_route=policy_named(decode_route, seed=seed) if isinstance(decode_route, str) else decode_route,
+        decode_route=load_policy(decode_route, seed=seed) if isinstance(decode_route, str) else decode_route,
         watch=watcher if progress is None else lookout,
     )
     lookout.cluster = cluster

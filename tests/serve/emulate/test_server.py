@@ -112,6 +112,24 @@ async def test_a_stream_has_all_tokens_once(chat: bool) -> None:
             assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
 
 
+async def test_the_ids_of_a_chat_are_where_vllm_has_them() -> None:
+    messages = [{"role": "user", "content": "a text \U0001f600 of ours, with rare characters \u4f60"}]
+    async with served() as (session, _):
+        asked: dict[str, Any] = {"messages": messages, "max_tokens": 30, "return_token_ids": True}
+        _, answer = await post(session, "/v1/chat/completions", asked)
+        (choice,) = answer["choices"]
+        prompt = answer["prompt_token_ids"]
+        assert len(prompt) == answer["usage"]["prompt_tokens"] and all(1000 <= token < 151_936 for token in prompt)
+        assert len(choice["token_ids"]) == 30 and max(choice["token_ids"]) < 1000 and "prompt_token_ids" not in choice
+        pieces = await events(session, "/v1/chat/completions", asked)
+        assert [piece.get("prompt_token_ids") for piece in pieces] == [prompt] + [None] * (len(pieces) - 1)
+        assert all("prompt_token_ids" not in piece["choices"][0] for piece in pieces)
+        completion = asked | {"prompt": "a"}
+        del completion["messages"]
+        first, *_ = await events(session, "/v1/completions", completion)
+        assert "prompt_token_ids" in first["choices"][0] and "prompt_token_ids" not in first
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {}, "missing required field `prompt`"),
     ("completions", {"prompt": [1, -2]}, "Expected `int` >= 0 - at `$.prompt[1]`"),

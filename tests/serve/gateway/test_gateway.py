@@ -14,8 +14,7 @@ from serve.stage import Scripted, staged
 
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
-from libra.serve.gateway import upstreams
-from libra.serve.gateway.trajectories import Trajectories
+from libra.serve.gateway import health
 from libra.trajectory import Trajectory, Turn
 
 
@@ -59,16 +58,12 @@ async def test_text_is_counted_by_the_engine() -> None:
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # it went where its prefix is
 
 
-async def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
+async def test_turns_without_a_name_leave_no_load() -> None:
     async with staged() as stage:
         answers = await asyncio.gather(*(stage.post("/v1/completions", {"prompt": [it] * 9}) for it in range(6)))
         assert [status for status, _ in answers] == [200] * 6
-        assert len(stage.gateway.trajectories) == 0
-        assert sorted(it for it in stage.policy.calls if isinstance(it, str)) == [
-            f"forget turn {n}" for n in range(1, 7)
-        ]
-        turns = [engine.turns for engine in stage.gateway.upstreams.all.values()]
-        assert turns == [3, 3]
+        assert len(stage.gateway.trajectories) == len(stage.gateway.sessions.unnamed) == 6
+        assert [engine.turns for engine in stage.gateway.upstreams.all.values()] == [3, 3]
         assert all(it.load_tokens == it.in_flight == 0 for it in stage.gateway.upstreams.all.values())
 
 
@@ -165,8 +160,8 @@ async def test_a_turn_waits_until_an_engine_comes_back() -> None:
 async def test_an_engine_that_generates_is_well_though_it_says_so_late(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(upstreams, "_CHECK_TIMEOUT", 1.0)
-    monkeypatch.setattr(upstreams, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(health, "_CHECK_TIMEOUT", 1.0)
+    monkeypatch.setattr(health, "_CHECK_SECONDS", 0.01)
     looks: list[str] = []
 
     async def late(emulator: Emulator, _: web.Request) -> web.Response:
@@ -207,7 +202,7 @@ async def test_a_client_that_goes_away_frees_its_engine_and_loses_none(stream: b
         assert stage.finished[0].generated_tokens == 5
 
 
-async def test_idle_trajectories_are_forgotten() -> None:
+async def test_idle_trajectories_are_given_up_as_lower_bounds() -> None:
     async with staged(engines=1, idle_seconds=0.1) as stage:
         await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
         assert len(stage.gateway.trajectories) == 1
@@ -216,11 +211,15 @@ async def test_idle_trajectories_are_forgotten() -> None:
             assert time.monotonic() - began < 5
             await asyncio.sleep(0.02)
         assert stage.policy.calls[-1] == "forget t" and stage.gateway.counts.forgotten == 1
+        (bound,) = stage.finished
+        assert not bound.finished and bound.reward is None and abs(bound.started_at - time.time()) < 60
+        assert [turn.generated_tokens for turn in bound.turns] == [10]
+        assert stage.gateway.lengths.summary()["unfinished"] == 1
 
 
 REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
     ("/v1/completions", [1], 400, "Expected `object`, got `array`"),
-    ("/v1/completions", {"prompt": "a", "stream": 1}, 400, "Expected `bool`, got `int` - at `$.stream`"),
+    ("/v1/completions", {"prompt": "a", "stream": 1}, 400, "Expected `bool | null`, got `int` - at `$.stream`"),
     ("/v1/completions", {"prompt": "a", "libra": {}}, 400, "missing required field `trajectory`"),
     ("/v1/completions", {"prompt": "a", "libra": {"trajectory": "t", "toll": 1}}, 400, "unknown field `toll`"),
     (
@@ -351,7 +350,7 @@ async def test_nobody_follows_an_engine_to_another_address() -> None:
 
 async def test_trajectories_in_progress_have_a_limit() -> None:
     async with staged(engines=1) as stage:
-        stage.gateway.trajectories = Trajectories(most=2)
+        stage.gateway.trajectories.most = 2
         turns = [{"prompt": [1] * 9, "max_tokens": 5, "libra": {"trajectory": f"t{number}"}} for number in range(3)]
         assert [(await stage.post("/v1/completions", turn))[0] for turn in turns] == [200, 200, 429]
         assert (await stage.post("/v1/completions", turns[0]))[0] == 200  # one of those

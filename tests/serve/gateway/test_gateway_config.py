@@ -21,7 +21,7 @@ def test_the_example_is_read() -> None:
     file = load_gateway(EXAMPLE)
     assert [engine.name for engine in file.engines] == ["a100-0", "a100-1"]
     assert file.engines[0].url == "http://127.0.0.1:8000/engines/a100-0/v1"
-    assert file.bucket_limits == (4096, 16384) and file.route == "cmlfq"
+    assert file.limits == (4096, 16384) and file.route == "cmlfq"
 
 
 def engine(**more: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_what_is_left_out_has_a_value(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(yaml.safe_dump({"engines": [engine(), engine(name="b", max_model_len=200)]}), encoding="utf-8")
     file = load_gateway(path)
-    assert file.bucket_limits == (200,) and not file.priorities
+    assert file.limits is None and not file.priorities
     assert file.engines[0].url == "http://127.0.0.1:1/v1" and file.engines[0].health == "http://127.0.0.1:1/health"
 
 
@@ -40,7 +40,7 @@ def test_what_is_left_out_has_a_value(tmp_path: Path) -> None:
     ("content", "says"),
     [
         ({}, "engines"),
-        ({"engines": []}, "engines: give 1 or more (got 0)"),
+        ({"engines": []}, "engines: give 1 or more, or workers_from"),
         ({"engines": [engine(url="ftp://a")]}, "engines.0.url: must begin with http:// or https://"),
         ({"engines": [engine(url="http:///v1")]}, "engines.0.url: names no host"),
         ({"engines": [engine(url="http://a:b/v1")]}, "engines.0.url: Port could not be cast"),

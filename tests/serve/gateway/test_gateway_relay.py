@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve.stage import STREAM_HEAD, Scripted, staged
 
-from libra.serve.gateway import relay
-from libra.serve.gateway.relay import EventStream, data_of
+from libra.serve.gateway import event_stream
+from libra.serve.gateway.event_stream import EventStream, data_of
 
 TURN: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"trajectory": "t"}}
 USAGE = '"usage": {"prompt_tokens": 30, "completion_tokens": 2}'
@@ -167,7 +167,7 @@ def test_comments_pass_without_an_event() -> None:
 
 
 def test_an_event_without_an_end_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "_LARGEST_EVENT", 100)
+    monkeypatch.setattr(event_stream, "_LARGEST_EVENT", 100)
     parser = EventStream()
     assert parser.feed(b"data: " + b"x" * 90) == []
     with pytest.raises(ValueError, match="a server-sent event of more than 100 bytes"):

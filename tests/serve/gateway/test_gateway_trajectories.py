@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.route.policy import ToolReturn
-from libra.serve.gateway.trajectories import UNKNOWN_TOOL, ReportedReturn, Trajectories, read_turn, with_field
+from libra.serve.gateway.formats import FORMATS
+from libra.serve.gateway.libra_field import UNKNOWN_TOOL, ReportedReturn
+from libra.serve.gateway.trajectories import Trajectories
+from libra.serve.gateway.turn_bodies import TurnBody, with_field
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ _turn = st.builds(Turn, st.integers(0, 50), st.integers(1, 90), _returned, st.in
 
 @given(st.lists(_turn, min_size=1, max_size=6), st.none() | st.floats(-1, 1))
 def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float | None) -> None:
-    live, now, context, tools, told = Trajectories(), 0.0, 100, [], []
+    live, now, context, tools, told = Trajectories(clock=lambda: 7.0), 0.0, 100, [], []
     for number, turn in enumerate(turns):
         if number:
             what = turn.returned or ReportedReturn()
@@ -60,7 +63,7 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
     assert [it.generated_tokens for it in trajectory.turns] == [turn.generated for turn in turns]
     assert [(it.tool, it.status, it.returned_tokens, it.tool_seconds) for it in trajectory.turns[:-1]] == tools
     assert (trajectory.prompt_tokens, trajectory.reward, trajectory.policy_version) == (100, reward, 5)
-    assert trajectory.finished and trajectory.started_at == 1.0
+    assert trajectory.finished and trajectory.started_at == 7.0
     assert len(live) == 1 and live.forget("t") and len(live) == 0
 
 
@@ -113,24 +116,81 @@ def test_idle_are_those_that_nothing_happened_to() -> None:
 # What is read of bodies
 
 
+def body_of(path: str, body: bytes) -> TurnBody:
+    return next(format for format in FORMATS if format.path == path).read(body)
+
+
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.sampled_from(["", " ", "\n  "]))
 def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
     body = f'{{"prompt":{space}[{("," + space).join(map(str, tokens))}{space}], "x": 1}}'
-    assert read_turn(body.encode()).prompt_tokens() == (len(tokens), True)
+    assert body_of("/v1/completions", body.encode()).prompt_tokens() == (len(tokens), True)
+
+
+# (endpoint, body, tokens of its prompt, whether they are counted, tokens to generate, samples)
+BODIES: list[tuple[str, bytes, int, bool, int | None, int]] = [
+    (
+        "/v1/completions",
+        b'{"prompt": "12345678"}',
+        3,
+        False,
+        None,
+        1,
+    ),  # ten characters with the quotes, four to a token
+    ("/v1/completions", b'{"prompt": ["a", "b"], "max_tokens": 7}', 3, False, 7, 2),
+    ("/v1/completions", b'{"prompt": [[1, 2], [3]], "n": 2}', 3, False, None, 4),
+    ("/v1/completions", b"{}", 0, False, None, 1),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "n": 3}', 9, False, None, 3),
+    ("/v1/chat/completions", b'{"max_tokens": 5, "max_completion_tokens": 6}', 0, False, 6, 1),
+    ("/inference/v1/generate", b'{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}}', 3, True, 8, 1),
+    ("/inference/v1/generate", b'{"token_ids": [1], "sampling_params": {"n": 2}}', 1, True, None, 2),
+    ("/generate", b'{"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4, "n": 2}}', 2, True, 4, 2),
+    ("/generate", b'{"text": "12345678", "input_ids": null}', 3, False, None, 1),
+    ("/generate", b'{"text": ["a", "b", "c"]}', 4, False, None, 3),
+    ("/v1/responses", b'{"input": "123456", "instructions": "1234567890", "max_output_tokens": 9}', 5, False, 9, 1),
+    ("/v1/messages", b'{"messages": ["1234"], "system": "12", "max_tokens": 2}', 3, False, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "tokens", "counted", "most", "samples"), BODIES)
+def test_bodies_say_what_they_need(
+    path: str, body: bytes, tokens: int, counted: bool, most: int | None, samples: int
+) -> None:
+    read = body_of(path, body)
+    assert read.prompt_tokens() == (tokens, counted) and read.samples() == samples
+    assert read.needs(1000, 500) == (tokens, 500 if most is None else most)
+
+
+CALL = '{"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "look"}}, {"id": "c2"}]}'
 
 
 @pytest.mark.parametrize(
-    ("body", "tokens"),
+    ("messages", "name"),
     [
-        (b'{"prompt": "12345678"}', 3),  # ten characters with the quotes, four to a token
-        (b'{"messages": [{"role": "user", "content": "a"}]}', 9),
-        (b'{"prompt": null, "messages": ["1234"]}', 2),
-        (b'{"prompt": ["a", "b"]}', 3),
-        (b"{}", 0),
+        (f'[{CALL}, {{"role": "tool", "tool_call_id": "c1", "content": "x"}}]', "look"),
+        (f'[{CALL}, {{"role": "tool", "tool_call_id": "c2", "content": "x"}}]', UNKNOWN_TOOL),
+        (f'[{CALL}, {{"role": "tool", "tool_call_id": "c3", "name": "own"}}]', "own"),
+        (f'[{CALL}, {{"role": "tool", "tool_call_id": "c1"}}, {{"role": "user", "content": "tool"}}]', None),
+        ('[{"role": "tool"}]', UNKNOWN_TOOL),
+        ('[{"role": "tool", "tool_calls": 7}]', None),  # the engine has to judge it
+        ('"tool"', None),
     ],
 )
-def test_text_is_guessed_by_its_length(body: bytes, tokens: int) -> None:
-    assert read_turn(body).prompt_tokens() == (tokens, False)
+def test_a_tool_has_the_name_of_its_call(messages: str, name: str | None) -> None:
+    returned = body_of("/v1/chat/completions", f'{{"messages": {messages}}}'.encode()).returned()
+    assert returned == (None if name is None else ReportedReturn(name))
+
+
+def test_a_trajectory_without_an_end_is_a_lower_bound() -> None:
+    live = Trajectories(clock=lambda: 7.0)
+    assert live.so_far("t") is None
+    first, _ = live.begin("t", "p", "", 70, None, 0.0)
+    assert live.so_far("t") is None
+    live.answered(first, 70, 10, 1.0)
+    second, _ = live.begin("t", "p", "", 90, ReportedReturn("look"), 2.0)
+    live.failed(second)
+    bound = live.so_far("t")
+    assert bound is not None and not bound.finished and bound.started_at == 7.0
+    assert [(turn.generated_tokens, turn.tool, turn.returned_tokens) for turn in bound.turns] == [(10, "look", 10)]
 
 
 def test_a_field_is_added_without_touching_the_others() -> None:

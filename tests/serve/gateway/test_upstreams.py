@@ -14,7 +14,7 @@ from serve.processes import EXAMPLES, ended, start
 from serve.stage import Scripted, say_nothing, staged, stop_in_mid_stream
 
 from libra.route.baselines import LeastLoaded
-from libra.serve.gateway import upstreams
+from libra.serve.gateway import health
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http import serving
@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"traject
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"_CHECK_SECONDS": 0.05, "RECHECK_SECONDS": 0.05, "_CHECK_TIMEOUT": 0.5}.items():
-        monkeypatch.setattr(upstreams, name, seconds)
+        monkeypatch.setattr(health, name, seconds)
 
 
 def last_error(text: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_a_stopped_process_holds_no_turn() -> None:
 
 
 async def test_an_engine_that_failed_a_turn_is_checked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstreams, "_CHECK_SECONDS", 1000.0)
+    monkeypatch.setattr(health, "_CHECK_SECONDS", 1000.0)
     failed = 0
 
     async def fail_once(writer: asyncio.StreamWriter) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any, Literal
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from libra.serve.answers import decoded
 _CHARACTERS = 4  # per token
 _VOCABULARY = range(1000)  # generated tokens: a space and three digits each
 _TEXTS = [f" {token:03d}" for token in _VOCABULARY]
+_ALL_TOKENS = 151_936  # of Qwen3's vocabulary: ids stay below the size that clients' models have
 _DRAWN = np.dtype(np.uint32)  # a token is one of these modulo the vocabulary
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Tokens = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
@@ -118,7 +120,7 @@ def _require_room(tokens: int, longest: int) -> None:
 
 def tokens_of(text: str) -> tuple[int, ...]:
     """One token per four characters: a generated token's own text gives that token, other text one that is never
-    generated."""
+    generated, the same for the same characters."""
     pieces = (text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS))
     return tuple(_token(piece) for piece in pieces)
 
@@ -126,7 +128,7 @@ def tokens_of(text: str) -> tuple[int, ...]:
 def _token(piece: str) -> int:
     if len(piece) == _CHARACTERS and piece[0] == " " and piece[1:].isascii() and piece[1:].isdigit():
         return int(piece)
-    return len(_VOCABULARY) + int.from_bytes(piece.encode("utf-32-le"), "little")
+    return len(_VOCABULARY) + crc32(piece.encode("utf-32-le")) % (_ALL_TOKENS - len(_VOCABULARY))
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -157,9 +159,10 @@ class Answer:
         asked, text = self.asked, text_of(self.tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": self._logprobs(self.tokens)}
         choice |= {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
-        if asked.body.return_token_ids:
-            choice |= {"prompt_token_ids": list(asked.prompt), "token_ids": self.tokens}
         head = self._head("chat.completion" if asked.chat else "text_completion", [choice])
+        if asked.body.return_token_ids:
+            choice["token_ids"] = self.tokens
+            self._prompt_holder(head, choice)["prompt_token_ids"] = list(asked.prompt)
         return msgspec.json.encode(head | self._usage(cached_tokens))
 
     def piece(self, tokens: Sequence[int], last: bool) -> bytes:
@@ -172,9 +175,12 @@ class Answer:
             choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
         else:
             choice["text"] = text
+        head = self._head("chat.completion.chunk" if asked.chat else "text_completion", [choice])
         if asked.body.return_token_ids:
-            choice |= {"token_ids": list(tokens)} | ({"prompt_token_ids": list(asked.prompt)} if first else {})
-        return event(self._head("chat.completion.chunk" if asked.chat else "text_completion", [choice]))
+            choice["token_ids"] = list(tokens)
+            if first:
+                self._prompt_holder(head, choice)["prompt_token_ids"] = list(asked.prompt)
+        return event(head)
 
     def last(self, cached_tokens: int) -> bytes:
         """The end of a stream."""
@@ -187,6 +193,10 @@ class Answer:
     def _head(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._id, "object": object_name, "created": self._created, "model": self.asked.body.model}
         return head | {"choices": choices}
+
+    def _prompt_holder(self, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+        """The object that has the ids of the prompt: the answer of a chat, the choice of a completion."""
+        return head if self.asked.chat else choice
 
     def _usage(self, cached_tokens: int) -> dict[str, Any]:
         prompt, made = len(self.asked.prompt), len(self.tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from base64 import b64encode
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,9 +17,10 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from libra.config.input_file import read_input
-from libra.config.yaml_file import Section, read_section, refusal
-from libra.route.catalogue import policy_named
+from libra.config.yaml_file import Section, read_section, refusal, valid
+from libra.route.catalogue import is_path, policy_named
 from libra.route.cmlfq import CMLFQ
+from libra.serve.gateway.allowed_hosts import AllowedHosts
 
 _EXAMPLE = "examples/gateway.yaml"
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -31,7 +33,7 @@ class UpstreamSection(Section):
     name: Annotated[str, Field(min_length=1)]
     url: str  # up to and with /v1
     bucket: Annotated[int, Field(strict=True, ge=0)] = 0
-    max_model_len: _Count  # tokens of the longest context that it serves
+    max_model_len: _Count | None = None  # tokens of the longest context that it serves; None: /v1/models says
     api_key: SecretStr | None = None  # bearer token
     api_key_env: Annotated[str, Field(min_length=1)] | None = None  # environment variable with the token
     api_key_file: Path | None = None  # file with the token, relative to the YAML file
@@ -90,9 +92,14 @@ class UpstreamSection(Section):
         return self
 
     @property
+    def root(self) -> str:
+        """Address of what is next to /v1."""
+        return self.url.removesuffix("/v1")
+
+    @property
     def health(self) -> str:
-        """vLLM's health endpoint, which is next to /v1."""
-        return self.url.removesuffix("/v1") + "/health"
+        """vLLM's health endpoint."""
+        return f"{self.root}/health"
 
     def authorization(self) -> str | None:
         """Value of the header. None: the client's own is passed on."""
@@ -115,7 +122,7 @@ def _require_sendable(secret: str) -> None:
 class GatewayConfig(Section):
     model_config = ConfigDict(hide_input_in_errors=True)  # which may be a secret
 
-    engines: tuple[UpstreamSection, ...] = Field(min_length=1)
+    engines: tuple[UpstreamSection, ...]
     limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: one bucket
     route: str = CMLFQ.NAME
     sticky: Annotated[bool, Field(strict=True)] = True
@@ -128,22 +135,49 @@ class GatewayConfig(Section):
     engine_timeout_seconds: _Seconds = 20.0  # of silence, /health included, that cost an engine its turns
     turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn that end it
     max_attempts: _Count = 5  # engines that may fail a turn before it is refused
+    control: Annotated[bool, Field(strict=True)] = True  # pass control requests of trainers on to all engines
+    workers_from: tuple[str, ...] = ()  # hosts besides this machine whose engines may join: addresses, networks, names
 
-    @property
-    def bucket_limits(self) -> tuple[int, ...]:
-        return self.limits or (max(engine.max_model_len for engine in self.engines),)
+    @field_validator("workers_from")
+    @classmethod
+    def _hosts(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        AllowedHosts.of(given)
+        return given
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.engines and not self.workers_from:
+            raise ValueError("engines: give 1 or more, or workers_from with the hosts whose engines may join")
+        return self
 
 
-def load_gateway(path: Path | str) -> GatewayConfig:
-    """Read a file such as `examples/gateway.yaml`. Raises `ConfigError`."""
+def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
+    """Read a file such as `examples/gateway.yaml`. `policy` replaces its `route`, and engines on hosts of
+    `workers_from`, rather than of the file's, may join. Raises `ConfigError`."""
     path = Path(path)
-    file = read_section(path, GatewayConfig, _EXAMPLE)
+    given: dict[str, Any] = {} if policy is None else {"route": policy}
+    if workers_from:
+        given["workers_from"] = list(workers_from)
+    file = read_section(path, GatewayConfig, _EXAMPLE, given)
     try:
         _require_sound(file)
         engines = tuple(_with_key(engine, index, path.parent) for index, engine in enumerate(file.engines))
     except ValueError as error:
         raise refusal(path, str(error)) from None
     return file.model_copy(update={"engines": engines})
+
+
+def gateway_of(urls: Sequence[str], policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
+    """The gateway of these engines, whose longest contexts are asked for. Raises ValueError."""
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{url} is there twice; name each engine once")
+    engines = [{"name": f"engine-{number}", "url": url} for number, url in enumerate(urls)]
+    config = valid(
+        GatewayConfig, {"engines": engines, "workers_from": list(workers_from), "route": policy or CMLFQ.NAME}
+    )
+    _require_sound(config)
+    return config
 
 
 def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSection:
@@ -178,7 +212,7 @@ def _require_sound(file: GatewayConfig) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"engines: {name} is there twice; name each once")
-    limits = file.bucket_limits
+    limits = file.limits or (1,)
     if any(longer <= shorter for shorter, longer in pairwise((0, *limits))):
         raise ValueError(f"limits is {list(limits)}; list numbers of tokens that rise, shortest bucket first")
     for index, engine in enumerate(file.engines):
@@ -187,6 +221,8 @@ def _require_sound(file: GatewayConfig) -> None:
                 f"engines.{index}.bucket is {engine.bucket}, but limits name {len(limits)}, counted from 0: add the"
                 " bucket's limit, or move the engine"
             )
+    if is_path(file.route):
+        return  # the command that starts the gateway loads it, once
     try:
         policy_named(file.route, sticky=file.sticky)
     except ValueError as error:

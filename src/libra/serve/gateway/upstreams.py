@@ -1,28 +1,37 @@
-"""The engines behind the gateway, their turns in flight, and their health.
+"""The engines behind the gateway, and their turns in flight.
 
-Invariant: an engine is in service from a passed health check until it fails a turn or a check. Turns that wait for an
-engine are woken whenever one returns to service or a turn ends. No turn waits for ever: an unhealthy engine that sends
-nothing at all for `engine_timeout_seconds` loses all its turns, a healthy one that sends nothing of a turn for
-`turn_timeout_seconds` loses that turn.
+Invariant: an engine is in service from a passed health check until it fails a turn or a check, or leaves. One that
+answers with errors turns that another engine then serves rests after `_STRIKES` of them. Turns that wait for an engine
+are woken whenever one returns to service or a turn ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from types import TracebackType
 from typing import Self
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import ClientResponse, web
 
-from libra.serve.answers import RefusedRequest
-from libra.serve.gateway.config import GatewayConfig, UpstreamSection
+from libra.route.loads import IndexedFleet
+from libra.route.policy import Fleet
+from libra.serve.gateway.config import UpstreamSection
+from libra.serve.gateway.traced import sendable
 
-RECHECK_SECONDS = 1.0  # between two checks of an unhealthy engine
-_CHECK_SECONDS = 10.0  # between two checks of a healthy one: if it fails, a turn will say so sooner
-_CHECK_TIMEOUT = 2.0
-_ABORT_SECONDS = 1.0  # between two searches for turns past their timeout, at most
+_STRIKES = 3  # turns in sequence that an engine fails with status 500, and another engine serves
+_REST_SECONDS = 10.0  # out of service after these
+
+
+class Fault(Enum):
+    """Kinds of failure, by what becomes of the engine."""
+
+    GONE = auto()  # it leaves service
+    ERROR = auto()  # it stays, unless other engines serve what it fails
+    BUSY = auto()  # it stays: its queue is full
+    SILENT = auto()  # it stays, and the turn is not tried elsewhere: it is healthy, but silent about this turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class TurnFailure:
     frames that it passed through, and they to it."""
 
     message: str
-    of_engine: bool = True  # False: the engine is healthy, but silent about this turn
+    fault: Fault
     answer: web.Response | None = None  # the engine's own error response
 
 
@@ -43,6 +52,16 @@ def untraced(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+async def whole_of(answer: ClientResponse, most: int) -> bytes:
+    """The body of an answer. Raises ValueError where it has more than `most` bytes."""
+    body = bytearray()
+    while piece := await answer.content.readany():
+        body += piece
+        if len(body) > most:
+            raise ValueError(f"an answer of more than {most} bytes")
+    return bytes(body)
+
+
 class Upstream:
     """One server. A live `route.policy.Instance`."""
 
@@ -52,26 +71,62 @@ class Upstream:
 
     def __init__(self, section: UpstreamSection) -> None:
         self.section = section
-        self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
+        self.id, self.bucket = section.name, section.bucket
+        self.capacity_tokens = section.max_model_len or 0  # 0: not known yet, and out of service
         self.healthy = False
-        self.lost = asyncio.Event()  # set while it is out of service
-        self.load_tokens = 0  # contexts of the turns in flight
+        self.problem: str | None = None  # why the last check failed
+        self.look = asyncio.Event()  # set: check its health now, or soon if it is out of service
         self.turns = 0  # answered
         self.attempts: set[Attempt] = set()
         self.last_byte = 0.0  # when it last sent anything, on the event loop's clock
+        self.checked = -_REST_SECONDS  # when its health was last asked for
+        self.rests_until = 0.0
+        self._strikes = 0
+        self._load_tokens = 0
+        self._changed: Callable[[], object] = _nothing
 
     @property
     def in_flight(self) -> int:
         return len(self.attempts)
 
+    @property
+    def load_tokens(self) -> int:
+        """Contexts of the turns in flight."""
+        return self._load_tokens
+
+    @load_tokens.setter
+    def load_tokens(self, tokens: int) -> None:
+        self._load_tokens = tokens
+        self._changed()
+
+    def watch(self, changed: Callable[[], object]) -> bool:
+        """See `route.loads.WatchedInstance`."""
+        self._changed = changed
+        return True
+
+    def served(self) -> None:
+        """Note that it served a turn."""
+        self._strikes = 0
+
+    def strike(self) -> bool:
+        """Note that another engine served a turn that it failed. True: it has to rest."""
+        self._strikes += 1
+        if self._strikes < _STRIKES:
+            return False
+        self._strikes = _STRIKES - 1  # the next one is enough after its rest
+        self.rests_until = asyncio.get_running_loop().time() + _REST_SECONDS
+        return True
+
     def authorization(self, request: web.Request | None) -> dict[str, str]:
         """The header with its own token, or else the client's header."""
         value = self.section.authorization()
-        if value is None and request is not None:
-            value = request.headers.get("Authorization")
-            if value is not None and not (value.isascii() and value.isprintable()):
-                raise RefusedRequest("the header Authorization holds more than printable ASCII characters", 400)
+        if value is None and request is not None and (own := request.headers.get("Authorization")) is not None:
+            value = sendable("Authorization", own)
         return {} if value is None else {"Authorization": value}
+
+
+def _nothing() -> None:
+    pass
 
 
 class Attempt:
@@ -110,7 +165,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class TurnFleet:
-    """A `route.policy.Fleet` for one turn, with the room that this turn needs."""
+    """A `route.policy.Fleet` for one turn."""
 
     instances: tuple[Upstream, ...]
     limits: tuple[int, ...]
@@ -120,15 +175,37 @@ class TurnFleet:
 class Upstreams:
     """All engines, and those of them that are in service."""
 
-    def __init__(self, sections: Iterable[UpstreamSection], limits: tuple[int, ...]) -> None:
+    def __init__(self, sections: Iterable[UpstreamSection], limits: tuple[int, ...] | None) -> None:
         self.all = {section.name: Upstream(section) for section in sections}
-        self.limits = limits
-        self.longest = max(engine.capacity_tokens for engine in self.all.values())
         self.instances: tuple[Upstream, ...] = ()
+        self._limits = limits
         self._changed = asyncio.Event()
+        self.refresh()
 
-    def fleet(self, turn_tokens: int) -> TurnFleet:
-        return TurnFleet(self.instances, self.limits, turn_tokens)
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Largest final context of each bucket. Without limits of its own there is one bucket."""
+        return self._limits or (max(1, self.longest),)
+
+    def fleet(self, turn_tokens: int, without: Collection[Upstream] = ()) -> Fleet:
+        """The engines in service, with the room that a turn needs; valid until the next call. `without`: engines that
+        it is not to go to."""
+        if without:
+            left = tuple(engine for engine in self.instances if engine not in without)
+            return TurnFleet(left, self.limits, turn_tokens)
+        self._fleet.turn_tokens = turn_tokens
+        return self._fleet
+
+    def join(self, section: UpstreamSection) -> Upstream:
+        """Add an engine, which is in service once it passes a check."""
+        engine = self.all[section.name] = Upstream(section)
+        self.refresh()
+        return engine
+
+    def leave(self, engine: Upstream) -> None:
+        """Send it no more turns. Those in flight go on."""
+        del self.all[engine.id]
+        self.refresh()
 
     def mark(self, engine: Upstream, healthy: bool) -> bool:
         """Put an engine in service, or take it out. False: it already was."""
@@ -136,12 +213,18 @@ class Upstreams:
             return False
         engine.healthy = healthy
         if healthy:
-            engine.lost.clear()
+            engine.look.clear()
         else:
-            engine.lost.set()
-        self.instances = tuple(each for each in self.all.values() if each.healthy)
-        self.announce()
+            engine.look.set()
+        self.refresh()
         return True
+
+    def refresh(self) -> None:
+        """Take account of engines that have changed."""
+        self.longest = max((engine.capacity_tokens for engine in self.all.values()), default=0)
+        self.instances = tuple(each for each in self.all.values() if each.healthy)
+        self._fleet = IndexedFleet(self.instances, self.limits, 0)
+        self.announce()
 
     async def changed(self) -> None:
         """Wait until an engine returns to service or a turn ends."""
@@ -151,80 +234,3 @@ class Upstreams:
         """Wake the waiters of `changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class HealthMonitor:
-    """Calls `mark_lost` with each engine that fails a check."""
-
-    def __init__(
-        self, config: GatewayConfig, upstreams: Upstreams, session: ClientSession, mark_lost: Callable[[Upstream], None]
-    ) -> None:
-        self._config, self._upstreams, self._session, self._mark_lost = config, upstreams, session, mark_lost
-        self._loop = asyncio.get_running_loop()
-
-    async def start(self) -> list[asyncio.Task[None]]:
-        """Check every engine once; the tasks returned go on checking."""
-        engines = list(self._upstreams.all.values())
-        await asyncio.gather(*map(self._check, engines))
-        spread = (_CHECK_SECONDS * (index + 1) / len(engines) for index in range(len(engines)))  # not all at once
-        tasks = [asyncio.create_task(self._keep_checking(*it)) for it in zip(engines, spread, strict=True)]
-        return [*tasks, asyncio.create_task(self._keep_aborting())]
-
-    async def _keep_checking(self, engine: Upstream, first: float) -> None:
-        await self._pause(engine, first)
-        while True:
-            await self._check(engine)
-            await self._pause(engine, _CHECK_SECONDS)
-
-    async def _pause(self, engine: Upstream, seconds: float) -> None:
-        """Wait between two checks: `seconds` while the engine is in service, then or else `RECHECK_SECONDS`."""
-        if engine.healthy:
-            try:
-                async with asyncio.timeout(seconds):
-                    await engine.lost.wait()
-            except TimeoutError:
-                return
-        await asyncio.sleep(RECHECK_SECONDS)
-
-    async def _check(self, engine: Upstream) -> None:
-        """A busy engine may answer late; bytes of its turns that arrive meanwhile count as an answer."""
-        began = self._loop.time()
-        try:
-            async with self._session.get(
-                engine.section.health,
-                timeout=ClientTimeout(total=_CHECK_TIMEOUT),
-                headers=engine.authorization(None),
-                allow_redirects=False,
-            ) as answer:
-                healthy = answer.status < 500
-        except TimeoutError:
-            healthy = engine.last_byte >= began
-        except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
-            untraced(error)
-            healthy = False
-        if healthy:
-            engine.last_byte = self._loop.time()
-            self._upstreams.mark(engine, healthy=True)
-        else:
-            self._mark_lost(engine)
-
-    async def _keep_aborting(self) -> None:
-        engine_timeout, turn_timeout = self._config.engine_timeout_seconds, self._config.turn_timeout_seconds
-        while True:
-            await asyncio.sleep(min(_ABORT_SECONDS, engine_timeout / 4, turn_timeout / 4))
-            now = self._loop.time()
-            for engine in self._upstreams.all.values():
-                silent = now - engine.last_byte
-                stopped = not engine.healthy and silent >= engine_timeout
-                for attempt in list(engine.attempts):
-                    of_turn = now - attempt.last_byte
-                    if stopped:
-                        attempt.abort(TurnFailure(f"engine {engine.id} has sent nothing for {silent:.0f} s"))
-                    elif of_turn >= turn_timeout:
-                        attempt.abort(
-                            TurnFailure(
-                                f"engine {engine.id} has sent nothing of the turn for {of_turn:.0f} s, more than"
-                                " turn_timeout_seconds",
-                                of_engine=False,
-                            )
-                        )

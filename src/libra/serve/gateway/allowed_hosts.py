@@ -1,0 +1,45 @@
+"""Hosts that an owner allows: this machine, networks, and names.
+
+Invariant: a name allows only an address that is written as this name. No name is looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+
+from libra.config.listeners import is_local
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHosts:
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, given: tuple[str, ...]) -> AllowedHosts:
+        """Addresses, networks such as 10.0.0.0/8, and names of hosts. Raises ValueError."""
+        networks, names = [], []
+        for each in given:
+            try:
+                networks.append(ip_network(each, strict=False))
+            except ValueError:
+                if not _NAME.fullmatch(each) or each.replace(".", "").isdigit():
+                    raise ValueError(
+                        f"{each!r} is no host: give an address, a network such as 10.0.0.0/8, or a name"
+                    ) from None
+                names.append(each.lower())
+        return cls(tuple(networks), frozenset(names))
+
+    def __contains__(self, host: str) -> bool:
+        """Whether a host is allowed, by the address or the name that it is written as."""
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return is_local(host) or host.lower() in self.names
+        mapped = getattr(address, "ipv4_mapped", None)
+        found = address if mapped is None else mapped
+        return found.is_loopback or any(found in network for network in self.networks)

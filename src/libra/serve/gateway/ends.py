@@ -1,0 +1,86 @@
+"""Ends of trajectories: finished by their client, forgotten, or given up after a time without turns.
+
+Invariant: a finished trajectory is kept before the policy learns from it, and learned from once. One that its client
+never finishes is kept as unfinished: its length is a lower bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from libra.records.files import DiskError
+from libra.route.policy import Policy
+from libra.serve.answers import decoded
+from libra.serve.gateway.counts import Counts
+from libra.serve.gateway.lengths import SeenLengths
+from libra.serve.gateway.libra_field import Tokens
+from libra.serve.gateway.trajectories import Trajectories
+from libra.serve.gateway.unnamed import UnnamedSessions
+from libra.trajectory import Trajectory
+
+_LOG = logging.getLogger(__name__)
+
+
+class Finish(msgspec.Struct, forbid_unknown_fields=True):
+    """Outcome of a trajectory, as its client reports it."""
+
+    reward: float | None = None
+    policy_version: Tokens = 0
+
+
+_finish = msgspec.json.Decoder(Finish)
+
+
+def read_finish(body: bytes) -> Finish:
+    """Raises ValueError in one line that names the field."""
+    return decoded(_finish, body or b"{}")
+
+
+@dataclass(slots=True)
+class TrajectoryEnds:
+    """Calls `keep` with every trajectory that ends, before anything is learned from it. `keep` may raise `DiskError`:
+    then the trajectory has not ended, and may be ended again."""
+
+    keep: Callable[[Trajectory], None]
+    policy: Policy
+    trajectories: Trajectories
+    unnamed: UnnamedSessions
+    lengths: SeenLengths
+    counts: Counts
+
+    def finish(self, id: str, outcome: Finish) -> Trajectory:
+        """Raises KeyError for an unknown one, ValueError where its last turn has no answer, and `DiskError`."""
+        trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
+        self.keep(trajectory)
+        self._drop(id)
+        self.policy.finished(trajectory)
+        self.lengths.ended(trajectory)
+        self.counts.finished += 1
+        return trajectory
+
+    def forget(self, id: str) -> bool:
+        """Learn nothing from a trajectory. False: it is unknown."""
+        known = self._drop(id)
+        self.policy.forget(id)
+        return known
+
+    def expire(self, id: str) -> None:
+        """Give up a trajectory that its client does not finish. Where it cannot be kept, it is given up later."""
+        bound = self.trajectories.so_far(id)
+        if bound is not None:
+            try:
+                self.keep(bound)
+            except DiskError as error:
+                _LOG.warning("trajectory %s is not given up yet: %s", id, error)
+                return
+            self.lengths.ended(bound)
+        self.forget(id)
+        self.counts.forgotten += 1
+
+    def _drop(self, id: str) -> bool:
+        self.unnamed.drop(id)
+        return self.trajectories.forget(id)

@@ -1,0 +1,118 @@
+"""What a model has read and said in a session, comparable across the session's requests.
+
+Invariant: a later prompt continues an earlier turn if it begins with the earlier prompt's bytes, and what follows them
+begins with the answer that the engine gave. Both are compared in one form for each kind of prompt: token ids, text, or
+messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from libra.serve.answers import decoded
+from libra.serve.gateway.said import Said, SaidMessage
+
+BLOCK = 512  # bytes of a prompt between two marks of its history
+_END = b"\0"  # of an answer in a chat: a message is whole or another one
+
+_message = msgspec.json.Decoder(SaidMessage)
+_ids, _string = msgspec.json.Decoder(list[int]), msgspec.json.Decoder(str)
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class PromptKind(ABC):
+    """A kind of prompt."""
+
+    @abstractmethod
+    def following(self, rest: bytes) -> bytes | None:
+        """Comparable form of what follows an earlier prompt. None: the earlier prompt is no prefix. Raises ValueError
+        where it is malformed."""
+
+    @abstractmethod
+    def of(self, said: Said) -> bytes | None:
+        """Comparable form of an answer. None: there is nothing to compare."""
+
+
+class _TokenIds(PromptKind):
+    def following(self, rest: bytes) -> bytes | None:
+        ids = _after_comma(rest)
+        return None if ids is None else array("q", decoded(_ids, b"[%s]" % ids)).tobytes()
+
+    def of(self, said: Said) -> bytes | None:
+        return array("q", said.tokens).tobytes() or None
+
+
+class _Text(PromptKind):
+    def following(self, rest: bytes) -> bytes | None:
+        return decoded(_string, b'"%s"' % rest).encode()
+
+    def of(self, said: Said) -> bytes | None:
+        return "".join(said.texts).encode() or None
+
+
+class _Messages(PromptKind):
+    def following(self, rest: bytes) -> bytes | None:
+        messages = _after_comma(rest)
+        if messages is None:
+            return None
+        first = decoded(_message, bytes(decoded(_list, b"[%s]" % messages)[0]))
+        return _signature(first.text, first.call_ids) if first.role == "assistant" else None
+
+    def of(self, said: Said) -> bytes | None:
+        return _signature("".join(said.texts), said.calls) if said.texts or said.calls else None
+
+
+TOKEN_IDS, TEXT, MESSAGES = _TokenIds(), _Text(), _Messages()
+
+
+def _after_comma(rest: bytes) -> bytes | None:
+    rest = rest.lstrip()
+    return rest[1:] if rest.startswith(b",") else None
+
+
+def _signature(text: str, calls: list[str]) -> bytes:
+    """Ids of tool calls, which are unique, or else the text, whose ends clients may strip."""
+    return ("\1".join(calls) if calls else text.strip()).encode() + _END
+
+
+@dataclass(eq=False)
+class PromptHistory:
+    """A prompt. `open` is its JSON without the last bracket or quote, `seed` a hash of all else that must be equal."""
+
+    open: bytes
+    kind: PromptKind
+    seed: int
+
+    @cached_property
+    def marks(self) -> list[int]:
+        """Hash of the seed and the first n blocks, for each n."""
+        state, content = self.seed, self.open
+        marks = [state]
+        for start in range(0, len(content) - BLOCK + 1, BLOCK):
+            state = hash((state, content[start : start + BLOCK]))
+            marks.append(state)
+        return marks
+
+    @cached_property
+    def end(self) -> tuple[int, int, int]:
+        """Hash of its full blocks, then length and hash of the bytes after these."""
+        tail = self.open[BLOCK * (len(self.marks) - 1) :]
+        return self.marks[-1], len(tail), hash(tail)
+
+
+def history_of(prompt: bytes, seed: int) -> PromptHistory | None:
+    """The history of a prompt, as JSON. None: it is no prompt of one sequence."""
+    prompt = prompt.strip()
+    if prompt.startswith(b'"') and len(prompt) > 1:
+        return PromptHistory(prompt[:-1], TEXT, seed)
+    if not prompt.startswith(b"["):
+        return None
+    content = prompt[:-1].rstrip()
+    if b'"' in content:
+        return PromptHistory(content, MESSAGES, seed) if content[1:].lstrip().startswith(b"{") else None
+    return PromptHistory(content, TOKEN_IDS, seed) if content.count(b"[") == 1 and len(content) > 1 else None

@@ -1,0 +1,96 @@
+"""What an engine says in an answer: token ids, text, and calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from libra.serve.answers import decoded
+
+
+class _Part(msgspec.Struct):
+    """A part of a message; Anthropic's may be the call of a tool."""
+
+    type: str = "text"
+    text: str = ""
+    id: str | None = None
+
+
+class _Call(msgspec.Struct):
+    id: str | None = None
+
+
+class SaidMessage(msgspec.Struct):
+    """A message of a chat."""
+
+    role: str = "assistant"
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+
+    @property
+    def text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    @property
+    def call_ids(self) -> list[str]:
+        parts = self.content if isinstance(self.content, list) else ()
+        own = [part.id for part in parts if part.type == "tool_use" and part.id]
+        return own + [call.id for call in self.tool_calls or () if call.id]
+
+
+class _Choice(msgspec.Struct):
+    message: SaidMessage | None = None
+    delta: SaidMessage | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    content: list[_Part] | None = None  # of Anthropic, as the next two fields, which events have
+    content_block: _Part | None = None
+    delta: _Part | None = None
+    text: str | None = None  # of SGLang, as the next field: all of the sample so far
+    output_ids: list[int] | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(slots=True)
+class Said:
+    """What an engine said in one answer, so far."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # ids of tool calls
+    unread: bool = False  # a part of it could not be read
+
+    def add(self, answer: bytes) -> None:
+        """Add an answer in one piece, or the data of an event."""
+        if answer in (b"", b"[DONE]"):
+            return
+        try:
+            read = decoded(_answer, answer)
+        except ValueError:
+            self.unread = True
+            return
+        for choice in read.choices:
+            self.tokens += choice.token_ids or ()
+            if choice.text is not None:
+                self.texts.append(choice.text)
+            for message in (choice.message, choice.delta):
+                if message is not None:
+                    self.texts.append(message.text)
+                    self.calls += message.call_ids
+        parts = [*(read.content or ()), *(part for part in (read.content_block, read.delta) if part is not None)]
+        if parts:
+            message = SaidMessage(content=parts)
+            self.texts.append(message.text)
+            self.calls += message.call_ids
+        if read.text is not None:
+            self.texts = [read.text]
+        if read.output_ids is not None:
+            self.tokens = read.output_ids

@@ -1,0 +1,95 @@
+"""The trajectory that a request belongs to: by the field `libra`, a header, the body's metadata, or its prompt.
+
+Invariant: the field wins over headers, and these over metadata. A request that names no trajectory gets the one whose
+history it continues, or a new one of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from libra.config.listeners import ID_LENGTH, UNNAMED_BYTES
+from libra.serve.gateway.formats import TurnFormat
+from libra.serve.gateway.history import PromptHistory, history_of
+from libra.serve.gateway.libra_field import LibraField
+from libra.serve.gateway.said import Said
+from libra.serve.gateway.turn_bodies import TurnBody
+from libra.serve.gateway.unnamed import UnnamedSessions
+
+SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")  # of vllm-router's and of SGLang's clients
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSession:
+    """The trajectory of one request."""
+
+    field: LibraField  # as the client gave it, or made from what it gave
+    lone: bool = False  # it has no other turn
+    strict: bool = True  # a second turn at a time is refused, rather than served as a turn of its own
+    history: PromptHistory | None = None  # of a trajectory without a name, by which its next turn is found
+
+
+class Sessions:
+    """Call `of` with each request, then `ended` with its session once the turn has ended."""
+
+    def __init__(self) -> None:
+        self.unnamed = UnnamedSessions()
+        self._run = secrets.token_hex(4)  # names are not given again by another gateway with the same log
+        self._numbers = count(1)
+
+    def of(self, format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> TurnSession:
+        """Raises ValueError for a name that is malformed, and for a trajectory that asks for several samples."""
+        samples = body.samples()
+        if (named := _named(headers, body)) is not None:
+            if samples > 1:
+                raise ValueError(
+                    f"trajectory {named.trajectory}: the request asks for {samples} samples, and a turn of a trajectory"
+                    " has one: send one request for each, with a trajectory of its own"
+                )
+            return TurnSession(named, strict=body.libra is not None)
+        history = None
+        if format.told_apart and samples == 1 and len(memoryview(body.history)) <= UNNAMED_BYTES:
+            history = history_of(bytes(body.history), _seed(format, headers, body))
+        if history is None:
+            return self.lone()
+        id = self.unnamed.claim(history) or f"unnamed {self._run} {next(self._numbers)}"
+        return TurnSession(LibraField(id, tool=body.returned()), history=history)
+
+    def lone(self) -> TurnSession:
+        """A trajectory of one turn."""
+        return TurnSession(LibraField(f"turn {next(self._numbers)}"), lone=True)
+
+    def ended(self, session: TurnSession, said: Said | None) -> list[str]:
+        """Remember a trajectory without a name. `said`: None where the turn got no answer. Returns trajectories that
+        are given up for it."""
+        history = session.history
+        if history is None:
+            return []
+        form = None if said is None or said.unread else history.kind.of(said)
+        return self.unnamed.keep(session.field.trajectory, history, form, said is not None)
+
+
+def _named(headers: Mapping[str, str], body: TurnBody) -> LibraField | None:
+    """The field of a request that names its trajectory; the tool return is taken from the messages where it is not
+    given."""
+    if (given := body.libra) is not None:
+        if given.tool is None:
+            given.tool = body.returned()
+        return given
+    for header in SESSION_HEADERS:
+        if (name := headers.get(header)) is not None:
+            if not name or len(name) > ID_LENGTH or not name.isprintable():
+                raise ValueError(f"the header {header} must have 1 to {ID_LENGTH} printable characters")
+            return LibraField(name, tool=body.returned())
+    name = body.session_id
+    return None if name is None else LibraField(name, tool=body.returned())
+
+
+def _seed(format: TurnFormat, headers: Mapping[str, str], body: TurnBody) -> int:
+    """Hash of what requests of one session have in common beside the prompt: clients with tokens of their own never
+    share one."""
+    own = headers.get("Authorization")
+    return hash((format.path, bytes(body.model), bytes(body.preamble), own))

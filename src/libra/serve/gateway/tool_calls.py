@@ -1,0 +1,57 @@
+"""Names of tools in the messages of a chat: the call that a message of the role `tool` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from libra.config.listeners import ID_LENGTH
+from libra.serve.answers import decoded
+from libra.serve.gateway.libra_field import UNKNOWN_TOOL, ReportedReturn
+
+_SEARCHED = 64  # messages, from the end, among which the call of a tool return is looked for
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str = UNKNOWN_TOOL
+
+
+class _Call(msgspec.Struct, frozen=True):
+    id: str = ""
+    function: _Function = _Function()
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+    tool_call_id: str | None = None
+    name: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+_message = msgspec.json.Decoder(_Message)
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def tool_of(messages: bytes) -> ReportedReturn | None:
+    """The tool whose return a chat ends with: the name is that of the call with the same id. None: it ends with another
+    message, or the engine has to judge it."""
+    if b'"tool"' not in messages:
+        return None
+    try:
+        listed = decoded(_list, messages)[-_SEARCHED:]
+        last = decoded(_message, bytes(listed[-1]))
+        if last.role != "tool":
+            return None
+        for call in _calls(listed):
+            if call.id == last.tool_call_id:
+                return ReportedReturn(call.function.name[:ID_LENGTH])
+    except (ValueError, IndexError):
+        return None
+    return ReportedReturn((last.name or UNKNOWN_TOOL)[:ID_LENGTH])
+
+
+def _calls(messages: list[msgspec.Raw]) -> Iterator[_Call]:
+    """Tool calls of these messages, the latest message first."""
+    for message in reversed(messages):
+        yield from decoded(_message, bytes(message)).tool_calls or ()

@@ -1,0 +1,38 @@
+"""Headers that follow one request through several services.
+
+Invariant: they pass to the engine as the client sent them. The answer has the engine's `X-Request-Id`, or else the
+client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from libra.serve.answers import RefusedRequest
+
+REQUEST_ID = "X-Request-Id"
+_FOLLOWING = (REQUEST_ID, "traceparent", "tracestate")
+
+
+def sendable(name: str, value: str) -> str:
+    """The value of a client's header. Raises `RefusedRequest` where no header can hold it."""
+    if not (value.isascii() and value.isprintable()):
+        raise RefusedRequest(f"the header {name} holds more than printable ASCII characters", 400)
+    return value
+
+
+def passed_on(request: web.Request) -> dict[str, str]:
+    """Headers for the engine. Raises `RefusedRequest`."""
+    given = request.headers
+    return {name: sendable(name, given[name]) for name in _FOLLOWING if name in given}
+
+
+def passed_back(answer: Mapping[str, str], request: web.Request) -> dict[str, str]:
+    """Headers for the client, from those of the engine's answer."""
+    said = ((name, answer.get(name, "")) for name in _FOLLOWING)
+    back = {name: value for name, value in said if value and value.isascii() and value.isprintable()}
+    if REQUEST_ID not in back and (own := request.headers.get(REQUEST_ID)) is not None:
+        back[REQUEST_ID] = own
+    return back

@@ -1,0 +1,291 @@
+"""Bodies of requests that generate, one class for each shape that clients send.
+
+Invariant: only fields that routing needs are decoded. Prompts stay raw JSON: a prompt of token ids is counted without
+decoding it, and bodies are forwarded unchanged but for added fields. Lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from libra.config.listeners import FIELD_BYTES, METADATA_BYTES
+from libra.serve.answers import decoded
+from libra.serve.gateway.libra_field import Id, LibraField, ReportedReturn
+from libra.serve.gateway.tool_calls import tool_of
+
+_CHARACTERS = 4  # per token of text: a guess until the engine has counted
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Metadata(msgspec.Struct):
+    session_id: Id | None = None
+
+
+class TurnBody(msgspec.Struct, kw_only=True):
+    """A request to generate. Raw fields are for the engine to validate, and no objects are made of them."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    stream: bool | None = None
+    stream_options: msgspec.Raw = msgspec.Raw()
+    priority: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
+    libra: LibraField | None = None
+
+    @property
+    def history(self) -> msgspec.Raw:
+        """What the model reads, as JSON: text, token ids, or messages."""
+        raise NotImplementedError
+
+    @property
+    def preamble(self) -> msgspec.Raw:
+        """What it reads before its history, as JSON."""
+        return msgspec.Raw()
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        """Fields that limit the tokens to generate, the one that counts first."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> msgspec.Raw:
+        """The field with the number of samples of each prompt."""
+        return msgspec.Raw()
+
+    def returned(self) -> ReportedReturn | None:
+        """The tool return that the history ends with, where the shape names it."""
+        return None
+
+    @property
+    def session_id(self) -> str | None:
+        """The session that `metadata` names. Raises ValueError where it is malformed."""
+        metadata = bytes(self.metadata)
+        if metadata in _ABSENT:
+            return None
+        if len(metadata) > METADATA_BYTES:
+            raise ValueError(f"metadata: more than {METADATA_BYTES} bytes")
+        try:
+            return decoded(_metadata, metadata).session_id
+        except ValueError as error:
+            raise ValueError(f"metadata: {error}") from None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client wants a usage event. Raises ValueError where stream_options are malformed."""
+        if len(memoryview(self.stream_options)) > FIELD_BYTES:
+            raise ValueError(f"stream_options: more than {FIELD_BYTES} bytes")
+        if bytes(self.stream_options) in _ABSENT:
+            return False
+        try:
+            return bool(decoded(_stream_options, bytes(self.stream_options)).include_usage)
+        except ValueError as error:
+            raise ValueError(f"stream_options: {error}") from None
+
+    @property
+    def with_usage(self) -> bytes:
+        """Its stream_options with `include_usage`, as JSON."""
+        options = bytes(self.stream_options)
+        return _USAGE if options in _ABSENT or not options[1:-1].strip() else options[:-1] + b"," + _USAGE[1:]
+
+    @property
+    def has_priority(self) -> bool:
+        return bytes(memoryview(self.priority)[:5]) not in _ABSENT
+
+    def needs(self, longest: int, usual: int) -> tuple[int, int]:
+        """Tokens of its context, and of the room beyond: `usual` where the body gives no limit. Raises ValueError for
+        a turn that no engine of `longest` tokens can ever hold."""
+        most = next((it for it in map(_count, self.limits) if it is not None), None)
+        context, counted = self.prompt_tokens()
+        if (context if counted else 1) + (most or 1) > longest:
+            prompt = f"a prompt of {context} tokens" if counted else "a prompt"
+            raise ValueError(
+                f"{prompt} with max_tokens {most or 1} is more than any engine holds: the longest context is {longest}"
+            )
+        context = min(context, longest - (most or 1))  # a guess must not refuse: the engine counts
+        return context, most or max(1, min(usual, longest - context))
+
+    def prompt_tokens(self) -> tuple[int, bool]:
+        """Tokens, and whether that is exact: it is for a prompt of token ids; text is guessed by its length."""
+        prompt = bytes(self.history).strip()
+        if prompt.startswith(b"[") and b'"' not in prompt:  # without a copy: it may have megabytes
+            tokens = 0 if _EMPTY_LIST.fullmatch(prompt) else prompt.count(b",") + 1
+            return tokens, prompt.count(b"[") == 1
+        return -(-(len(prompt) + len(memoryview(self.preamble))) // _CHARACTERS), False
+
+    def samples(self) -> int:
+        """Sequences that it asks for: its prompts, each as often as `choices` says."""
+        return self.prompts() * (_count(self.choices) or 1)
+
+    def prompts(self) -> int:
+        return 1
+
+
+class CompletionBody(TurnBody, kw_only=True):
+    """/v1/completions."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def history(self) -> msgspec.Raw:
+        return self.prompt
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        return (self.max_tokens,)
+
+    @property
+    def choices(self) -> msgspec.Raw:
+        return self.n
+
+    def prompts(self) -> int:
+        return _listed(self.prompt)
+
+
+class ChatBody(TurnBody, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def history(self) -> msgspec.Raw:
+        return self.messages
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        return (self.max_completion_tokens, self.max_tokens)
+
+    @property
+    def choices(self) -> msgspec.Raw:
+        return self.n
+
+    def returned(self) -> ReportedReturn | None:
+        return tool_of(bytes(self.messages))
+
+
+class _TokenSampling(msgspec.Struct):
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+
+
+class TokenBody(TurnBody, kw_only=True):
+    """vLLM's /inference/v1/generate."""
+
+    token_ids: msgspec.Raw = msgspec.Raw()
+    sampling_params: _TokenSampling | None = None
+
+    @property
+    def history(self) -> msgspec.Raw:
+        return self.token_ids
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        return () if self.sampling_params is None else (self.sampling_params.max_tokens,)
+
+    @property
+    def choices(self) -> msgspec.Raw:
+        return msgspec.Raw() if self.sampling_params is None else self.sampling_params.n
+
+
+class _SGLangSampling(msgspec.Struct):
+    max_new_tokens: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+
+
+class SGLangBody(TurnBody, kw_only=True):
+    """SGLang's /generate. A batch whose prompts have sampling parameters of their own is refused."""
+
+    input_ids: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    sampling_params: _SGLangSampling | None = None
+
+    @property
+    def history(self) -> msgspec.Raw:
+        return self.text if bytes(memoryview(self.input_ids)[:5]) in _ABSENT else self.input_ids
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        return () if self.sampling_params is None else (self.sampling_params.max_new_tokens,)
+
+    @property
+    def choices(self) -> msgspec.Raw:
+        return msgspec.Raw() if self.sampling_params is None else self.sampling_params.n
+
+    def prompts(self) -> int:
+        return _listed(self.history)
+
+
+class ResponseBody(TurnBody, kw_only=True):
+    """/v1/responses."""
+
+    input: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    max_output_tokens: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def history(self) -> msgspec.Raw:
+        return self.input
+
+    @property
+    def preamble(self) -> msgspec.Raw:
+        return self.instructions
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        return (self.max_output_tokens,)
+
+
+class MessageBody(TurnBody, kw_only=True):
+    """Anthropic's /v1/messages."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def history(self) -> msgspec.Raw:
+        return self.messages
+
+    @property
+    def preamble(self) -> msgspec.Raw:
+        return self.system
+
+    @property
+    def limits(self) -> tuple[msgspec.Raw, ...]:
+        return (self.max_tokens,)
+
+
+_ABSENT = (b"", b"null")
+_EMPTY_LIST = re.compile(rb"\[\s*\]")
+_SEVERAL = re.compile(rb"\s*\[\s*[\[\"]")  # a list of lists, or of texts
+_USAGE = b'{"include_usage":true}'
+_LONGEST_COUNT = 20  # digits
+_stream_options, _metadata = msgspec.json.Decoder(_StreamOptions), msgspec.json.Decoder(_Metadata)
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def _count(value: msgspec.Raw) -> int | None:
+    """A whole number above 0. None: the field is absent, or is not one, which the engine refuses."""
+    digits = bytes(memoryview(value)[: _LONGEST_COUNT + 1])
+    return int(digits) or None if digits.isdigit() and len(digits) <= _LONGEST_COUNT else None
+
+
+def _listed(prompt: msgspec.Raw) -> int:
+    """Prompts in a field that holds one, or a list of them: of texts, or of lists of token ids."""
+    if _SEVERAL.match(memoryview(prompt)) is None:  # without a copy: it may have megabytes
+        return 1
+    return len(decoded(_list, bytes(prompt)))
+
+
+def with_field(body: bytes, name: str, value: bytes) -> bytes:
+    """A non-empty JSON object with a field, `value` as JSON, appended: parsers take the last of two fields with one
+    name."""
+    return b"".join((body.rstrip()[:-1], b',"%s":' % name.encode(), value, b"}"))

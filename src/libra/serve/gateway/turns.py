@@ -1,0 +1,228 @@
+"""The way of a turn through the gateway: to its trajectory, to the engine that the policy chooses, and back.
+
+Invariant: a turn is retried on another engine until its answer begins to reach the client, and counted once. The policy
+is called from one event loop, so its calls are ordered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from libra.config.listeners import GATEWAY
+from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
+from libra.serve.answers import RefusedRequest, refused
+from libra.serve.bodies import body_of
+from libra.serve.gateway.config import GatewayConfig
+from libra.serve.gateway.counts import Counts
+from libra.serve.gateway.ends import TrajectoryEnds
+from libra.serve.gateway.engine_client import EngineClient
+from libra.serve.gateway.formats import TurnFormat
+from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
+from libra.serve.gateway.relay import Relayed, relay
+from libra.serve.gateway.sessions import Sessions, TurnSession
+from libra.serve.gateway.traced import passed_on
+from libra.serve.gateway.trajectories import Trajectories
+from libra.serve.gateway.turn_bodies import TurnBody, with_field
+from libra.serve.gateway.upstreams import Attempt, Fault, TurnFailure, Upstream, Upstreams
+from libra.serve.gateway.usage import AnswerReader, SaidReader
+
+RETRY_AFTER = {"Retry-After": f"{RECHECK_SECONDS:.0f}"}
+
+
+class UnavailableError(RefusedRequest):
+    """No engine took the turn in time."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 503, RETRY_AFTER)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn on its way."""
+
+    request: web.Request
+    format: TurnFormat
+    body: TurnBody
+    raw: bytes  # the body as it came
+    session: TurnSession
+    needed: TurnRequest
+    room: int  # tokens beyond its context
+    wants_usage: bool  # whether the client wants a stream's usage event
+
+    def reader(self) -> AnswerReader:
+        """A reader of one answer."""
+        reader = self.format.reader(self.body)
+        return reader if self.session.history is None else SaidReader(reader)
+
+
+@dataclass(slots=True)
+class Turns:
+    """Serves turns of every format."""
+
+    config: GatewayConfig
+    policy: Policy
+    upstreams: Upstreams
+    trajectories: Trajectories
+    sessions: Sessions
+    ends: TrajectoryEnds
+    counts: Counts
+    health: HealthMonitor
+    client: EngineClient
+    lost: Callable[[Upstream], None]  # takes an engine out of service
+    guarded: bool  # whether the clients' Authorization header is the gateway's own token
+
+    async def serve(self, format: TurnFormat, request: web.Request) -> web.StreamResponse:
+        raw = await body_of(request, GATEWAY.body_most(self.upstreams.longest))
+        if not self.upstreams.longest:
+            raise UnavailableError("no engine has been in service yet: see GET /engines")
+        try:
+            turn, returned = self._begun(format, request, raw)
+        except ValueError as error:
+            return refused(str(error), 400)
+        relayed: Relayed | None = None
+        try:
+            relayed = await self._route(turn, returned)
+            assert relayed.response is not None
+            return relayed.response
+        finally:
+            self._ended(turn, relayed)
+
+    def _begun(self, format: TurnFormat, request: web.Request, raw: bytes) -> tuple[_Turn, ToolReturn | None]:
+        """Raises ValueError for a request that no engine is to see."""
+        body = format.read(raw)
+        context, room = body.needs(self.upstreams.longest, self.config.turn_tokens)
+        wants_usage = format.asks_usage and body.wants_usage
+        session = self._admitted(self.sessions.of(format, request.headers, body))
+        field, now = session.field, asyncio.get_running_loop().time()
+        id, prompt = field.trajectory, field.trajectory if field.prompt is None else field.prompt
+        needed, returned = self.trajectories.begin(id, prompt, field.task, context, field.tool, now)
+        return _Turn(request, format, body, raw, session, needed, room, wants_usage), returned
+
+    def _admitted(self, session: TurnSession) -> TurnSession:
+        """The session, or one of its own for a turn that cannot be of it. Raises `RefusedRequest` where there are too
+        many trajectories for a new one."""
+        id = session.field.trajectory
+        if not session.strict and self.trajectories.is_in_flight(id):
+            return self.sessions.lone()
+        if session.lone or self.trajectories.has_room(id):
+            return session
+        if session.history is not None:  # its next turn will not be found
+            return self.sessions.lone()
+        raise RefusedRequest("too many trajectories in progress: finish or forget some", 429, RETRY_AFTER)
+
+    def _ended(self, turn: _Turn, relayed: Relayed | None) -> None:
+        id, usage, said = turn.needed.trajectory_id, None, None
+        if relayed is not None:
+            usage, said = relayed.usage, relayed.said
+        if usage is None:
+            self.trajectories.failed(turn.needed)
+        else:
+            self.trajectories.answered(turn.needed, *usage, asyncio.get_running_loop().time())
+            self.counts.answered(usage)
+        if turn.session.lone:
+            self.ends.forget(id)
+        for each in self.sessions.ended(turn.session, None if usage is None else said):
+            self.ends.expire(each)
+
+    async def _route(self, turn: _Turn, returned: ToolReturn | None) -> Relayed:
+        """Try engines until one answers, `max_attempts` at most."""
+        raw, body = turn.raw, turn.body
+        if turn.format.asks_usage and body.stream and not turn.wants_usage:
+            raw = with_field(raw, "stream_options", body.with_usage)
+        lost: TurnFailure | None = None
+        answer: web.Response | None = None  # the latest that an engine gave instead of serving the turn
+        refusing: list[Upstream] = []  # that are full, or answered with an error
+        failing: list[Upstream] = []  # of these, those that answered with an error
+        for number in range(self.config.max_attempts):
+            try:
+                placement = await self._place(turn, returned, refusing)
+            except UnavailableError:
+                if answer is None:
+                    raise
+                return Relayed(answer)
+            returned = None  # report it once
+            self.counts.retries += number > 0
+            engine = self.upstreams.all[placement.instance]
+            sent = raw
+            if self.config.priorities and not body.has_priority:
+                sent = with_field(raw, "priority", b"%d" % placement.priority)
+            relayed = await self._relay(turn, engine, sent)
+            if relayed.failure is None:
+                self._blame(engine, failing)
+                return relayed
+            self._judge(engine, relayed.failure)
+            if relayed.response is not None:
+                return relayed
+            lost = relayed.failure
+            answer = lost.answer or answer
+            if lost.fault is not Fault.GONE:
+                refusing.append(engine)
+            if lost.fault is Fault.ERROR:
+                failing.append(engine)
+        if answer is not None:
+            return Relayed(answer)
+        assert lost is not None
+        raise UnavailableError(f"tried on {self.config.max_attempts} engines, each of which failed: {lost.message}")
+
+    async def _relay(self, turn: _Turn, engine: Upstream, body: bytes) -> Relayed:
+        attempt = Attempt(self.upstreams, engine, turn.needed.context_tokens)
+        headers = passed_on(turn.request) | engine.authorization(None if self.guarded else turn.request)
+        return await relay(
+            self.client.session,
+            turn.request,
+            turn.format.path,
+            headers,
+            attempt,
+            body,
+            turn.reader(),
+            stream=bool(turn.body.stream),
+        )
+
+    def _judge(self, engine: Upstream, failure: TurnFailure) -> None:
+        """Take an engine that has gone out of service, and have one checked that answered with an error."""
+        if failure.fault is Fault.GONE:
+            self.lost(engine)
+        elif failure.fault is not Fault.SILENT:
+            self.health.doubt(engine)
+
+    def _blame(self, engine: Upstream, failing: list[Upstream]) -> None:
+        """Note that `engine` served a turn that others failed: where all fail it, the turn may be to blame."""
+        engine.served()
+        for other in failing:
+            if other.strike():
+                self.lost(other)
+
+    async def _place(self, turn: _Turn, returned: ToolReturn | None, refusing: list[Upstream]) -> Placement:
+        until = asyncio.get_running_loop().time() + self.config.wait_seconds
+        while True:
+            fleet = self.upstreams.fleet(turn.room, refusing)
+            if returned is None:
+                placement = self.policy.place(turn.needed, fleet)
+            else:
+                placement = self.policy.tool_returned(turn.needed, returned, fleet)
+                returned = None
+            self.trajectories.placed(turn.needed)
+            if placement is not None:
+                self.counts.placements += 1
+                self.counts.migrations += placement.migrated
+                return placement
+            if refusing:
+                raise UnavailableError("no other engine in service holds the turn")
+            try:
+                async with asyncio.timeout_at(until):
+                    await self.upstreams.changed()
+            except TimeoutError:
+                raise UnavailableError(self._unavailable(turn.needed.context_tokens + turn.room)) from None
+
+    def _unavailable(self, needed: int) -> str:
+        if not self.upstreams.instances:
+            return "no engine is healthy: see GET /engines"
+        longest = max(engine.capacity_tokens for engine in self.upstreams.instances)
+        return (
+            f"no engine took the turn in {self.config.wait_seconds:g} s: it needs {needed} tokens, and the longest"
+            f" context of a healthy engine is {longest}"
+        )
