@@ -5,9 +5,8 @@ VENV ?= .venv
 STAMP := $(VENV)/.libra-installed
 
 .DEFAULT_GOAL := help
-# Of `bench-lending`: requests of a serving deployment (.jsonl, or the .csv of Azure's public traces), and the rows.
+# Requests of a serving deployment for `bench-lending`: .jsonl, or the .csv of Azure's public traces.
 TRAFFIC ?= $(LIBRA_SERVING_TRACE)
-RESULTS ?= benchmarks/results/lending-$(shell date +%F).jsonl
 
 # Of `make docs`: a small virtual environment of its own, for the site needs nothing of what Libra needs.
 DOCS_VENV := build/docs-venv
@@ -70,29 +69,21 @@ lint: setup  ## ruff (rules and format), mypy, the direction of imports, that a 
 
 bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.planning --quick
-	$(VENV)/bin/python -m benchmarks.profiles --quick
 	$(VENV)/bin/python -m benchmarks.tracking --quick
-	$(VENV)/bin/python -m benchmarks.replanning --quick
 	$(VENV)/bin/python -m benchmarks.joins --quick
 	$(VENV)/bin/python -m benchmarks.role_changes --quick
-	$(VENV)/bin/python -m benchmarks.kv_handover --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
 	$(VENV)/bin/python -m benchmarks.routing_plans --quick
 	$(VENV)/bin/python -m benchmarks.gateway --quick
-	$(VENV)/bin/python -m benchmarks.lending all --quick
-	$(VENV)/bin/python -m benchmarks.logs
+	$(VENV)/bin/python -m benchmarks.lending memory
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
-	$(VENV)/bin/python -m benchmarks.slots
 	$(VENV)/bin/python -m benchmarks.planning
-	$(VENV)/bin/python -m benchmarks.profiles
 	$(VENV)/bin/python -m benchmarks.tracking
-	$(VENV)/bin/python -m benchmarks.replanning
 	$(VENV)/bin/python -m benchmarks.joins
 	$(VENV)/bin/python -m benchmarks.role_changes
-	$(VENV)/bin/python -m benchmarks.kv_handover
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed
@@ -100,8 +91,16 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.gateway
 	$(VENV)/bin/python -m benchmarks.workloads
 
-bench-lending: setup  ## lending and weights, an hour; with TRAFFIC=FILE what replays recorded requests, too; see RESULTS
-	$(VENV)/bin/python -m benchmarks.lending all $(if $(TRAFFIC),--traffic $(TRAFFIC)) --json $(RESULTS)
+bench-lending: setup  ## lending and weights, an hour; with TRAFFIC=FILE what replays recorded requests, too
+	$(VENV)/bin/python -m benchmarks.lending token
+	$(VENV)/bin/python -m benchmarks.lending memory
+	$(VENV)/bin/python -m benchmarks.lending plan
+	$(VENV)/bin/python -m benchmarks.lending run
+	$(VENV)/bin/python -m benchmarks.weights
+	$(VENV)/bin/python -m benchmarks.weights link
+	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending rules --traffic $(TRAFFIC))
+	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending pair --traffic $(TRAFFIC))
+	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending fidelity --traffic $(TRAFFIC))
 
 bench-evaluation: setup  ## whole systems in simulation, hours; what has finished is kept and not run again
 	$(VENV)/bin/python -m benchmarks.evaluation

@@ -15,12 +15,11 @@ without that. DeepSeek-V3 stands for V3.2: once all of a context is read, and on
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
 from benchmarks.search import requests
 from libra.config.recipe import Recipe
@@ -165,10 +164,8 @@ def iteration_seconds(cost: GroupCost, batch: int, context: int, ranks: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_ffn")
+    parser = command_line("attention_ffn", __doc__, quick="100 requests instead of 4,000")
     parser.add_argument("--only", choices=("frontier", "afd-plugin"))
-    parser.add_argument("--quick", action="store_true", help="100 requests instead of 4,000")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args()
     rows: list[Row] = []
     if options.only != "frontier":

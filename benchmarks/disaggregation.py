@@ -14,20 +14,15 @@ three with EAGLE, and accepts 1.7 of them in the mean; it serves the same reques
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
-import statistics
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from statistics import fmean, median
 
-from benchmarks.rows import Row, report
+from benchmarks.command import apart, command_line, peak_mib
+from benchmarks.rows import Row, below, report
 from benchmarks.simulation import engine
 from libra.cost.afd import StageGrid
 from libra.cost.experts import Balancing, power_law
@@ -121,7 +116,7 @@ def stages() -> StageGrid:
     return stage_roofline(GPUS["H800"], model, 1, APART.ffn, quantization=Quantization("fp8"))
 
 
-def apart() -> SimCluster:
+def stages_apart() -> SimCluster:
     """16,384 requests of mixed lengths for one group of attention ranks."""
     prompts, outputs = LogNormal(400, 1.0, 8000), LongTail(150, 0.8, 0.02, 1000, 1.5, 4000)
     config = EngineConfig(max_model_len=16384, kv_blocks=40_000, max_num_seqs=128)
@@ -152,22 +147,21 @@ CASES = {
     "512 + 512, 1,024 requests": Case(at_once, 0.5),
     "512 + 512, 100,000 mixed requests, contended": Case(mixed, 15, MOST_MIB),
     "512 + 512, 100,000 mixed requests, contended, pushed": Case(lambda: mixed(push=True), 15, MOST_MIB),
-    "AFD, 768 attention + 256 FFN, 16,384 requests": Case(apart, 10),
+    "AFD, 768 attention + 256 FFN, 16,384 requests": Case(stages_apart, 10),
     "EP 64 with DP 64, 16,384 requests": Case(expert_ranks, 10),
     "1 engine, 100,000 requests": Case(lambda: one_engine(None)),
     "1 engine, 100,000 requests, drafts": Case(lambda: one_engine(EAGLE), 3, than="1 engine, 100,000 requests"),
 }
 
 
-def figures(case: Case) -> Figures:
+def figures(name: str) -> Figures:
     """Run a case in this process."""
     engine(MODEL, "A100", 1, 16384)
     stages()
     began = time.process_time()
-    run = case.make()
+    run = CASES[name].make()
     run.run()
     took = time.process_time() - began
-    ends = Counter(request.status for request in run.requests)
     waits = [
         it.first_token - it.prefill_end
         for it in run.requests
@@ -175,61 +169,44 @@ def figures(case: Case) -> Figures:
     ]
     return Figures(
         cpu_seconds=took,
-        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        finished=ends["finished"],
+        peak_mib=peak_mib(),
+        finished=sum(request.status == "finished" for request in run.requests),
         events=sum(it.events for it in run.engines),
         iterations=sum(it.iterations for it in run.engines),
         transfers=0 if run.pairs is None else run.pairs.transfers,
         gigabytes=0 if run.pairs is None else run.pairs.transferred_bytes / 1e9,
         simulated_seconds=run.now / 1e12,
-        transfer_seconds=statistics.fmean(waits) / 1e12 if waits else 0.0,
+        transfer_seconds=fmean(waits) / 1e12 if waits else 0.0,
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disaggregation")
+    parser = command_line("disaggregation", __doc__)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes for each case (3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()
-    if options.case is not None:
-        print(json.dumps(asdict(figures(CASES[options.case]))))
-        return 0
     rows: list[Row] = []
     seconds: dict[str, float] = {}
     for name, case in CASES.items():
-        command = [sys.executable, "-m", "benchmarks.disaggregation", "--case", name]
-        runs = [
-            Figures(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-            for _ in range(options.repeats)
-        ]
-        took, first = statistics.median(run.cpu_seconds for run in runs), runs[0]
-        peak = max(run.peak_mib for run in runs)
-        seconds[name] = took
-        if case.than is not None and case.seconds is not None:
-            times = took / seconds[case.than]
-            rows.append(Row(name, "CPU time", took, "s"))
-            rows.append(Row(name, "CPU time, times without", times, "", f"< {case.seconds}", times < case.seconds))
-        elif case.seconds is None:
-            rows.append(Row(name, "CPU time", took, "s"))
-        else:
-            rows.append(Row(name, "CPU time", took, "s", f"< {case.seconds} s", took < case.seconds))
-        if case.mib is None:
-            rows.append(Row(name, "peak memory", peak, "MiB"))
-        else:
-            rows.append(Row(name, "peak memory", peak, "MiB", f"< {case.mib} MiB", peak < case.mib))
-        for metric, unit in (
-            ("finished", ""),
-            ("events", ""),
-            ("iterations", ""),
-            ("transfers", ""),
-            ("gigabytes", "GB"),
-            ("simulated_seconds", "s"),
-            ("transfer_seconds", "s"),
-        ):
-            rows.append(Row(name, metric.replace("_", " "), getattr(first, metric), unit))
+        runs = [apart(figures, name) for _ in range(options.repeats)]
+        took = seconds[name] = median(run.cpu_seconds for run in runs)
+        rows.append(below(name, "CPU time", took, "s", case.seconds if case.than is None else None))
+        if case.than is not None:
+            rows.append(below(name, "CPU time, times without", took / seconds[case.than], "", case.seconds))
+        rows.append(below(name, "peak memory", max(run.peak_mib for run in runs), "MiB", case.mib))
+        rows += [Row(name, what.replace("_", " "), getattr(runs[0], what), unit) for what, unit in _COUNTED.items()]
     report(rows, options.json)
     return int(any(row.met is False for row in rows))
+
+
+_COUNTED = {
+    "finished": "",
+    "events": "",
+    "iterations": "",
+    "transfers": "",
+    "gigabytes": "GB",
+    "simulated_seconds": "s",
+    "transfer_seconds": "s",
+}
 
 
 if __name__ == "__main__":

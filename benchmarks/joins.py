@@ -20,7 +20,6 @@ whatever a join puts on its critical path is in it, and what the neighbours do i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -33,7 +32,8 @@ from statistics import median
 
 import psutil
 
-from benchmarks.rows import Row, report
+from benchmarks.command import command_line, quiet_machine
+from benchmarks.rows import Row, at_most, report
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import LocalLauncher
@@ -44,7 +44,6 @@ from libra.config.run import ModelConfig
 WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower
 
 _BEFORE = 3  # steps alone before each join
-_QUIET = 0.05  # share of the machine that others may use while this measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +75,15 @@ class Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.joins", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few joins: a first look, not a verdict")
+    parser = command_line("joins", __doc__, quick="a tiny model and few joins: a first look, not a verdict")
     parser.add_argument("--remote", action="store_true", help="the joiner reads the core over TCP, as on another node")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))
-    taken = psutil.cpu_percent(interval=1.0) / 100
-    with tempfile.TemporaryDirectory() as directory:
+    with quiet_machine(), tempfile.TemporaryDirectory() as directory:
         measured = asyncio.run(measure(QUICK if options.quick else FULL, Path(directory), cores, options.remote))
-    report(rows_of(measured), options.json)
+        report(rows_of(measured), options.json)
     if len(cores) < 2:
         print("the machine has one core: the joiner takes the core's time, so only its processor time says something")
-    if taken > _QUIET:
-        print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
     return 0
 
 
@@ -130,25 +124,17 @@ def rows_of(measured: Measured) -> list[Row]:
     return [
         Row(case, "step before, median", median(before), "s"),
         Row(case, "step before, worst", max(before), "s"),
-        _ratio(case, "step during / before, median", median(during) / median(before), MEDIAN),
-        _ratio(case, "step during / before, worst", max(during) / max(before), WORST),
+        at_most(case, "step during / before, median", median(during) / median(before), "", 1 + MEDIAN),
+        at_most(case, "step during / before, worst", max(during) / max(before), "", 1 + WORST),
         Row(case, "processor time of the core before, median", median(own_before), "s"),
-        _ratio(case, "processor time during / before, median", median(own_during) / median(own_before), MEDIAN),
-        _ratio(case, "processor time during / before, worst", max(own_during) / max(own_before), WORST),
+        at_most(case, "processor time, the same, median", median(own_during) / median(own_before), "", 1 + MEDIAN),
+        at_most(case, "processor time, the same, worst", max(own_during) / max(own_before), "", 1 + WORST),
         Row(case, "step boundary held, median", median(measured.held) * 1e3, "ms"),
         Row(case, "step boundary held, worst", max(measured.held) * 1e3, "ms"),
-        _share(case, "step boundary held, worst / step before", max(measured.held) / median(before)),
+        at_most(case, "step boundary held, worst / step before", max(measured.held) / median(before), "", WORST),
         Row(case, "from the order to the entry, median", median(measured.joins), "s"),
         *([] if measured.relay is None else [Row(case, "processor time of a relay, mean", measured.relay, "s")]),
     ]
-
-
-def _ratio(case: str, metric: str, value: float, tolerance: float) -> Row:
-    return Row(case, metric, value, "ratio", f"at most {1 + tolerance:g}", value <= 1 + tolerance)
-
-
-def _share(case: str, metric: str, value: float) -> Row:
-    return Row(case, metric, value, "ratio", f"at most {WORST:g}", value <= WORST)
 
 
 class _Stepper:

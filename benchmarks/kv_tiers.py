@@ -9,10 +9,10 @@ The engines are those of `examples/kv_tiers.yaml`, the trajectories those of `ex
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
 from libra.sim.clock import seconds
 from libra.sim.engines_file import load_engines
@@ -47,9 +47,7 @@ def rows_of(case: str, gib: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = command_line("kv_tiers", __doc__).parse_args()
     rows = rows_of("GPU alone", 0)
     for gib in SIZES:
         rows += rows_of(f"host, {gib} GiB", gib)

@@ -12,22 +12,20 @@ lengths drift. Each case has a process of its own, whose peak memory is reported
 
 from __future__ import annotations
 
-import argparse
 import math
-import multiprocessing
 import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
 
-from benchmarks.rows import Row, report
+from benchmarks.command import apart, command_line, peak_mib, processor_seconds
+from benchmarks.rows import Row, at_most, below, report
 from libra.config.recipe import Recipe
 from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, tables
@@ -36,7 +34,6 @@ from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner
-from libra.plan.solution import Prediction
 from libra.trajectory import Trajectory, Turn, write_trajectories
 
 MODEL = "Qwen/Qwen3-14B"
@@ -47,8 +44,6 @@ _ETHERNET = 25e9  # bytes/s of a node: 200 Gb/s
 _OBSERVED = 2000  # trajectories behind each plan
 _FIVE_TYPES = ("L40S", "A800", "H800", "H200", "B200")
 _DRIFT = 1.15  # factor on the median length from plan to plan
-
-_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +72,22 @@ class Measured:
     seconds: list[float]
     cpu_seconds: list[float]
     gaps: list[float]
-    step: Prediction
-    peak_bytes: int
+    peak_mib: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few plans a case: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    options = parser.parse_args(arguments)
+    options = command_line("planning", __doc__, quick="few plans a case: a first look, not a verdict").parse_args(
+        arguments
+    )
     plans = 3 if options.quick else 10
     rows: list[Row] = []
     for case in CASES:
-        rows += rows_of(case, _apart(measure, case, plans))
-    rows += [
-        Row("Qwen3-14B on A800, tp 1-8", "time of a roofline profile", _apart(build_roofline), "s"),
-        *_tables_rows(_apart(build_tables)),
-        _cold_start_row(plans),
-    ]
+        rows += rows_of(case, apart(measure, case, plans))
+    for source in ("roofline", "tables"):
+        seconds = apart(build_profile, source)
+        if seconds is not None:
+            rows.append(Row("Qwen3-14B on A800, tp 1-8", f"time of a profile from {source}", seconds, "s"))
+    rows.append(_cold_start_row(plans))
     report(rows, options.json)
     return 0
 
@@ -117,48 +110,27 @@ def measure(case: Case, plans: int) -> Measured:
         cpu_seconds.append(time.process_time() - cpu)
         gaps.append(plan.proof.gap)
         current = plan if case.hint else None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Measured(seconds[1:], cpu_seconds[1:], gaps[1:], plan.predicted, peak)
+    return Measured(seconds[1:], cpu_seconds[1:], gaps[1:], peak_mib())
 
 
 def rows_of(case: Case, measured: Measured) -> list[Row]:
-    typical, worst = median(measured.cpu_seconds), max(measured.gaps)
     return [
         Row(case.name, "median time of a plan", median(measured.seconds), "s"),
         Row(case.name, "longest time of a plan", max(measured.seconds), "s"),
-        Row(case.name, "median CPU time", typical, "s", f"under {case.goal:g} s", typical < case.goal),
+        below(case.name, "median CPU time", median(measured.cpu_seconds), "s", case.goal),
         Row(case.name, "longest CPU time", max(measured.cpu_seconds), "s"),
-        Row(
-            case.name,
-            "largest gap to the proven bound",
-            100 * worst,
-            "%",
-            f"at most {100 * LARGEST_GAP:g} %",
-            worst <= LARGEST_GAP,
-        ),
-        Row(
-            case.name,
-            "peak memory",
-            measured.peak_bytes / 2**20,
-            "MiB",
-            "under 1,024 MiB",
-            measured.peak_bytes < 2**30,
-        ),
+        at_most(case.name, "largest gap to the proven bound", 100 * max(measured.gaps), "%", 100 * LARGEST_GAP),
+        below(case.name, "peak memory", measured.peak_mib, "MiB", 1024),
     ]
 
 
-def build_roofline() -> float:
+def build_profile(source: str) -> float | None:
+    """Seconds; None where there are no tables of the GPU."""
     model, node = load_model(MODEL), NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, _ETHERNET)
-    began = time.perf_counter()
-    roofline(node.gpu, model, tensor_degrees(model, node), intra_bandwidth=node.intra_bandwidth)
-    return time.perf_counter() - began
-
-
-def build_tables() -> float | None:
-    model, node = load_model(MODEL), NodeClass("a800", 6, 8, GPUS["A800"], GPUS["A800"].link, _ETHERNET)
+    build = roofline if source == "roofline" else tables
     began = time.perf_counter()
     try:
-        tables(node.gpu, model, tensor_degrees(model, node), intra_bandwidth=node.intra_bandwidth)
+        build(node.gpu, model, tensor_degrees(model, node), intra_bandwidth=node.intra_bandwidth)
     except NoTablesError:
         return None
     return time.perf_counter() - began
@@ -185,11 +157,6 @@ def make_trajectories(rng: random.Random, count: int, scale: float) -> list[Traj
     return made
 
 
-def _tables_rows(seconds: float | None) -> list[Row]:
-    where = "Qwen3-14B on A800, tp 1-8"
-    return [] if seconds is None else [Row(where, "time of a profile from tables", seconds, "s")]
-
-
 def _cold_start_row(plans: int) -> Row:
     """The command line, from start to exit, on the first case."""
     root = Path(__file__).parent.parent
@@ -200,21 +167,10 @@ def _cold_start_row(plans: int) -> Row:
         command += ["-t", str(log), "-r", "examples/request.yaml", "-o", str(Path(folder) / "plan.json")]
         seconds = []
         for _ in range(plans):
-            began = _children_cpu_seconds()
+            began = processor_seconds(resource.RUSAGE_CHILDREN)
             subprocess.run(command, cwd=root, check=True, capture_output=True)
-            seconds.append(_children_cpu_seconds() - began)
-    typical = median(seconds)
-    return Row("48 A800, 512 trajectories", "median CPU time of `libra plan`", typical, "s", "under 3 s", typical < 3)
-
-
-def _children_cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def _apart(function: Callable[..., _Found], *arguments: Any) -> _Found:
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        return process.apply(function, arguments)
+            seconds.append(processor_seconds(resource.RUSAGE_CHILDREN) - began)
+    return below("48 A800, 512 trajectories", "median CPU time of `libra plan`", median(seconds), "s", 3)
 
 
 if __name__ == "__main__":

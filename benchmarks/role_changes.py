@@ -13,7 +13,6 @@ top in a restart.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -25,9 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-import psutil
-
-from benchmarks.rows import Row, report
+from benchmarks.command import command_line, quiet_machine
+from benchmarks.rows import Row, below, report
 from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.machine import choose, served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
@@ -46,7 +44,6 @@ from libra.route.catalogue import policy_named
 
 GOAL = 5.0  # seconds, each way
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "calculator.yaml"
-_QUIET = 0.05  # share of the machine that others may use while this measures
 _TURNS = 8  # under way on every engine
 
 
@@ -60,36 +57,27 @@ class Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.role_changes", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="two changes each way: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    options = parser.parse_args(arguments)
-    taken = psutil.cpu_percent(interval=1.0) / 100
-    with tempfile.TemporaryDirectory() as directory:
+    options = command_line(
+        "role_changes", __doc__, quick="two changes each way: a first look, not a verdict"
+    ).parse_args(arguments)
+    with quiet_machine(), tempfile.TemporaryDirectory() as directory:
         measured = asyncio.run(measure(2 if options.quick else 12, Path(directory)))
-    report(rows_of(measured), options.json)
-    if taken > _QUIET:
-        print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
+        report(rows_of(measured), options.json)
     return 0
 
 
 def rows_of(measured: Measured) -> list[Row]:
     case = f"{len(measured.to_engine)} changes each way, {measured.steps} steps and {measured.turns} turns meanwhile"
     return [
-        *_times(case, "training to rollout", measured.to_engine, goal=True),
-        *_times(case, "rollout to training", measured.to_trainer, goal=True),
-        *_times(case, "start of Python and imports, saved each time", measured.imports, goal=False),
+        *_times(case, "training to rollout", measured.to_engine, GOAL),
+        *_times(case, "rollout to training", measured.to_trainer, GOAL),
+        *_times(case, "start of Python and imports, saved each time", measured.imports, None),
     ]
 
 
-def _times(case: str, what: str, seconds: Sequence[float], goal: bool) -> Iterator[Row]:
-    for name, value in (("median", median(seconds)), ("worst", max(seconds))):
-        if goal:
-            yield Row(case, f"{what}, {name}", value, "s", f"less than {GOAL:g}", value < GOAL)
-        else:
-            yield Row(case, f"{what}, {name}", value, "s")
+def _times(case: str, what: str, seconds: Sequence[float], goal: float | None) -> Iterator[Row]:
+    yield below(case, f"{what}, median", median(seconds), "s", goal)
+    yield below(case, f"{what}, worst", max(seconds), "s", goal)
 
 
 async def measure(changes: int, directory: Path) -> Measured:

@@ -13,7 +13,6 @@ workload is ours, not Frontier's.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import linprog
 
+from benchmarks.command import command_line
 from benchmarks.rollout_price_simulation import roll_out
 from benchmarks.rows import Row, report
 from benchmarks.simulation import SESSIONS
@@ -264,11 +264,10 @@ def role_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_pairs")
+    parser = command_line("rollout_pairs", __doc__)
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="of a simulated run (6)")
     parser.add_argument("--sessions", type=Path, default=SESSIONS, metavar="FILE", help="a log of coding sessions")
     parser.add_argument("--only", choices=("bound", "plan", "roles"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args()
     rows: list[Row] = []
     if options.only in (None, "bound"):

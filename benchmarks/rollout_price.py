@@ -14,7 +14,6 @@ whole runs with staleness. The verdict on steps is the experiment `step-price` o
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
@@ -23,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from benchmarks.command import command_line
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
 from benchmarks.rollout_price_fit import Sample, fit, priced_seconds
-from benchmarks.rollout_price_heavy import CASES, FEW_CASES, half_rows, heavy_rows
 from benchmarks.rollout_price_plan import plan_case
 from benchmarks.rollout_price_simulation import Rollout, roll_out
 from benchmarks.rollout_price_steps import simulate_steps
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row, at_most, report
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 from libra.plan.plan import Plan
 from libra.plan.problem import InfeasiblePlanError, Problem
@@ -76,11 +75,7 @@ class Priced:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollout_price", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="few cases: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser = command_line("rollout_price", __doc__, quick="few cases: a first look, not a verdict")
     parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
     options = parser.parse_args(arguments)
     if options.fit:
@@ -90,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
-    rows = [*verdict_rows(found), *heavy_rows(FEW_CASES if options.quick else CASES, batches[1]), *log_rows(batches)]
-    rows += half_rows(batches[1])
-    report(rows, options.json)
+    report([*verdict_rows(found), *log_rows(batches)], options.json)
     return 0
 
 
@@ -175,8 +168,8 @@ def verdict_rows(found: Sequence[Priced]) -> list[Row]:
     errors = [100 * abs(priced.error) for priced in found]
     name = f"{len(found)} clusters and distributions"
     rows = [
-        Row(name, "mean |error|", fmean(errors), "%", f"at most {MEAN_GOAL:g} %", fmean(errors) <= MEAN_GOAL),
-        Row(name, "largest |error|", max(errors), "%", f"at most {LARGEST_GOAL:g} %", max(errors) <= LARGEST_GOAL),
+        at_most(name, "mean |error|", fmean(errors), "%", MEAN_GOAL),
+        at_most(name, "largest |error|", max(errors), "%", LARGEST_GOAL),
         Row(name, "mean error", 100 * fmean(priced.error for priced in found), "%"),
         Row(name, f"cases beyond {LARGEST_GOAL:g} %", sum(error > LARGEST_GOAL for error in errors), ""),
         Row(name, "one batch against the mean of the others", 100 * fmean(map(_repeat_error, found)), "%"),

@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from libra.config.recipe import Recipe
@@ -248,29 +247,8 @@ def _blend(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
     return [(share, short), (1 - share, long)]
 
 
-def _slow_tools(draw: random.Random, longest: int, sigma: float) -> list[tuple[float, Agent]]:
-    """Uniform turns and one tool, whose seconds have a long tail."""
-    turns = _log(draw, 3, 12)
-    room = longest / turns
-    returned = Uniform(20, max(40, int(room * 0.3)))
-    tool = Tool("build", 1.0, returned, _log(draw, 1, 10), sigma)
-    turn = Uniform(10, max(20, int(room * draw.uniform(0.1, 0.5))))
-    return [(1.0, Agent(Uniform(300, 2000), turn, turns, (tool,), longest))]
-
-
-def _part_with_tools(draw: random.Random, longest: int) -> list[tuple[float, Agent]]:
-    """Tasks of equal length, of which some call slow tools and others none."""
-    sigma = draw.choice((1.0, 1.7))
-    ((_, calling),) = _slow_tools(draw, longest, sigma)
-    length = int(longest * draw.uniform(0.3, 0.8))
-    answering = Agent(Uniform(300, 2000), Uniform(100, length), 1.0, (_NO_TOOL,), longest)
-    share = draw.uniform(0.1, 0.5)
-    return [(share, calling), (1 - share, answering)]
-
-
 FITTED = ("geometric", "reasoning", "search")
 TESTED = ("proof", "terminal", "blend")
-HEAVY = ("tools, sigma 1", "tools, sigma 1.7", "part with tools")  # tested, too
 
 FAMILIES: dict[str, Callable[[random.Random, int], list[tuple[float, Agent]]]] = {
     "geometric": _agents_geometric,
@@ -279,7 +257,4 @@ FAMILIES: dict[str, Callable[[random.Random, int], list[tuple[float, Agent]]]] =
     "proof": _proof,
     "terminal": _terminal,
     "blend": _blend,
-    "tools, sigma 1": partial(_slow_tools, sigma=1.0),
-    "tools, sigma 1.7": partial(_slow_tools, sigma=1.7),
-    "part with tools": _part_with_tools,
 }

@@ -12,14 +12,15 @@ are not at hand (`LIBRA_DATA`).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.command import command_line
+from benchmarks.evaluation.agent_logs import FILES, halves, present, read_log, without_waits
 from benchmarks.evaluation.engines import a800_nodes, profiles_of
-from benchmarks.evaluation.routing_real_data import FILES, halves, present, read_log, without_waits
+from benchmarks.evaluation.oracle import Oracle
 from benchmarks.rollout_price_cases import TESTED, make_case
 from benchmarks.rows import Row, report
 from libra.config.recipe import Recipe
@@ -30,7 +31,6 @@ from libra.hardware.model_file import load_model
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
-from libra.route.oracle import Oracle
 from libra.route.policy import Policy
 from libra.sim.of_plan import simulate_plan, teach
 from libra.sim.outcome.metrics import metrics_of
@@ -190,14 +190,10 @@ def rows_of(asked: Question, found: Mapping[str, Mapping[str, float]]) -> list[R
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.routing_plans", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="logs of agents only, one seed")
+    parser = command_line("routing_plans", __doc__, quick="logs of agents only, one seed")
     parser.add_argument("--runs", action="store_true", help="simulate post-training runs, too")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="of logs, halves and draws (default: 0)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="draws of each question (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     first = options.first_seed
     seeds = range(first, first + (1 if options.quick else options.seeds))

@@ -32,6 +32,30 @@ class Row:
             raise ValueError(f"{self.case}, {self.metric}: goal and met must both be set, or both be None")
 
 
+def at_most(case: str, metric: str, value: float, unit: str, limit: float | None) -> Row:
+    """A row whose value must not exceed the limit; without one it promises nothing."""
+    return _judged(case, metric, value, unit, limit, "at most", limit is not None and value <= limit)
+
+
+def at_least(case: str, metric: str, value: float, unit: str, limit: float | None) -> Row:
+    return _judged(case, metric, value, unit, limit, "at least", limit is not None and value >= limit)
+
+
+def below(case: str, metric: str, value: float, unit: str, limit: float | None) -> Row:
+    return _judged(case, metric, value, unit, limit, "below", limit is not None and value < limit)
+
+
+def none(case: str, metric: str, value: float, unit: str = "") -> Row:
+    """A row whose value must be 0."""
+    return Row(case, metric, value, unit, "none", value == 0)
+
+
+def _judged(case: str, metric: str, value: float, unit: str, limit: float | None, words: str, met: bool) -> Row:
+    if limit is None:
+        return Row(case, metric, value, unit)
+    return Row(case, metric, value, unit, f"{words} {limit:g} {unit}".rstrip(), met)
+
+
 def report(rows: Sequence[Row], json_path: Path | None) -> None:
     """Print the rows as a table; also write them to `json_path`, if there is one."""
     Console().print(make_table(rows))

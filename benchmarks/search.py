@@ -1,4 +1,4 @@
-"""Time of `libra search`, share of the menu that its bound rules out, and whether the answer is brute force's.
+"""Time of `libra search`, share of the menu that its bound rules out, and whether its winners last.
 
 Invariant: rows name the question and the measure; times are CPU times of all processes that took part.
 
@@ -6,8 +6,7 @@ Invariant: rows name the question and the measure; times are CPU times of all pr
     python -m benchmarks.search --peer [apart]
 
 "menu" is the question of the goal: 2,000 requests, three objectives, 1,000 candidates. "sixteen" is about
-all deployments of a 32B model on 16 GPUs. "brute force" simulates every candidate of 60 random menus to its goodput
-without a bound, and compares the Pareto sets. "windows" runs the winners of 20 searches on other requests of the same
+all deployments of a 32B model on 16 GPUs. "windows" runs the winners of 20 searches on other requests of the same
 traffic: of Azure's trace, where it is there. "plan" mixes 1,024 GPUs of three types. "published" repeats Frontier's
 (arXiv 2605.21312) questions on prefill and decode apart, and on mixed GPUs, with a model, requests and GPUs of our own.
 --peer puts the same question to the sweep of aiconfigurator-core, with the same tables; "apart" to that of the package
@@ -16,19 +15,18 @@ aiconfigurator, which has to be installed in addition.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.rows import Row, report
+from benchmarks.command import command_line, processor_seconds
+from benchmarks.rows import Row, at_least, at_most, report
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
@@ -38,11 +36,7 @@ from libra.plan.serving import ServingOption, ServingProblem, solve_serving
 from libra.sim.clock import ticks
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.answer import point_of
 from libra.sizing.candidate import ServingCandidate
-from libra.sizing.engines import NoRoomError, configuration
-from libra.sizing.holding import held_rate
-from libra.sizing.ladder import Asking, simulator
 from libra.sizing.menu import MenuFile, ServingMenu
 from libra.sizing.mix import plan_mix, single_engines
 from libra.sizing.objective import parse_objectives
@@ -55,7 +49,7 @@ THREE = "ttft_p99=2,tpot_p99=0.05,latency_p99=40"
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-4B")
 LIMITS = ("ttft_p99=1s,tpot_p99=50ms", "ttft_p99=2s,tpot_p99=30ms", "ttft_p95=1s,tpot_p95=40ms", "ttft_p99=3s")
 AZURE = Path(__file__).parents[1] / "../shared/data/serving/azure_2023_conv.csv"
-MENUS, WINDOWS = 60, 20
+WINDOWS = 20
 MENU_SECONDS, SIXTEEN_SECONDS, OUT, PLAN_SECONDS = 240.0, 60.0, 0.6, 2.0  # goals
 
 T = TypeVar("T")
@@ -87,8 +81,7 @@ def measured(work: Callable[[], T]) -> tuple[T, float, float]:
     """Result of `work`, and seconds: CPU time, and wall clock."""
 
     def cpu() -> float:
-        used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(it.ru_utime + it.ru_stime for it in used)
+        return processor_seconds() + processor_seconds(resource.RUSAGE_CHILDREN)
 
     before, began = cpu(), time.monotonic()
     done = work()
@@ -118,10 +111,9 @@ def menu_rows(jobs: int, quick: bool) -> Iterator[Row]:
     listed = spread(list(ServingMenu().candidates(asked)), 100 if quick else 1000)
     found, cpu, clock = measured(lambda: answer(asked, Listed(listed), jobs=jobs))
     case = f"menu of {found.candidates:,}, {len(asked.requests):,} requests, 40 requests/s"
-    yield Row(case, "CPU time", cpu, "s", f"<= {MENU_SECONDS:g} x 2 cores", cpu <= 2 * MENU_SECONDS)
-    yield Row(case, f"clock, {jobs} processes", clock, "s", f"<= {MENU_SECONDS:g}", clock <= MENU_SECONDS)
-    share = found.out_by_bound / found.candidates
-    yield Row(case, "out by bound", share, "share", f">= {OUT:g}", share >= OUT)
+    yield at_most(case, "CPU time", cpu, "s", 2 * MENU_SECONDS)  # of two cores
+    yield at_most(case, f"clock, {jobs} processes", clock, "s", MENU_SECONDS)
+    yield at_least(case, "out by bound", found.out_by_bound / found.candidates, "of them", OUT)
     yield Row(case, "simulations", found.runs, "")
     yield Row(case, "Pareto set", len(found.points), "points")
 
@@ -134,33 +126,9 @@ def sixteen_rows(jobs: int, quick: bool) -> Iterator[Row]:
     found, cpu, _ = measured(lambda: answer(asked, ServingMenu(), jobs=jobs))
     source = "Azure 2023" if AZURE.exists() else "Poisson"
     case = f"{found.candidates:,} candidates, no rate, {count:,} requests of {source}, 16 H100"
-    yield Row(case, "CPU time", cpu, "s", f"<= {SIXTEEN_SECONDS:g}", cpu <= SIXTEEN_SECONDS)
+    yield at_most(case, "CPU time", cpu, "s", SIXTEEN_SECONDS)
     yield Row(case, "simulations", found.runs, "")
     yield Row(case, "Pareto set", len(found.points), "points")
-
-
-def brute_force_rows(jobs: int, quick: bool) -> Iterator[Row]:
-    """Random questions about random parts of the menu: half of them name a rate."""
-    same, mine, its, candidates, count = 0, 0.0, 0.0, 0, 6 if quick else MENUS
-    for seed in range(count):
-        generator = np.random.default_rng(seed)
-        limits = f"ttft_p99={generator.choice([0.5, 1, 2])}s,tpot_p99={generator.choice([0.02, 0.03, 0.05])}s"
-        asked = question(cluster(1, 1, 1), 80, limits, gpus=4)
-        asked = replace(asked, requests=requests(80, seed), rate=float(generator.choice([4, 8])) if seed % 2 else None)
-        every = list(ServingMenu().candidates(asked))
-        listed = [every[it] for it in sorted(generator.choice(len(every), 6, replace=False).tolist())]
-        try:
-            found, cpu, _ = measured(lambda asked=asked, listed=listed: answer(asked, Listed(listed), jobs=jobs))  # type: ignore[misc]
-        except ValueError:  # none of them keeps the limits without a queue
-            count -= 1
-            continue
-        brute, all_cpu, _ = measured(lambda asked=asked, listed=listed: simulate_everything(asked, listed, jobs))  # type: ignore[misc]
-        same += {it.candidate for it in found.points} == brute
-        mine, its, candidates = mine + cpu, its + all_cpu, candidates + len(listed)
-    case = f"brute force, {count} menus, {candidates:,} candidates"
-    yield Row(case, "the same Pareto set", same, "menus", f"{count}", same == count)
-    yield Row(case, "CPU time", mine, "s")
-    yield Row(case, "CPU time of brute force", its, "s")
 
 
 def windows_rows(jobs: int, quick: bool) -> Iterator[Row]:
@@ -194,29 +162,13 @@ def windows_rows(jobs: int, quick: bool) -> Iterator[Row]:
         held += max(shares) <= 1
         case = f"{source}, {size:,} requests, {model}, {limits}"
         what = f"{best.candidate}: largest share of a limit at {best.trial.rate:.3g}/s"
-        yield Row(case, what, max(shares), "", "<= 1", max(shares) <= 1)
+        yield at_most(case, what, max(shares), "", 1)
     yield Row(source, "winners that hold on 4 other windows and 5,000 requests", held, "", f"{count}", held == count)
 
 
 def window(traffic: tuple[RecordedRequest, ...], begin: int, size: int) -> tuple[RecordedRequest, ...]:
     part = traffic[begin : begin + size]
     return tuple(replace(it, arrival=it.arrival - part[0].arrival) for it in part)
-
-
-def simulate_everything(asked: SizingQuestion, listed: list[ServingCandidate], jobs: int) -> set[ServingCandidate]:
-    """The Pareto set without a bound."""
-    fitting = []
-    for candidate in listed:
-        try:
-            for pool in candidate.pools:
-                configuration(asked, pool.shape)
-        except NoRoomError:
-            continue
-        fitting.append(Asking(candidate))
-    with simulator(asked, jobs, held_rate) as simulate:
-        found = [point_of(asked, one.candidate, inf, held) for one, held in simulate(fitting)]
-    points = [it for it in found if it is not None]
-    return {it.candidate for it in points if not any(other.dominates(it) for other in points)}
 
 
 def plan_rows(jobs: int, quick: bool) -> Iterator[Row]:
@@ -229,8 +181,7 @@ def plan_rows(jobs: int, quick: bool) -> Iterator[Row]:
     menu = ServingMenu(MenuFile(max_num_seqs=(256,), max_num_batched_tokens=(8192,)))
     found, cpu, _ = measured(lambda: plan_mix(asked, menu, jobs=jobs))
     case = f"plan, {there.devices:,} GPUs of 3 types, {rate:g} requests/s"
-    seconds = found.solver_seconds
-    yield Row(case, "CP-SAT, all plans", seconds, "s", f"<= {PLAN_SECONDS:g}", seconds <= PLAN_SECONDS)
+    yield at_most(case, "CP-SAT, all plans", found.solver_seconds, "s", PLAN_SECONDS)
     yield Row(case, "proven on the menu", float(found.plan.proven), "", "yes", found.plan.proven)
     yield Row(case, "passes its own simulation", float(found.trial.passed), "", "yes", found.trial.passed)
     yield Row(case, "plans that missed before", len(found.missed), "")
@@ -282,11 +233,18 @@ def most_requests(options: list[ServingOption]) -> float:
     return low
 
 
+_PARTS: dict[str, Callable[[int, bool], Iterator[Row]]] = {
+    "menu": menu_rows,
+    "sixteen": sixteen_rows,
+    "windows": windows_rows,
+    "plan": plan_rows,
+    "published": published_rows,
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line("search", __doc__, quick="a tenth of everything: whether it runs")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path, help="write one JSON line per row to this file")
-    parser.add_argument("--quick", action="store_true", help="a tenth of everything: whether it runs")
     parser.add_argument(
         "--peer",
         nargs="?",
@@ -294,22 +252,14 @@ def main() -> None:
         choices=("colocated", "apart"),
         help="the sweep of aiconfigurator-core instead; or that of aiconfigurator, with prefill and decode apart",
     )
-    parser.add_argument("--only", choices=("menu", "sixteen", "brute force", "windows", "plan", "published"))
+    parser.add_argument("--only", choices=_PARTS)
     given = parser.parse_args()
-    parts = {
-        "menu": menu_rows,
-        "sixteen": sixteen_rows,
-        "brute force": brute_force_rows,
-        "windows": windows_rows,
-        "plan": plan_rows,
-        "published": published_rows,
-    }
     if given.peer:
         from benchmarks.search_peer import apart_rows, peer_rows
 
         report(list(peer_rows() if given.peer == "colocated" else apart_rows()), given.json)
         return
-    kept = [make for name, make in parts.items() if given.only in (None, name)]
+    kept = [make for name, make in _PARTS.items() if given.only in (None, name)]
     report([row for make in kept for row in make(given.jobs, given.quick)], given.json)
 
 

@@ -15,20 +15,17 @@ how the time grows with requests, engines and tokens per request; it should not 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 
-from benchmarks.rows import Row, report
+from benchmarks.command import apart, command_line, peak_mib
+from benchmarks.rows import Row, at_most, below, report
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPUS
@@ -195,6 +192,7 @@ GROWTH: dict[str, Case] = {
 
 
 def measure(name: str) -> Figures:
+    """Run a case in this process."""
     case = {**CASES, **GROWTH}[name]
     case.run()  # makes the engines' profiles and finds what they can do, which is no part of the case
     loop, load = loop_seconds(), os.getloadavg()[0]
@@ -204,18 +202,18 @@ def measure(name: str) -> Figures:
     cpu = time.process_time() - started
     asked = sum(request.prompt_tokens for request in simulated.requests)
     return Figures(
-        cpu,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        len(simulated.engines),
-        len(simulated.requests),
-        sum(request.status == "finished" for request in simulated.requests),
-        sum(it.events for it in simulated.engines),
-        sum(it.iterations for it in simulated.engines),
-        sum(it.preemptions for it in simulated.engines),
-        sum(request.cached_tokens for request in simulated.requests) / asked,
-        simulated.now / 1e12,
-        loop,
-        load,
+        cpu_seconds=cpu,
+        peak_mib=peak_mib(),
+        engines=len(simulated.engines),
+        requests=len(simulated.requests),
+        finished=sum(request.status == "finished" for request in simulated.requests),
+        events=sum(it.events for it in simulated.engines),
+        iterations=sum(it.iterations for it in simulated.engines),
+        preemptions=sum(it.preemptions for it in simulated.engines),
+        cached_share=sum(request.cached_tokens for request in simulated.requests) / asked,
+        simulated_seconds=simulated.now / 1e12,
+        loop_seconds=loop,
+        load=load,
     )
 
 
@@ -229,80 +227,49 @@ def loop_seconds() -> float:
 
 
 def rows(name: str, case: Case, runs: list[Figures]) -> list[Row]:
-    seconds = [run.cpu_seconds for run in runs]
-    figures = runs[0]
+    first = runs[0]
     if str(cluster_module.__file__).endswith(".so"):
         name += ", compiled"
-    typical, peak = statistics.median(seconds), max(run.peak_mib for run in runs)
-    goal = (None, None) if case.seconds is None else (f"under {case.seconds:g} s", typical < case.seconds)
-    found = [
-        Row(name, "median CPU time", typical, "s", *goal),
-        Row(name, "longest", max(seconds), "s"),
-        Row(
-            name, "a million turns of a plain loop, just before", statistics.median(it.loop_seconds for it in runs), "s"
-        ),
-        Row(name, "load of the machine", statistics.median(it.load for it in runs), ""),
-        Row(
-            name,
-            "peak memory",
-            peak,
-            "MiB",
-            *((None, None) if case.mib is None else (f"under {case.mib:g} MiB", peak < case.mib)),
-        ),
+    typical = median(run.cpu_seconds for run in runs)
+    every = first.finished == first.requests
+    return [
+        below(name, "median CPU time", typical, "s", case.seconds),
+        Row(name, "longest", max(run.cpu_seconds for run in runs), "s"),
+        Row(name, "a million turns of a plain loop, just before", median(run.loop_seconds for run in runs), "s"),
+        Row(name, "load of the machine", median(run.load for run in runs), ""),
+        below(name, "peak memory", max(run.peak_mib for run in runs), "MiB", case.mib),
+        at_most(name, "events an engine", first.events / first.engines, "", case.events_per_engine),
+        Row(name, "iterations an event", first.iterations / first.events, ""),
+        Row(name, "CPU time a request", 1e6 * typical / first.requests, "us"),
+        Row(name, "finished requests", first.finished, "", f"all {first.requests:,}", every),
+        Row(name, "preemptions", first.preemptions, ""),
+        Row(name, "prompt tokens found in the prefix cache", 100 * first.cached_share, "%"),
+        Row(name, "simulated time", first.simulated_seconds, "s"),
     ]
-    per_engine = figures.events / figures.engines
-    goal = (None, None)
-    if case.events_per_engine is not None:
-        goal = (f"at most {case.events_per_engine:g}", per_engine <= case.events_per_engine)
-    found += [
-        Row(name, "events an engine", per_engine, "", *goal),
-        Row(name, "iterations an event", figures.iterations / figures.events, ""),
-        Row(name, "CPU time a request", 1e6 * typical / figures.requests, "us"),
-        Row(
-            name,
-            "finished requests",
-            figures.finished,
-            "",
-            f"all {figures.requests:,}",
-            figures.finished == figures.requests,
-        ),
-        Row(name, "preemptions", figures.preemptions, ""),
-        Row(name, "prompt tokens found in the prefix cache", 100 * figures.cached_share, "%"),
-        Row(name, "simulated time", figures.simulated_seconds, "s"),
-    ]
-    return found
+
+
+def measured(name: str, repeats: int) -> list[Figures]:
+    """Runs of a case, each in a process of its own; at most three of a case that takes over 10 s."""
+    runs = [apart(measure, name)]
+    while len(runs) < repeats and not (runs[-1].cpu_seconds > 10 and len(runs) == 3):
+        runs.append(apart(measure, name))
+    print(f"{name}: {median(run.cpu_seconds for run in runs):.3f} s", file=sys.stderr)
+    return runs
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="each case once, and not the largest ones")
+    parser = command_line("simulation", __doc__, quick="each case once, and not the largest ones")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each case (3 of those over 10 s)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--case", choices={**CASES, **GROWTH}, metavar="NAME", help="only this one")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.one is not None:
-        print(json.dumps(asdict(measure(asked.one))))
-        return 0
     found: list[Row] = []
     for name, case in {**CASES, **GROWTH}.items():
         if (name.endswith("azure conversations") and not AZURE.exists()) or (
             name.endswith("coding sessions") and not SESSIONS.exists()
         ):
             print(f"{name}: left out, its data is not at {DATA}", file=sys.stderr)
-            continue
-        if (asked.quick and "1,000,000" in name) or asked.case not in (None, name):
-            continue
-        runs: list[Figures] = []
-        for _ in range(1 if asked.quick else asked.repeats):
-            command = [sys.executable, "-m", "benchmarks.simulation", "--one", name]
-            runs.append(
-                Figures(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-            )
-            if runs[-1].cpu_seconds > 10 and len(runs) == 3:
-                break
-        print(f"{name}: {statistics.median(run.cpu_seconds for run in runs):.3f} s", file=sys.stderr)
-        found += rows(name, case, runs)
+        elif not (asked.quick and "1,000,000" in name) and asked.case in (None, name):
+            found += rows(name, case, measured(name, 1 if asked.quick else asked.repeats))
     report(found, asked.json)
     return 0
 

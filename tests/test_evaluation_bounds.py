@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from oracles.enumerate_problems import problems
 
-from benchmarks.evaluation.ceiling_cell import Balance, balance
 from benchmarks.evaluation.foresight import Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.tool_bound_cell import tool_bound
+from benchmarks.evaluation.whole_runs import Balance, balance, tool_bound
 from libra.plan.model.solve import solve
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.route.baselines import LeastLoaded

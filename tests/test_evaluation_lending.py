@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from oracles.evaluation_page import require_found
 
-from benchmarks.evaluation import lending_cell
+from benchmarks.evaluation import lending_runs
 from benchmarks.evaluation.cells import Result, canonical
 from benchmarks.evaluation.lending import EXPERIMENT, SYSTEMS, WAITING
-from benchmarks.evaluation.lending_cell import LendingSetting, certificate, run
+from benchmarks.evaluation.lending_runs import LendingSetting, certificate, run
 
 SMALL = LendingSetting("search_r1", 1, 2, 10, 2, 1)
 
 
 @pytest.fixture(autouse=True)
 def _made_up_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lending_cell.VARIABLE, "/nowhere")
-    monkeypatch.setattr(lending_cell, "_READ", [])
-    monkeypatch.setattr(lending_cell, "_HOUR", 600.0)
-    monkeypatch.setattr(lending_cell, "_CERTIFIED", 120.0)
-    monkeypatch.setattr(lending_cell, "_certified", certificate)
+    monkeypatch.setenv(lending_runs.VARIABLE, "/nowhere")
+    monkeypatch.setattr(lending_runs, "_READ", [])
+    monkeypatch.setattr(lending_runs, "_HOUR", 600.0)
+    monkeypatch.setattr(lending_runs, "_CERTIFIED", 120.0)
+    monkeypatch.setattr(lending_runs, "_certified", certificate)
 
 
 @pytest.mark.parametrize("system", ["gate", "half-device", "elastic"])
@@ -45,16 +46,14 @@ def test_rows_and_tables_are_made_of_the_cells() -> None:
         "requests": 9,
     }
     results = [Result(it, {**shape, "attributable": 0, "covered": 0}, 1.0, found=False) for it in cells]
-    rows, tables = EXPERIMENT.rows(results), EXPERIMENT.tables(results)
-    assert len({(row.case, row.metric) for row in rows}) == len(rows)
-    met = {row.metric: row.met for row in rows if row.met is not None}
+    found = require_found(EXPERIMENT, results)
+    met = {row.metric: row.met for row in found.rows if row.met is not None}
     assert met == {
         "gate over fixed": False,
         "gate: attributable misses inside its envelope": True,
         "rollout time of elastic over the gate's": False,
         "rollout time of published over the gate's": True,
     }
-    table, waiting = tables.values()
+    table, waiting = (it.markdown() for it in found.tables.values())
     assert all(f"| {system} |" in table for system in SYSTEMS)
     assert all(f"| {system} |" in waiting for system in WAITING)
-    assert EXPERIMENT.figures(results)["systems"].startswith("<svg")

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.evaluation_page import PAGE as EVALUATION
-from oracles.evaluation_page import require_places
+from oracles.evaluation_page import require_found, require_places
 
 from benchmarks.evaluation import __main__ as command
-from benchmarks.evaluation import registry
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import a800_nodes, engines_of
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.page import markdown_table, with_tables
-from benchmarks.evaluation.spread_requests import PROMPT, spread_requests
-from benchmarks.evaluation.time_by_length import EXPERIMENT as TIME_BY_LENGTH
+from benchmarks.evaluation.estimates import Estimate
+from benchmarks.evaluation.experiment import MODULES, Experiment, Found, experiments
+from benchmarks.evaluation.generation import PROMPT, spread_requests
+from benchmarks.evaluation.page import with_tables
+from benchmarks.evaluation.table import Column, Table
 from benchmarks.evaluation.tp_by_length import EXPERIMENT as TP_BY_LENGTH
 from benchmarks.evaluation.tp_by_length import crossover
-from benchmarks.rows import Row
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
 from libra.plan.options.engines import engine_kv_tokens
@@ -97,26 +97,38 @@ def test_a_page_that_does_not_fit_is_refused(page: str, tables: dict[str, str], 
 
 
 def test_a_table_is_one_line_a_row() -> None:
-    assert markdown_table(["a", "b"], [["x|y", "1\n2"], ["z", ""]]).splitlines() == [
-        "| a | b |",
-        "| --- | ---: |",
-        "| x\\|y | 1 2 |",
-        "| z |  |",
+    columns = (Column("b"), Column("share", ".1f", "%"), Column("speed", ",.0f", "tokens/s", around=True))
+    body = {"x|y": ("1\n2", 0.25, Estimate(1000.0, (900.0, 1100.0))), "z": (None, Estimate(2.0, (1.0, 3.0)), 7)}
+    table = Table("a", columns, body, "A note.", "case")
+    assert table.markdown().splitlines() == [
+        "| a | b | share | speed |",
+        "| --- | ---: | ---: | ---: |",
+        "| x\\|y | 1 2 | 0.2 % | 1,000 ± 100 |",
+        "| z |  | 2.0 (1.0 to 3.0) % | 7 |",
+        "",
+        "A note.",
     ]
-    with pytest.raises(ValueError, match=r"rows have \[1\] cells for 2 headings"):
-        markdown_table(["a", "b"], [["1"]])
+    rows = [(row.case, row.metric, row.value, row.unit) for row in table.rows()]
+    assert rows == [
+        ("case, x|y", "share", 0.25, "%"),
+        ("case, x|y", "speed", 1000.0, "tokens/s"),
+        ("case, z", "share", 2.0, "%"),
+        ("case, z", "speed", 7, "tokens/s"),
+    ]
+    with pytest.raises(ValueError, match="z: there are 1 values for 3 columns"):
+        Table("a", columns, {"z": (1.0,)})
 
 
 def test_every_experiment_is_registered_under_its_own_name() -> None:
-    known = registry.experiments()
-    assert [one.name.replace("-", "_") for one in known] == list(registry.MODULES)
-    assert registry.experiments([known[1].name]) == (known[1],)
-    assert registry.experiments([one.name for one in reversed(known)]) == known
+    known = experiments()
+    assert [one.name.replace("-", "_") for one in known] == list(MODULES)
+    assert experiments([known[1].name]) == (known[1],)
+    assert experiments([one.name for one in reversed(known)]) == known
     with pytest.raises(ValueError, match="did you mean tp-by-length"):
-        registry.experiments(["tp-by-lenght"])
+        experiments(["tp-by-lenght"])
 
 
-@pytest.mark.parametrize("experiment", registry.experiments(), ids=lambda one: one.name)
+@pytest.mark.parametrize("experiment", experiments(), ids=lambda one: one.name)
 def test_the_cells_of_every_experiment_can_be_told_apart(experiment: Experiment) -> None:
     quick, full = experiment.cells(True), experiment.cells(False)
     for cells in (quick, full):
@@ -156,7 +168,7 @@ def test_requests_are_spread_over_their_range(low: int, width: int, seed: int) -
 
 
 def test_the_page_has_tables_figures_and_a_command_of_every_experiment_and_of_no_other() -> None:
-    page, names = EVALUATION.read_text(encoding="utf-8"), [it.name for it in registry.experiments()]
+    page, names = EVALUATION.read_text(encoding="utf-8"), [it.name for it in experiments()]
     assert with_tables(page, {}, names) == page
     assert list(dict.fromkeys(re.findall(r"<!-- table: ([a-z0-9-]+)/", page))) == names
     for figure in re.findall(r"\(figures/([^)]+)\)", page):
@@ -165,47 +177,29 @@ def test_the_page_has_tables_figures_and_a_command_of_every_experiment_and_of_no
     asked = [command._parser().parse_args(shlex.split(line, comments=True)) for line in lines]
     assert [it.names for it in asked if len(it.names) == 1] == [[name] for name in names]
     for options in asked:
-        registry.experiments(options.names)  # raises for a name that there is not
+        experiments(options.names)  # raises for a name that there is not
 
 
-@pytest.mark.parametrize("experiment", registry.experiments(), ids=lambda one: one.name)
+@pytest.mark.parametrize("experiment", experiments(), ids=lambda one: one.name)
 def test_a_section_of_the_page_asks_the_question_of_its_experiment(experiment: Experiment) -> None:
     _, _, section = EVALUATION.read_text(encoding="utf-8").partition(f"\n## {experiment.title}\n\n")
     assert section.startswith(f"{experiment.question}\n")
 
 
 def _made_up(cell: Cell) -> dict[str, Any]:
-    """Throughput and seconds that are powers of the arguments, and differ a little by seed."""
+    """Throughput that is a power of the arguments, and differs a little by seed."""
     asked = cell.arguments
-    tp, seed = asked.get("tp", 1), asked["seed"]
-    if "high" in asked:
-        length = (asked["low"] + asked["high"]) / 2
-        return {"tokens_per_second": 1e7 / length * (length / 8192) ** (tp / 8) * (1 + seed / 100)}
-    return {"seconds": asked["mean"] ** 1.5 / tp * (1 + seed / 100)}
+    tp, seed = asked["tp"], asked["seed"]
+    length = (asked["low"] + asked["high"]) / 2
+    return {"tokens_per_second": 1e7 / length * (length / 8192) ** (tp / 8) * (1 + seed / 100)}
 
 
-def _results(experiment: Experiment) -> list[Result]:
-    return [Result(cell, _made_up(cell), 1.0, found=False) for cell in experiment.cells(True)]
-
-
-@pytest.mark.parametrize("experiment", [TP_BY_LENGTH, TIME_BY_LENGTH], ids=lambda one: one.name)
-def test_rows_tables_and_figures_are_made_of_the_results(experiment: Experiment) -> None:
-    results = _results(experiment)
-    rows, tables, figures = experiment.rows(results), experiment.tables(results), experiment.figures(results)
-    assert len({(row.case, row.metric) for row in rows}) == len(rows)
-    assert tables and figures
-    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in (*tables, *figures))
-    page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
-    assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
-    assert all(svg.startswith("<svg") for svg in figures.values())
-    require_places(experiment.name, tables, figures)
-
-
-def test_growth_and_crossover_are_found_where_they_were_put() -> None:
-    growth = [row.value for row in TIME_BY_LENGTH.rows(_results(TIME_BY_LENGTH)) if row.metric == "32K over 1K tokens"]
-    assert growth == pytest.approx([32**1.5] * 5)
-    found = [row.value for row in TP_BY_LENGTH.rows(_results(TP_BY_LENGTH)) if "overtakes" in row.metric]
-    assert found == pytest.approx([8192] * 2)
+def test_a_crossing_is_found_where_it_was_put() -> None:
+    results = [Result(cell, _made_up(cell), 1.0, found=False) for cell in TP_BY_LENGTH.cells(True)]
+    found = require_found(TP_BY_LENGTH, results)
+    require_places(TP_BY_LENGTH, found)
+    said = "One engine of tp 8 overtakes eight of tp 1 at a mean final context of 8,192 tokens."
+    assert [table.note for table in found.tables.values()] == [said] * 2
 
 
 @pytest.mark.parametrize(
@@ -236,15 +230,20 @@ def _value(results: Any) -> float:
     return float(result.values["tokens_per_second"])
 
 
-TINY = Experiment(
-    "tiny",
-    "A tiny one",
-    "Does it run?",
-    _tiny,
-    lambda results: [Row("tiny", "throughput", _value(results), "tokens/s")],
-    lambda results: {"all": f"| {_value(results):.6f} |"},
-    lambda results: {"all": f"<svg>{_value(results):.6f}</svg>\n"},
-)
+@dataclass
+class _Drawn:
+    value: float
+
+    def svg(self) -> str:
+        return f"<svg>{self.value:.6f}</svg>\n"
+
+
+def _tiny_found(results: Any) -> Found:
+    table = Table("what", (Column("throughput", ".6f", "tokens/s"),), {"tiny": (_value(results),)})
+    return Found({"all": table}, {"all": _Drawn(_value(results))})
+
+
+TINY = Experiment("tiny", "A tiny one", "Does it run?", _tiny, _tiny_found)
 
 
 @pytest.fixture
@@ -270,7 +269,8 @@ def test_one_command_runs_and_writes_everything(tiny: Path) -> None:
     first = page.read_text(), rows.read_text(), (tiny / "figures" / "tiny-all.svg").read_text()
     (row,) = map(json.loads, first[1].splitlines())
     assert row["value"] == pytest.approx(300 / 7)
-    assert first[0] == f"above\n<!-- table: tiny/all -->\n\n| {row['value']:.6f} |\n\n<!-- end -->\nbelow\n"
+    table = f"| what | throughput |\n| --- | ---: |\n| tiny | {row['value']:.6f} |"
+    assert first[0] == f"above\n<!-- table: tiny/all -->\n\n{table}\n\n<!-- end -->\nbelow\n"
     assert first[2] == f"<svg>{row['value']:.6f}</svg>\n"
     assert command.main(asked) == 0  # from what was kept: the same, to the byte
     assert first == (page.read_text(), rows.read_text(), (tiny / "figures" / "tiny-all.svg").read_text())
@@ -314,4 +314,4 @@ def test_a_list_runs_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_an_experiment_says_what_it_is(changes: dict[str, str], message: str) -> None:
     given_: dict[str, Any] = {"name": "a", "title": "A", "question": "Q"}
     with pytest.raises(ValueError, match=message):
-        Experiment(**(given_ | changes), cells=_tiny, rows=lambda _: [], tables=lambda _: {}, figures=lambda _: {})
+        Experiment(**(given_ | changes), cells=_tiny, found=_tiny_found)

@@ -1,8 +1,7 @@
-"""Routing measured: what is counted as predicted, how agreement is measured, and what is left out of what teaches."""
+"""Routing on logs of agents: how agreement is measured, and what is left out of what teaches."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +9,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.evaluation_page import require_places
+from oracles.evaluation_page import require_found, require_places
 
-from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.page import with_tables
-from benchmarks.evaluation.routing_real import EXPERIMENT as REAL
-from benchmarks.evaluation.routing_real import ratio
-from benchmarks.evaluation.routing_real_cell import (
+from benchmarks.evaluation.agent_logs import FILES, VARIABLE, halves, log_file, read_log, without_waits
+from benchmarks.evaluation.agent_routing import (
     EACH,
     FOLDS,
     MEASURES,
     PREDICTORS,
+    Ranked,
     compared,
+    explained,
     folds,
     makespan,
     predictions,
+    rank_correlation,
     returns,
 )
-from benchmarks.evaluation.routing_real_data import FILES, VARIABLE, halves, log_file, read_log, without_waits
-from benchmarks.evaluation.routing_real_rank import Ranked, explained, rank_correlation
-from benchmarks.evaluation.routing_strong import CASES, difference, measured
-from benchmarks.evaluation.routing_strong import EXPERIMENT as STRONG
-from benchmarks.evaluation.routing_strong_cell import (
-    PREDICTED,
-    ROUTED,
-    Foretelling,
-    buckets_of,
-    hits,
-    judge,
-    whole_run_of,
-)
-from benchmarks.workloads.routing_quality import evaluate, static_fleet
-from libra.route.cmlfq import CMLFQ
-from libra.route.remaining import BINS, EDGES, Remaining
+from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.routing_real import EXPERIMENT as REAL
+from benchmarks.evaluation.routing_real import ratio
 from libra.trajectory import Trajectory, Turn, write_trajectories
-
-LIMITS = (1_000, 4_000, 16_000)
 
 
 def episode(id: str, prompt: str, *turns: tuple[int, int], prompt_tokens: int = 100) -> Trajectory:
@@ -57,78 +40,6 @@ def episode(id: str, prompt: str, *turns: tuple[int, int], prompt_tokens: int = 
     ]
     made[-1] = Turn(turns[-1][0], None, None, 0)
     return Trajectory(id, prompt, "task", prompt_tokens, tuple(made), None, 0, True)
-
-
-# Predicted buckets
-
-
-def weights(*at: tuple[float, float]) -> Remaining:
-    """Weight by tokens, each in the middle of its bin's neighbourhood."""
-    found = np.zeros(BINS, np.float32)
-    for tokens, weight in at:
-        found[int(np.searchsorted(EDGES, tokens, side="right")) - 1] += weight
-    return Remaining(found)
-
-
-@pytest.mark.parametrize(
-    ("remaining", "context", "wanted"),
-    [
-        (weights((100, 1.0)), 200, (0, 0)),
-        (weights((100, 1.0)), 3_000, (1, 1)),  # a bucket is of the final context, not of what remains
-        (weights((30_000, 1.0)), 200, (2, 2)),  # the last bucket takes whatever is longer
-        # 0.4 short, 0.3 in each longer one: the median is in the middle, the most likely bucket the shortest.
-        (weights((100, 0.4), (2_000, 0.3), (9_000, 0.3)), 200, (1, 0)),
-        (weights((100, 0.3), (2_000, 0.3), (9_000, 0.4)), 200, (1, 2)),
-        (weights((100, 0.4), (2_000, 0.3), (9_000, 0.3)), 1_500, (1, 1)),  # 0.7 end in the middle one now
-        (weights((100, 1.0)), 20_000, (2, 2)),
-    ],
-)
-def test_buckets_of_a_prediction(remaining: Remaining, context: int, wanted: tuple[int, int]) -> None:
-    assert buckets_of(remaining, context, LIMITS) == wanted
-
-
-def test_foretelling_places_as_cmlfq_does_and_its_hits_are_counted_by_hand() -> None:
-    trajectories = whole_run_of("search_r1", "strong", 1, 0)[:160]
-    fleet = static_fleet((3072, 12288, 40960), turn_tokens=2048)
-    foretelling = Foretelling()
-    found = evaluate(foretelling, trajectories, fleet, batch=32, warm_up=32)
-    plain = evaluate(CMLFQ(), trajectories, fleet, batch=32, warm_up=32)
-    assert (found.outcomes == plain.outcomes).all()
-    true = found.outcomes["bucket"].tolist()
-    for which, counted in enumerate(hits(found, foretelling.foretold)):
-        right = [foretelling.foretold[id][which] == bucket for id, bucket in zip(found.ids, true, strict=True)]
-        assert counted["accuracy"] == pytest.approx(sum(right) / len(right))
-        by_bucket = [[r for r, b in zip(right, true, strict=True) if b == bucket] for bucket in set(true)]
-        assert counted["balanced"] == pytest.approx(sum(sum(its) / len(its) for its in by_bucket) / len(by_bucket))
-        # Those tools tell much: a prediction that ignored them would be about as good as the majority.
-        assert counted["accuracy"] > found.majority_rate
-
-
-def test_a_foretold_bucket_is_that_of_the_first_return_or_of_the_start_without_one() -> None:
-    fleet = static_fleet(LIMITS, turn_tokens=100)
-    foretelling = Foretelling()
-    # What returns 600 tokens ("medium") goes on for long; what returns nothing ends at once.
-    taught = [episode(f"t{n}", f"p{n}", (10, 600 if n % 2 else 0), (5_000 if n % 2 else 10, 0)) for n in range(60)]
-    asked = [
-        episode("long", "new", (10, 600), (5_000, 0)),
-        episode("short", "new", (10, 0), (10, 0)),
-        episode("later", "new", (10, 0), (10, 600), (5_000, 0)),
-        episode("silent", "new", (10, 0)),
-    ]
-    evaluate(foretelling, taught + asked, fleet, warm_up=60)
-    likely = {id: foretelling.foretold[id][1] for id in ("long", "short", "later")}
-    assert likely == {"long": 2, "short": 0, "later": 0}
-    assert "silent" in foretelling.foretold
-
-
-def test_a_cell_judges_all_policies_and_knows_the_oracle() -> None:
-    found = judge("search_r1", "strong", 2, 0)
-    assert set(found) == {*ROUTED, "predicted", "majority"}
-    assert found["oracle"] == {"accuracy": 1.0, "balanced": 1.0, "migrated": 0.0}
-    # On idle engines attained service leaves everything in the shortest bucket until it is outgrown.
-    assert found["mlfq"]["balanced"] == pytest.approx(1 / 3, abs=0.05)
-    assert set(found["predicted"]) == set(PREDICTED)
-    assert all(0 <= found[name][it] <= 1 for name in ROUTED for it in ("accuracy", "balanced", "migrated"))
 
 
 # Agreement
@@ -285,16 +196,6 @@ def test_a_rollout_of_real_agents_lasts_longer_than_its_mean_trajectory() -> Non
 # What is said of the results
 
 
-def judged(cell: Cell) -> dict[str, Any]:
-    """Accuracies that differ by policy and by seed."""
-    seed = cell.arguments["seed"]
-    values: dict[str, Any] = {
-        name: {"accuracy": 0.1 * number + seed / 100, "balanced": 0.3, "migrated": 0.05}
-        for number, name in enumerate(ROUTED)
-    }
-    return values | {"predicted": {it: {"accuracy": 0.8, "balanced": 0.7} for it in PREDICTED}, "majority": 0.44}
-
-
 def routed(cell: Cell) -> dict[str, Any]:
     asked = cell.arguments
     if "unseen" in asked:
@@ -306,31 +207,16 @@ def routed(cell: Cell) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("experiment", "made_up"), [(STRONG, judged), (REAL, routed)], ids=["strong", "real"])
-def test_rows_tables_and_figures_are_made_of_the_results(experiment: Experiment, made_up: Any) -> None:
-    results = [Result(cell, made_up(cell), 1.0, found=False) for cell in experiment.cells(False)]
-    rows, tables, figures = experiment.rows(results), experiment.tables(results), experiment.figures(results)
-    assert len({(row.case, row.metric) for row in rows}) == len(rows)
-    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in (*tables, *figures))
-    page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
-    assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
-    assert figures and all(svg.startswith("<svg") for svg in figures.values())
-    require_places(experiment.name, tables, figures)
-
-
-def test_differences_of_seeds_are_paired() -> None:
-    seeds = [judged(cell) for cell in STRONG.cells(False)[:3]]
-    assert measured(seeds, "cmlfq", "accuracy").high > measured(seeds, "cmlfq", "accuracy").low
-    found = difference(seeds, "cmlfq", "cmlfq-published", "accuracy")
-    # Seeds move both alike, so of the difference nothing is uncertain.
-    assert (found.low, found.value, found.high) == pytest.approx((10, 10, 10))
-    assert CASES[0].steps == 60
+def test_what_is_found_has_its_places_on_the_page() -> None:
+    results = [Result(cell, routed(cell), 1.0, found=False) for cell in REAL.cells(False)]
+    require_places(REAL, require_found(REAL, results))
 
 
 def test_a_ratio_is_of_the_same_seeds() -> None:
     seeds = [{"a": {"seconds": 2.0 * it}, "b": {"seconds": it}} for it in (1.0, 10.0, 100.0)]
     found = ratio(seeds, "a", "b")
-    assert (found.low, found.value, found.high) == pytest.approx((2, 2, 2))
+    assert found.ends is not None
+    assert (found.value, *found.ends) == pytest.approx((2, 2, 2))
 
 
 def test_without_its_logs_an_experiment_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

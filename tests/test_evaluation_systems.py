@@ -13,33 +13,24 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.evaluation_page import require_places
+from oracles.evaluation_page import require_found, require_places
 
 from benchmarks.evaluation import (
     ablation,
     baselines,
     ceiling,
-    estimate,
-    long_run,
-    posttraining_cell,
-    reward_time,
     scaling,
     sensitivity,
     systems,
     throughput,
+    whole_runs,
 )
 from benchmarks.evaluation.baselines import Choice, choices
-from benchmarks.evaluation.ceiling_cell import ceiling as ceiling_cell
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.choices import FINALISTS, choice_cell, choose, chosen, kept_ours, search
+from benchmarks.evaluation.estimates import ratio
 from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.intervals import ratio_interval
-from benchmarks.evaluation.page import with_tables
-from benchmarks.evaluation.plan_choices import choice_cell, choose, kept_ours
-from benchmarks.evaluation.posttraining_cell import run, told
-from benchmarks.evaluation.reward_curve import reward, seconds_to, worth
 from benchmarks.evaluation.runs import Runs, key, run_cell, with_searches
-from benchmarks.evaluation.scaling_cell import scale
-from benchmarks.evaluation.searches import FINALISTS, chosen, search
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import (
     EFFORT,
@@ -53,7 +44,8 @@ from benchmarks.evaluation.systems import (
     ours,
     published,
 )
-from benchmarks.evaluation.tool_bound_cell import tool_bound
+from benchmarks.evaluation.whole_runs import ceiling as ceiling_cell
+from benchmarks.evaluation.whole_runs import run, scale, told, tool_bound
 from libra.choose.choice import choose_plan
 from libra.choose.confirmation import simulated_gain
 from libra.config.cache import cache_directory
@@ -65,8 +57,7 @@ from libra.sim.training_run.system import PUBLISHED_SWITCH, System
 MODEL = "Qwen/Qwen3-14B"
 SMALL = Setting(MODEL, "search_r1", nodes=2, groups=2, steps=3, staleness=1)
 BUSY = replace(SMALL, groups=8)  # so much to train on that trainers alone rule choices out
-EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ceiling, long_run, reward_time, ablation, sensitivity, scaling)]
-ONE_SEED = {"long-run", "scaling"}
+EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ceiling, ablation, sensitivity, scaling)]
 SPEED = {"colocated": 1000.0, "even": 2000.0, "static": 2500.0, "ours": 4000.0, "oracle": 4400.0}  # others: 1500
 CEILING = 8000.0
 
@@ -108,19 +99,12 @@ def results(experiment: Experiment, quick: bool = False) -> list[Result]:
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda it: it.name)
 def test_tables_rows_and_figures_are_made_of_the_results(experiment: Experiment, quick: bool) -> None:
-    found = results(experiment, quick)
-    rows, tables, figures = experiment.rows(found), experiment.tables(found), experiment.figures(found)
-    assert rows and tables and figures
-    assert len({(row.case, row.metric) for row in rows}) == len(rows)
-    assert all(math.isfinite(row.value) for row in rows)
-    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in (*tables, *figures))
-    page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
-    assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
-    assert all(svg.startswith("<svg") for svg in figures.values())
-    intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table) for table in tables.values())
-    assert intervals == (not quick and experiment.name not in {"ceiling", *ONE_SEED})
+    found = require_found(experiment, results(experiment, quick))
+    assert all(math.isfinite(row.value) for row in found.rows)
+    intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table.markdown()) for table in found.tables.values())
+    assert intervals == (not quick and experiment.name not in {"ceiling", "scaling"})
     if not quick:
-        require_places(experiment.name, tables, figures)
+        require_places(experiment, found)
 
 
 def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
@@ -128,12 +112,11 @@ def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
         return [(cell.function_name, cell.arguments) for cell in experiment.cells(False)]
 
     whole, chain, others = calls(throughput.EXPERIMENT), calls(ablation.EXPERIMENT), calls(sensitivity.EXPERIMENT)
-    assert calls(reward_time.EXPERIMENT) == whole
     assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
     begins = [arguments["parts"] for function, arguments in chain if function.endswith(":choose")]
     assert {} in begins and len(begins) == len(ablation.PARTS) + 2  # routed otherwise, and whole batches
     own = {name for name, arguments in calls(ceiling.EXPERIMENT) if (name, arguments) not in whole}
-    assert own == {"benchmarks.evaluation.ceiling_cell:ceiling", "benchmarks.evaluation.tool_bound_cell:tool_bound"}
+    assert own == {"benchmarks.evaluation.whole_runs:ceiling", "benchmarks.evaluation.whole_runs:tool_bound"}
     # What is usual is one of the values of all that is varied.
     usual = Setting(MODEL, "search_r1", steps=sensitivity.STEPS).arguments()
     shared = [arguments for _, arguments in others if arguments["setting"] == usual and "parts" not in arguments]
@@ -147,7 +130,6 @@ def test_runs_of_other_lengths_share_their_searches() -> None:
     whole = searches(throughput.EXPERIMENT)
     systems = [*NAMES, *throughput.SECOND]
     assert len(whole) == len(throughput.WORKLOADS) * sum(system in baselines.NAMES for system in systems)
-    assert all(it in whole for it in searches(long_run.EXPERIMENT))
     usual = [it for it in searches(sensitivity.EXPERIMENT) if it in whole]
     assert [(it["system"], it["setting"]["signal"], it["setting"]["staleness"]) for it in usual] == [
         ("static", "strong", 4)
@@ -175,11 +157,11 @@ def test_ratios_are_paired_by_seed_whatever_the_order_of_the_results(pairs: list
         for system, value in zip(("ours", "even"), values, strict=True):
             cell = run_cell(replace(setting, seed=number), system)
             found.append(Result(cell, {"throughput": value}, 1.0, found=False))
-    wanted = ratio_interval([one for one, _ in pairs], [other for _, other in pairs])
+    wanted = ratio([one for one, _ in pairs], [other for _, other in pairs])
     for order in (found, found[::-1][1:2] + found[::-1][:1] + found[::-1][2:]):
-        ratio = Runs(order).ratio(key(setting, "ours"), key(setting, "even"), "throughput")
-        assert ratio.value == pytest.approx(wanted.value)
-        assert ratio.ends == pytest.approx((wanted.low, wanted.high))
+        found_ratio = Runs(order).ratio(key(setting, "ours"), key(setting, "even"), "throughput")
+        assert found_ratio.value == pytest.approx(wanted.value)
+        assert found_ratio.ends == pytest.approx(wanted.ends)
 
 
 def test_runs_without_partners_are_refused() -> None:
@@ -190,18 +172,8 @@ def test_runs_without_partners_are_refused() -> None:
         Runs(found).ratio(key(setting, "ours"), key(setting, "even"), "throughput")
 
 
-def test_one_seed_has_a_value_and_no_interval() -> None:
-    assert estimate.mean([3.0]) == estimate.Estimate(3.0, None)
-    assert estimate.ratio([3.0], [2.0]) == estimate.Estimate(1.5, None)
-    assert estimate.ratio([3.0], [2.0]).written(".2f") == "1.50"
-    assert estimate.mean([1.0, 1.0]).written(".1f") == "1.0 (1.0 to 1.0)"
-    for wrong in ([], [0.0]):
-        with pytest.raises(ValueError):
-            estimate.ratio(wrong, [1.0] * len(wrong))
-
-
 def test_goals_stand_where_a_number_is_published_and_are_met_or_not() -> None:
-    rows = [row for row in throughput.EXPERIMENT.rows(results(throughput.EXPERIMENT)) if row.goal is not None]
+    rows = [row for row in throughput.EXPERIMENT.found(results(throughput.EXPERIMENT)).rows if row.goal is not None]
     found = {(row.case.partition(",")[0], row.metric): row.met for row in rows if "14B" in row.case}
     over_oracle = "time of ours over the oracle's"
     assert found == {
@@ -217,83 +189,33 @@ def test_goals_stand_where_a_number_is_published_and_are_met_or_not() -> None:
         for it in results(throughput.EXPERIMENT)
         if it.cell.function is run
     ]
-    missed = {row.metric for row in throughput.EXPERIMENT.rows(slow) if row.met is False}
+    missed = {row.metric for row in throughput.EXPERIMENT.found(slow).rows if row.met is False}
     assert missed == {"ours over colocated", "ours over static"}
 
 
 def test_what_a_part_is_worth_is_found_where_it_was_put() -> None:
-    rows = ablation.EXPERIMENT.rows(results(ablation.EXPERIMENT))
-    shares = [row.value for row in rows if row.unit == "x of ours"]
+    found = ablation.EXPERIMENT.found(results(ablation.EXPERIMENT))
+    shares = [row.value for row in found.rows if row.metric == "of ours"]
     assert shares == pytest.approx([0.8] * sum(map(len, ablation.PARTS.values())))
-    tables = ablation.EXPERIMENT.tables(results(ablation.EXPERIMENT))
+    tables = {name: table.markdown() for name, table in found.tables.items()}
     assert "| 763 | 1.80 |" in tables["chain-qwen3-14b-r2e-gym"].splitlines()[-1]
     for workload, names in ablation.PARTS.items():
         assert len(tables[f"parts-qwen3-14b-{workload}".replace("_", "-")].splitlines()) == 3 + len(names)
 
 
 def test_choices_that_were_left_out_of_a_search_count_among_all() -> None:
-    table = throughput.EXPERIMENT.tables(results(throughput.EXPERIMENT))["choices"]
+    table = throughput.EXPERIMENT.found(results(throughput.EXPERIMENT)).tables["choices"].markdown()
     assert table.splitlines()[-1].endswith("| 24 | tp4 | as admitted | 1 of 4 |")
 
 
 def test_shares_of_the_ceiling_are_paired_by_seed() -> None:
-    rows = ceiling.EXPERIMENT.rows(results(ceiling.EXPERIMENT))
+    rows = ceiling.EXPERIMENT.found(results(ceiling.EXPERIMENT)).rows
     found = {row.metric: row.value for row in rows if row.case.startswith("r2e_gym")}
-    assert found["if nobody waits"] == pytest.approx(1.01 * CEILING)
-    assert found["colocated: share of it"] == pytest.approx(100 * 1000 / CEILING)
+    assert found["if nobody waits, tokens/s"] == pytest.approx(1.01 * CEILING)
+    assert found["colocated, of it"] == pytest.approx(100 * 1000 / CEILING)
     ours = fmean(4000 * (1 + 0.02 * seed) / (CEILING * (1 + 0.01 * seed)) for seed in throughput.SEEDS)
-    assert found["ours: share of it"] == pytest.approx(100 * ours)
+    assert found["ours, of it"] == pytest.approx(100 * ours)
     assert found["it over colocated"] == pytest.approx(CEILING / 1000)
-
-
-@pytest.mark.parametrize(("cpu", "met"), [(39.9, True), (40.0, False)])
-def test_a_long_run_has_to_be_simulated_in_time(cpu: float, met: bool) -> None:
-    found = [replace(it, cpu_seconds=cpu) for it in results(long_run.EXPERIMENT)]
-    verdicts = {row.metric: row.met for row in long_run.EXPERIMENT.rows(found) if row.met is not None}
-    assert verdicts == {f"simulating {system}": met for system in long_run.SYSTEMS}
-
-
-# Reward
-
-_steps = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 8)), min_size=1, max_size=20)
-
-
-@given(_steps, st.floats(0, 2), st.floats(0, 2), st.floats(1, 1e6))
-def test_reward_rises_with_tokens_and_falls_with_staleness(
-    steps: list[tuple[float, float]], discount: float, other: float, scale: float
-) -> None:
-    tokens, stale = [it[0] for it in steps], [it[1] for it in steps]
-    low, high = sorted((discount, other))
-    cheap, dear = ([reward(it, scale) for it in worth(tokens, stale, one)] for one in (low, high))
-    assert cheap == sorted(cheap) and cheap[0] >= 0 and cheap[-1] <= 1
-    assert all(a >= b for a, b in zip(cheap, dear, strict=True))
-    fresh = worth(tokens, [0.0] * len(tokens), high)
-    assert fresh == worth(tokens, stale, 0.0)
-    assert fresh[-1] == pytest.approx(sum(tokens))
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=20).map(sorted), st.floats(0, 1.1))
-def test_the_first_step_with_the_reward_is_found(rewards: list[float], target: float) -> None:
-    ended = [10.0 * (number + 1) for number in range(len(rewards))]
-    later = [second for found, second in zip(rewards, ended, strict=True) if found >= target]
-    assert seconds_to(target, rewards, ended) == (min(later) if later else None)
-
-
-@pytest.mark.parametrize(("discount", "scale", "message"), [(-0.1, 1.0, "discount"), (0.0, 0.0, "scale")])
-def test_a_reward_that_makes_no_sense_is_refused(discount: float, scale: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        reward(worth([1.0], [0.0], discount)[0], scale)
-
-
-def test_times_to_the_reward_are_the_ratio_of_speeds_where_tokens_are_worth_the_same() -> None:
-    runs = Runs(results(throughput.EXPERIMENT))
-    setting = runs.settings[0]
-    gain = reward_time.less(reward_time.times(runs, setting, 0.0), "ours", "colocated")
-    assert gain is not None and gain.value == pytest.approx(4 * (1.02 * 1.04 / (1.01 * 1.02)) ** (1 / 3))
-    # So much less is a stale token worth that nobody but the colocated run gets there.
-    never = reward_time.times(runs, setting, 10.0)
-    assert reward_time.less(never, "ours", "colocated") is None
-    assert all(second is not None for second in never["colocated"].values())
 
 
 # Systems
@@ -435,7 +357,7 @@ def test_sizes_by_hand_are_those_of_prices_and_kv_moves_from_published_cmlfq_on(
 @pytest.mark.parametrize("sizes", [ORACLE_BUCKETS, ORACLE_BUCKETS[::-1]], ids=str)
 def test_the_oracle_takes_the_better_of_its_two_runs(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(SMALL, groups=4)
-    monkeypatch.setattr(posttraining_cell, "ORACLE_BUCKETS", sizes)
+    monkeypatch.setattr(whole_runs, "ORACLE_BUCKETS", sizes)
     runs = []
     for most in ORACLE_BUCKETS:
         what, episodes = oracle(setting, most)

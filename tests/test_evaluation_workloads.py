@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.routing_quality import evaluate, static_fleet
 
 from benchmarks.workloads.definition import FILES, SIGNALS, names, parse, read
 from benchmarks.workloads.facts import BATCH, at_version, explained, facts, longest_tenth, returns, tail
+from libra.route.catalogue import policy_named
 from libra.trajectory import Trajectory, Turn
 
 # Of parameters and first groups. What results are compared on must not change unnoticed.
@@ -143,3 +145,17 @@ def test_facts_by_hand() -> None:
     assert [(state.tool, remaining) for state, remaining in returns(one, passive=("user",))] == [("search", 105)]
     with pytest.raises(ValueError, match="there is no trajectory"):
         facts([], 0.01)
+
+
+def test_published_rules_are_as_accurate_on_search_r1_as_published() -> None:
+    """Single-shot routing accuracy, Libra (arXiv 2606.03077): what the workload was set by, on a seed that was not used
+    for it. The first step teaches and is not counted."""
+    workload = read("search_r1")
+    episodes = workload.episodes("strong", seed=11)
+    numbers = range(workload.steps * workload.groups_per_step)
+    trajectories = [each for number in numbers for each in episodes.group(number, number // workload.groups_per_step)]
+    step = workload.groups_per_step * episodes.samples_per_prompt
+    fleet = static_fleet(workload.limits, turn_tokens=2_048)
+    for policy, published in (("mlfq", 0.448), ("length-predictor", 0.652), ("cmlfq-published", 0.911)):
+        quality = evaluate(policy_named(policy), trajectories, fleet, batch=step, warm_up=step)
+        assert quality.single_shot_accuracy == pytest.approx(published, abs=0.05), policy

@@ -17,10 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks.command import command_line
 from benchmarks.evaluation.cells import CellError, run
+from benchmarks.evaluation.experiment import Experiment, Found, experiments
 from benchmarks.evaluation.page import with_tables
-from benchmarks.evaluation.registry import experiments
-from benchmarks.rows import Row, report, write_rows
+from benchmarks.rows import report, write_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,31 +40,34 @@ def _main(options: argparse.Namespace) -> int:
             console.print(f"{experiment.name}: {escape(experiment.question)}", highlight=False, soft_wrap=True)
         return 0
     _check(options)
-    rows: list[Row] = []
-    tables: dict[str, str] = {}
+    found: dict[str, Found] = {}
     for experiment in chosen:
         console.print(f"\n[bold]{escape(experiment.title)}[/] ({experiment.name})", highlight=False)
-        lacking = experiment.lacks()
-        if lacking is not None:
-            if experiment.name in options.names:
-                raise ValueError(f"{experiment.name}: {lacking}")
-            console.print(f"left out: {escape(lacking)}", highlight=False, soft_wrap=True)
-            continue
-        results = run(experiment.cells(options.quick), options.processes)
-        found = list(experiment.rows(results))
-        report(found, None)
-        rows += found
-        tables |= {f"{experiment.name}/{name}": text for name, text in experiment.tables(results).items()}
-        if options.figures is not None:
-            for name, svg in experiment.figures(results).items():
-                (options.figures / f"{experiment.name}-{name}.svg").write_text(svg, encoding="utf-8")
+        if _can_run(experiment, options.names, console):
+            its = experiment.found(run(experiment.cells(options.quick), options.processes))
+            found[experiment.name] = its
+            report(its.rows, None)
+    if options.figures is not None:
+        for name, its in found.items():
+            for figure, drawn in its.figures.items():
+                (options.figures / f"{name}-{figure}.svg").write_text(drawn.svg(), encoding="utf-8")
     if options.json is not None:
-        write_rows(rows, options.json)
+        write_rows([row for its in found.values() for row in its.rows], options.json)
     if options.markdown is not None:
-        page = options.markdown.read_text(encoding="utf-8")
-        known = [experiment.name for experiment in experiments()]
+        tables = {f"{name}/{table}": it.markdown() for name, its in found.items() for table, it in its.tables.items()}
+        page, known = options.markdown.read_text(encoding="utf-8"), [experiment.name for experiment in experiments()]
         options.markdown.write_text(with_tables(page, tables, known), encoding="utf-8")
     return 0
+
+
+def _can_run(experiment: Experiment, named: Sequence[str], console: Console) -> bool:
+    """Whether all that it needs is there; where it is not, it is left out, or refused if it was named."""
+    lacking = experiment.lacks()
+    if lacking is not None and experiment.name in named:
+        raise ValueError(f"{experiment.name}: {lacking}")
+    if lacking is not None:
+        console.print(f"left out: {escape(lacking)}", highlight=False, soft_wrap=True)
+    return lacking is None
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -82,14 +86,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.evaluation", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_line("evaluation", __doc__, quick="fewer seeds and smaller sizes: a first look, no verdict")
     parser.add_argument("names", nargs="*", metavar="NAMES", help="of experiments; not given: all")
     parser.add_argument("--list", action="store_true", help="say which experiments there are, and run none")
-    parser.add_argument("--quick", action="store_true", help="fewer seeds and smaller sizes: a first look, no verdict")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that compute at a time (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the tables of FILE, by their markers")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures to FOLDER, as SVG files")
     return parser

@@ -9,26 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.figures import Bars, grouped_bars
-from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.runs import QUICK, Parts, Runs, key, model_name, run_cell, with_searches, words_of
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import BarChart, Bars
+from benchmarks.evaluation.runs import QUICK, Parts, Runs, file_name, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.throughput import file_name
-from benchmarks.rows import Row
+from benchmarks.evaluation.table import Column, Table, Value
 
 MODEL = "Qwen/Qwen3-14B"
 CHAIN_WORKLOADS = ("r2e_gym", "search_r1")
 SEEDS = (0, 1, 2)
+FIRST = "even"
 CHAIN = {  # system -> what it adds to the one before
-    "even": "even split",
+    FIRST: "even split",
     "homogeneous": "+ homogeneous planner",
     "heterogeneous": "+ heterogeneous tp",
     "published-cmlfq": "+ C-MLFQ",
     "published": "+ elastic",
 }
 # Tokens/s of the chain on R2E-Gym.
-PUBLISHED = {"even": 423, "homogeneous": 510, "heterogeneous": 551, "published-cmlfq": 666, "published": 763}
+PUBLISHED = {FIRST: 423, "homogeneous": 510, "heterogeneous": 551, "published-cmlfq": 666, "published": 763}
 DIFFERENT: dict[str, Parts] = {
     "least-loaded routing": {"route": "least-loaded"},
     "one size by hand": {"most_buckets": 1},
@@ -46,6 +45,7 @@ PARTS = {  # of `DIFFERENT`, by workload
 }
 _QUICK_WITHOUT = ("least-loaded routing", "whole batches")
 _PUBLISHED_ON = "r2e_gym"
+_INTERVALS = "(error bars: 95 % intervals over seeds)"
 
 
 def _cells(quick: bool) -> list[Cell]:
@@ -72,74 +72,55 @@ def _part_cells(settings: Sequence[Setting], names: Iterable[str]) -> list[Cell]
     ]
 
 
-def _rows(results: Sequence[Result]) -> list[Row]:
+def _found(results: Sequence[Result]) -> Found:
     runs = Runs(results)
-    rows = []
-    for setting in _chains(runs):
-        case = words_of(setting)
-        for system, name in CHAIN.items():
-            rows.append(Row(case, name, runs.mean(setting, system, "throughput").value, "tokens/s"))
-        for before, (system, name) in zip(CHAIN, list(CHAIN.items())[1:], strict=False):
-            gain = runs.ratio(key(setting, system), key(setting, before), "throughput").value
-            rows.append(Row(case, f"{name}: over the one before", gain, "x"))
-    for setting in runs.settings:
-        case = words_of(setting)
-        rows.append(Row(case, "ours", runs.mean(setting, "ours", "throughput").value, "tokens/s"))
-        for name in _left_out(runs, setting):
-            share = runs.ratio(key(setting, "ours", DIFFERENT[name]), key(setting, "ours"), "throughput")
-            rows.append(Row(case, f"ours, {name}", share.value, "x of ours"))
-    return rows
+    chains = {f"chain-{file_name(setting)}": setting for setting in runs.settings if runs.has(setting, FIRST)}
+    parts = {f"parts-{file_name(setting)}": setting for setting in runs.settings if _without(runs, setting)}
+    return Found(
+        {name: _chain(runs, setting) for name, setting in chains.items()}
+        | {name: _parts(runs, setting) for name, setting in parts.items()},
+        {name: _chain_figure(runs, setting) for name, setting in chains.items()}
+        | {name: _parts_figure(runs, setting) for name, setting in parts.items()},
+    )
 
 
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    runs = Runs(results)
-    chains = {f"chain-{file_name(setting)}": _chain(runs, setting) for setting in _chains(runs)}
-    return chains | {f"parts-{file_name(setting)}": _parts(runs, setting) for setting in _whole(runs)}
-
-
-def _chain(runs: Runs, setting: Setting) -> str:
-    header = ["system", "tokens/s", "over the one before", "over the first"]
-    header += ["published tokens/s", "published, over the first"] if setting.workload == _PUBLISHED_ON else []
-    first, before = next(iter(CHAIN)), None
-    body = []
+def _chain(runs: Runs, setting: Setting) -> Table:
+    published = setting.workload == _PUBLISHED_ON
+    columns = [Column("tokens/s", ",.0f", "tokens/s"), Column("over the one before", ".2f", "x")]
+    columns += [Column("over the first", ".2f", "x")]
+    columns += [Column("published tokens/s"), Column("published, over the first")] if published else []
+    body: dict[str, Sequence[Value]] = {}
+    before = None
     for system, name in CHAIN.items():
-        row = [name, runs.mean(setting, system, "throughput").written(",.0f")]
-        for other in (before, first if before else None):
-            gain = None if other is None else runs.ratio(key(setting, system), key(setting, other), "throughput")
-            row.append("" if gain is None else gain.written(".2f"))
-        if setting.workload == _PUBLISHED_ON:
-            row += [f"{PUBLISHED[system]}", f"{PUBLISHED[system] / PUBLISHED[first]:.2f}"]
-        body.append(row)
+        gains = [
+            None if before is None else runs.ratio(key(setting, system), key(setting, other), "throughput")
+            for other in (before or FIRST, FIRST)
+        ]
+        theirs = (f"{PUBLISHED[system]}", f"{PUBLISHED[system] / PUBLISHED[FIRST]:.2f}") if published else ()
+        body[name] = (runs.mean(setting, system, "throughput"), *gains, *theirs)
         before = system
-    return markdown_table(header, body)
+    return Table("system", tuple(columns), body, case=words_of(setting))
 
 
-def _parts(runs: Runs, setting: Setting) -> str:
-    body = [["ours", runs.mean(setting, "ours", "throughput").written(",.0f"), ""]]
-    for name in _left_out(runs, setting):
-        parts = DIFFERENT[name]
+def _parts(runs: Runs, setting: Setting) -> Table:
+    body: dict[str, Sequence[Value]] = {"ours": (runs.mean(setting, "ours", "throughput"), None)}
+    for name, parts in _without(runs, setting).items():
         share = runs.ratio(key(setting, "ours", parts), key(setting, "ours"), "throughput")
-        body.append([name, runs.mean(setting, "ours", "throughput", parts).written(",.0f"), share.written(".3f")])
-    return markdown_table(["ours, but", "tokens/s", "of ours"], body)
+        body[name] = (runs.mean(setting, "ours", "throughput", parts), share)
+    columns = (Column("tokens/s", ",.0f", "tokens/s"), Column("of ours", ".3f", "x"))
+    return Table("ours, but", columns, body, case=f"{words_of(setting)}, one part otherwise")
 
 
-def _figures(results: Sequence[Result]) -> dict[str, str]:
-    runs = Runs(results)
-    chains = {f"chain-{file_name(setting)}": _chain_figure(runs, setting) for setting in _chains(runs)}
-    return chains | {f"parts-{file_name(setting)}": _parts_figure(runs, setting) for setting in _whole(runs)}
-
-
-def _chain_figure(runs: Runs, setting: Setting) -> str:
+def _chain_figure(runs: Runs, setting: Setting) -> BarChart:
     """Over the even split, so that published gains can stand beside ours."""
-    first = next(iter(CHAIN))
-    found = [runs.ratio(key(setting, system), key(setting, first), "throughput") for system in (*CHAIN, "ours")]
-    bars = [Bars("simulated", tuple(one.value for one in found), tuple(one.ends for one in found))]
+    found = [runs.ratio(key(setting, it), key(setting, FIRST), "throughput") for it in (*CHAIN, "ours")]
+    bars = [Bars("simulated", found)]
     if setting.workload == _PUBLISHED_ON:
-        bars.append(Bars("published", (*(PUBLISHED[it] / PUBLISHED[first] for it in CHAIN), None), hollow=True, like=0))
-    return grouped_bars(
+        theirs = [*(PUBLISHED[system] / PUBLISHED[FIRST] for system in CHAIN), None]
+        bars.append(Bars("published", theirs, hollow=True, like=0))
+    return BarChart(
         f"Parts added one by one: {setting.gpus} A800, {model_name(setting)}, {setting.workload}",
-        "Throughput over that of the even split, with parts added one by one as published, and of ours (error bars:"
-        " 95 % intervals over seeds).",
+        f"Throughput over that of the even split, with parts added one by one as published, and of ours {_INTERVALS}.",
         [*CHAIN.values(), "ours"],
         bars,
         "throughput over that of the even split",
@@ -147,40 +128,28 @@ def _chain_figure(runs: Runs, setting: Setting) -> str:
     )
 
 
-def _parts_figure(runs: Runs, setting: Setting) -> str:
-    names = _left_out(runs, setting)
-    found = [runs.ratio(key(setting, "ours", DIFFERENT[it]), key(setting, "ours"), "throughput") for it in names]
-    return grouped_bars(
+def _parts_figure(runs: Runs, setting: Setting) -> BarChart:
+    without = _without(runs, setting)
+    found = [runs.ratio(key(setting, "ours", it), key(setting, "ours"), "throughput") for it in without.values()]
+    return BarChart(
         f"Ours without one part: {setting.gpus} A800, {model_name(setting)}, {setting.workload}",
-        "Throughput of ours with one part left out or replaced, over that of ours with all its parts (error bars: 95 %"
-        " intervals over seeds).",
-        names,
-        [Bars("simulated", tuple(one.value for one in found), tuple(one.ends for one in found))],
+        f"Throughput of ours with one part left out or replaced, over that of ours with all its parts {_INTERVALS}.",
+        list(without),
+        [Bars("simulated", found)],
         "throughput over that of ours",
         decimals=2,
     )
 
 
-def _chains(runs: Runs) -> list[Setting]:
-    """Settings that the published chain ran in."""
-    return [setting for setting in runs.settings if runs.has(setting, next(iter(CHAIN)))]
-
-
-def _whole(runs: Runs) -> list[Setting]:
-    """Settings that ours ran in without some of its parts, too."""
-    return [setting for setting in runs.settings if _left_out(runs, setting)]
-
-
-def _left_out(runs: Runs, setting: Setting) -> list[str]:
-    return [name for name, parts in DIFFERENT.items() if runs.has(setting, "ours", parts)]
+def _without(runs: Runs, setting: Setting) -> dict[str, Parts]:
+    """Parts that ours ran without, or with others, in the setting."""
+    return {name: parts for name, parts in DIFFERENT.items() if runs.has(setting, "ours", parts)}
 
 
 EXPERIMENT = Experiment(
-    name="ablation",
-    title="What each part is worth",
-    question="How much faster is each system of the published chain than the one before, and ours without one part?",
-    cells=_cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
+    "ablation",
+    "What each part is worth",
+    "How much faster is each system of the published chain than the one before, and ours without one part?",
+    _cells,
+    _found,
 )

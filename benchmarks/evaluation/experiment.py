@@ -1,6 +1,6 @@
-"""An experiment: a question, the cells that answer it, and what they say as rows, tables and figures.
+"""An experiment: a question, the cells that answer it, and what is found in their results.
 
-Invariant: rows, tables and figures are functions of the results alone.
+Invariant: what is found is a function of the results alone. A name stands for one experiment, and is its module's.
 """
 
 from __future__ import annotations
@@ -8,29 +8,55 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.figures import Figure
+from benchmarks.evaluation.table import Table
 from benchmarks.rows import Row
+from libra.config.yaml_file import unknown
 
+MODULES = (  # of this package, in the order of the page; each has an `EXPERIMENT`
+    "tp_by_length",
+    "step_price",
+    "throughput",
+    "ceiling",
+    "ablation",
+    "sensitivity",
+    "scaling",
+    "routing_real",
+    "lending",
+)
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
-    """`name` is its module's, with `-` for `_`. `cells` is told whether a quick look will do: fewer seeds, smaller
-    sizes. Results come in the order of the cells.
+class Found:
+    """Tables and figures, by their names on the page, and rows that no table has, goals among them.
 
-    A table is Markdown; the one called `sums` of experiment `work` stands between `<!-- table: work/sums -->` and
-    `<!-- end -->`. A figure is SVG; the one called `sums` is written to `work-sums.svg`.
+    The table `sums` of experiment `work` stands between `<!-- table: work/sums -->` and `<!-- end -->`; the figure
+    `sums` is written to `work-sums.svg`.
     """
+
+    tables: Mapping[str, Table]
+    figures: Mapping[str, Figure]
+    more: Sequence[Row] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*(row for table in self.tables.values() for row in table.rows()), *self.more]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """`name` is its module's, with `-` for `_`. `cells` takes whether a quick look will do: fewer seeds, smaller sizes.
+    `found` gets the results in the order of the cells."""
 
     name: str
     title: str
     question: str
     cells: Callable[[bool], Sequence[Cell]]
-    rows: Callable[[Sequence[Result]], Sequence[Row]]
-    tables: Callable[[Sequence[Result]], Mapping[str, str]]
-    figures: Callable[[Sequence[Result]], Mapping[str, str]]
+    found: Callable[[Sequence[Result]], Found]
     lacks: Callable[[], str | None] = lambda: None  # why it cannot be run here, and the remedy; None: it can
 
     def __post_init__(self) -> None:
@@ -39,3 +65,22 @@ class Experiment:
         for field, value in (("title", self.title), ("question", self.question)):
             if not value.strip():
                 raise ValueError(f"experiment {self.name}: {field} is empty; say in words what is found out")
+
+
+def experiments(names: Sequence[str] = ()) -> tuple[Experiment, ...]:
+    """The named experiments, or all, in the order of the page. Raises ValueError for an unknown name."""
+    known = tuple(_load(module) for module in MODULES)
+    by_name = {experiment.name: experiment for experiment in known}
+    for name in names:
+        if name not in by_name:
+            raise ValueError(unknown("experiment", name, by_name))
+    return tuple(experiment for experiment in known if not names or experiment.name in names)
+
+
+def _load(module: str) -> Experiment:
+    found = import_module(f"benchmarks.evaluation.{module}").EXPERIMENT
+    if not isinstance(found, Experiment):
+        raise TypeError(f"{module}.EXPERIMENT is a {type(found).__name__}; make it an Experiment")
+    if found.name != module.replace("_", "-"):
+        raise ValueError(f"{module}.EXPERIMENT is called {found.name}; call it {module.replace('_', '-')}")
+    return found

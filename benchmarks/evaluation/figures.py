@@ -1,4 +1,4 @@
-"""Figures for pages: bars, lines and ranges, each a whole SVG file.
+"""Figures for pages: bars, lines and points, each a whole SVG file drawn by Vega-Lite.
 
 Invariant: a file loads nothing and runs nothing, says what it shows in `<title>` and `<desc>`, and tells series apart
 by more than colour. A figure of the same numbers is the same text.
@@ -6,250 +6,276 @@ by more than colour. A figure of the same numbers is the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Protocol
 
-from benchmarks.evaluation.palette import INK, colour
-from benchmarks.evaluation.scale import Axis, measured_axis, round_step
-from benchmarks.evaluation.sheet import (
-    Key,
-    Markup,
-    Paper,
-    box,
-    draw_label,
-    draw_x_ticks,
-    file,
-    join,
-    legend,
-    mark,
-    path,
-    sheet,
-    stroke,
-    tag,
-    text,
-    text_width,
-    y_grid,
-)
+import altair as alt
+import vl_convert
 
-_INSET = 12  # px, between the first and last points and the ends of the grid
+from benchmarks.evaluation.estimates import Estimate
+
+# Okabe and Ito 2008, "Color Universal Design", without yellow, which a light background swallows. Neighbours differ in
+# lightness, too, so that they stay apart in print.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#000000")
+# Systems that figures show keep their colour from figure to figure.
+SYSTEMS = ("colocated", "even", "greedy", "static", "published", "ours", "oracle")
+SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "triangle-left")
+PAPER, MUTED = "#ffffff", "#59636e"
+WIDTH, HEIGHT = 620, 300  # px of the plot
+_LETTER = 7.2  # px of a letter, on the generous side of the mean
 _MARKS = 30  # of a line, at most: more would hide it
-_VALUE = 6.4  # px, of a letter of a value above a bar
+
+
+class Figure(Protocol):
+    def svg(self) -> str:
+        """A whole file."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One bar in each group (None: nothing is known), each with the ends of its error bar, or none of them with any.
-
-    `like` is the number of the series, counted from 0, whose colour it has; not given, its own. A hollow series shows
-    numbers of others beside ours.
-    """
+    """One bar in each group; None: nothing is known. `like` is the number of the series, counted from 0, whose colour
+    it has; not given, its own. A hollow series shows numbers of others beside ours."""
 
     name: str
-    values: tuple[float | None, ...]
-    intervals: tuple[tuple[float, float] | None, ...] = ()
+    values: Sequence[Estimate | float | None]
     hollow: bool = False
     like: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points joined in their order, with the ends of a band at each, or none. `hollow` (dashes, open marks) and `like`
-    as of `Bars`."""
+    """Points joined in their order, with the ends of a band at each, or none; `hollow` and `like` as of `Bars`."""
 
     name: str
-    points: tuple[tuple[float, float], ...]
-    band: tuple[tuple[float, float], ...] = ()
+    points: Sequence[tuple[float, Estimate | float]]
     hollow: bool = False
     like: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """A result at the two ends of one setting; `ends` names them, such as ("1 s", "60 s")."""
+class Axis:
+    """An axis whose label has the unit. `doubling`: logarithmic, with a tick wherever the lowest value has doubled."""
 
     label: str
-    ends: tuple[str, str]
-    values: tuple[float, float]
+    logarithmic: bool = False
+    doubling: bool = False
 
 
-def grouped_bars(
-    title: str,
-    description: str,
-    groups: Sequence[str],
-    series: Sequence[Bars],
-    y_label: str,
-    x_label: str = "",
-    decimals: int = 0,
-) -> str:
-    """Bars side by side in each group, their values above them. Raises ValueError where a series has not a value, or
-    not an interval, for each group, and for values below 0."""
-    keys = _keys(title, series)
-    for bars in series:
-        for what, given in (("values", bars.values), ("intervals", bars.intervals or bars.values)):
-            if len(given) != len(groups):
-                raise ValueError(f"{bars.name}: there are {len(given)} {what} for {len(groups)} groups; give one each")
-    ends = [value for bars in series for value in bars.values if value is not None]
-    ends += [end for bars in series for interval in bars.intervals if interval is not None for end in interval]
-    if not ends or min(ends) < 0:
-        raise ValueError(
-            f"{title}: bars start at 0, and values are {sorted(ends)[:1] or 'missing'}; draw lines instead"
-        )
-    shown = [f"{value:,.{decimals}f}" for bars in series for value in bars.values if value is not None]
-    names, lines_taken = legend(keys, boxes=True)
-    slot = (sheet(lines_taken).x_end - sheet(lines_taken).left) / len(groups)
-    labels = [_wrapped(group, slot) for group in groups]
-    paper = sheet(lines_taken, bottom=30 + 16 * max(len(words) for words in labels) + (8 if x_label else -8))
-    bar = min(64.0, 0.86 * slot / len(series))
-    widest = max(len(value) for value in shown) * _VALUE
-    upright = widest > bar and len(series) > 1
-    above = (widest if upright else 12) + 8
-    axis = measured_axis(y_label, [max(ends) * (1 + above / (paper.y_end - paper.top))])
-    pieces = []
-    for index, words in enumerate(labels):
-        centre = paper.left + slot * (index + 0.5)
-        pieces += [draw_label(centre, paper.y_end + 18 + 16 * row, word, "middle") for row, word in enumerate(words)]
-        for number, (bars, key) in enumerate(zip(series, keys, strict=True)):
-            value = bars.values[index]
-            if value is None:
-                continue
-            left = centre + bar * (number - len(series) / 2)
-            interval = bars.intervals[index] if bars.intervals else None
-            top = axis.place(value if interval is None else max(value, interval[1]), paper.y_end, paper.top)
-            height = paper.y_end - axis.place(value, paper.y_end, paper.top)
-            said = f"{value:,.{decimals}f}"
-            told = f"{bars.name}, {groups[index]}: {said}"
-            if interval is not None:
-                told += f" ({interval[0]:,.{decimals}f} to {interval[1]:,.{decimals}f})"
-            pieces.append(box(left + 1, paper.y_end - height, bar - 2, height, key, tag("title", text(told))))
-            if interval is not None:
-                pieces.append(_error_bar(left + bar / 2, interval, axis, paper))
-            pieces.append(_value(left + bar / 2, top - 5, said, upright))
-    under = draw_label((paper.left + paper.x_end) / 2, paper.height - 8, x_label, "middle", "unit")
-    return file(title, description, paper, names, y_grid(axis, paper), *pieces, under)
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """Bars side by side in each group, with their values above them."""
+
+    title: str
+    description: str
+    groups: Sequence[str]
+    series: Sequence[Bars]
+    y_label: str
+    x_label: str = ""
+    decimals: int = 0
+
+    def svg(self) -> str:
+        """Raises ValueError where a series has not one value for each group, and for values below 0."""
+        for bars in self.series:
+            if len(bars.values) != len(self.groups):
+                raise ValueError(
+                    f"{bars.name}: there are {len(bars.values)} values for {len(self.groups)} groups; give one each"
+                )
+        rows = list(self._rows())
+        if not rows or min(row["value"] for row in rows) < 0:
+            raise ValueError(f"{self.title}: bars start at 0; draw lines of values below it, and no figure of none")
+        names = [_wrapped(group, WIDTH / len(self.groups)) for group in self.groups]
+        upright = len(rows) > 24
+        x = alt.X("group:N", sort=names, title=self.x_label or None, axis=_lines_of_labels(labelAngle=0))
+        offset = alt.XOffset("series:N", sort=[bars.name for bars in self.series])
+        y = alt.Y("value:Q", title=self.y_label, scale=alt.Scale(zero=True))
+        chart = alt.Chart(alt.InlineData(values=rows))
+        placed = chart.encode(x=x, xOffset=offset)
+        above = {"angle": 270, "align": "left", "dx": 5, "dy": 0} if upright else {"dy": -6}
+        layers = [
+            placed.mark_bar(strokeWidth=1).encode(y=y, **_colours(self.series)),
+            placed.mark_rule(color="#1f2328").encode(y="low:Q", y2="high:Q"),
+            placed.mark_text(fontSize=11, **above).encode(y=alt.Y("top:Q"), text="said:N"),
+        ]
+        return _file(alt.layer(*layers), self.title, self.description)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for bars in self.series:
+            for group, value in zip(self.groups, bars.values, strict=True):
+                if value is None:
+                    continue
+                one = _estimate(value)
+                low, high = one.ends or (one.value, one.value)
+                yield {
+                    "group": _wrapped(group, WIDTH / len(self.groups)),
+                    "series": bars.name,
+                    "value": one.value,
+                    "low": max(0.0, low),
+                    "high": high,
+                    "top": max(high, one.value),
+                    "said": f"{one.value:,.{self.decimals}f}",
+                }
 
 
-def lines(title: str, description: str, series: Sequence[Line], x_axis: Axis, y_axis: Axis) -> str:
-    """Lines with a mark at each point, or at every few of many, in front of their bands. An axis may be logarithmic:
-    `evaluation.scale`.
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """Lines with a mark at each point, or at every few of many, in front of their bands."""
 
-    Raises ValueError for a line without points, for a point outside the axes, and where a band has not two ends for
-    each point.
-    """
-    keys = _keys(title, series)
-    for line in series:
-        if not line.points or (line.band and len(line.band) != len(line.points)):
-            raise ValueError(
-                f"{line.name}: there are {len(line.points)} points and {len(line.band)} ends; give one each"
-            )
-        _require_inside(line.name, [x for x, _ in line.points], x_axis)
-        _require_inside(line.name, heights([line]), y_axis)
-    names, lines_taken = legend(keys, boxes=False)
-    paper = sheet(lines_taken)
-    inner = replace(paper, left=paper.left + _INSET, right=paper.right + _INSET)
+    title: str
+    description: str
+    series: Sequence[Line]
+    x: Axis
+    y: Axis
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        return x_axis.place(x, inner.left, inner.x_end), y_axis.place(y, paper.y_end, paper.top)
+    def svg(self) -> str:
+        """Raises ValueError for a line without points, and for values that have no place on a logarithmic axis."""
+        rows = list(self._rows())
+        for axis, values in ((self.x, [row["x"] for row in rows]), (self.y, [row["low"] for row in rows])):
+            if (axis.logarithmic or axis.doubling) and min(values) <= 0:
+                raise ValueError(f"{self.title}: {axis.label} has values of 0 or less; a logarithm needs positive ones")
+        x, y = _scaled("x", self.x, [row["x"] for row in rows]), _scaled("y", self.y, [row["y"] for row in rows])
+        chart = alt.Chart(alt.InlineData(values=rows)).encode(x=x)
+        colours = _colours(self.series)
+        layers = [
+            chart.mark_area(fillOpacity=0.18, strokeOpacity=0).encode(y="low:Q", y2="high:Q", fill=colours["fill"]),
+            chart.mark_line(strokeWidth=2.2).encode(
+                y=y, stroke=colours["stroke"], strokeDash=_dashed(self.series), order="number:Q"
+            ),
+            chart.mark_point(size=45, filled=True, opacity=1)
+            .encode(y=y, shape=_shapes(self.series), **colours)
+            .transform_filter("datum.marked"),
+        ]
+        return _file(alt.layer(*layers), self.title, self.description)
 
-    base = tag("line", x1=paper.left, x2=paper.x_end, y1=paper.y_end, y2=paper.y_end, class_="zero")
-    bands, drawn = [], []
-    for line, key in zip(series, keys, strict=True):
-        if line.band:
-            ends = list(zip((x for x, _ in line.points), line.band, strict=True))
-            around = [at(x, high) for x, (_, high) in ends] + [at(x, low) for x, (low, _) in reversed(ends)]
-            bands.append(tag("polygon", points=path(around), fill=colour(key.number), opacity=0.18))
-        drawn.append(stroke([at(x, y) for x, y in line.points], key))
-        for x, y in line.points[:: -(-len(line.points) // _MARKS)]:
-            drawn.append(mark(*at(x, y), key, f"{line.name}: {y:,.6g} ({x_axis.label}: {x:,.6g})"))
-    grid = join(y_grid(y_axis, paper), base, draw_x_ticks(x_axis, inner))
-    return file(title, description, paper, names, grid, *bands, *drawn)
-
-
-def heights(series: Sequence[Line]) -> list[float]:
-    """All y values, those of bands included: what a y axis must reach."""
-    return [y for line in series for y in (*(y for _, y in line.points), *(end for ends in line.band for end in ends))]
-
-
-def ranges(
-    title: str, description: str, rows: Sequence[Range], x_label: str, baseline: float, baseline_name: str
-) -> str:
-    """A row for each setting, the widest range first: the result at both ends of it, and a line at the baseline."""
-    if not rows:
-        raise ValueError(f"{title}: there is no row; give one or more")
-    widest = max(text_width(row.label) for row in rows)
-    if widest > 300:
-        raise ValueError(f"{title}: the longest label takes {widest:.0f} px; shorten it to 300 or less")
-    keys = [Key("low end of the setting", 0, True), Key("high end of the setting", 4, False)]
-    names, lines_taken = legend(keys, boxes=False)
-    top = sheet(lines_taken).top
-    paper = sheet(lines_taken, height=top + 36 * len(rows) + 46, left=widest + 24)
-    axis = _around(x_label, [baseline, *(value for row in rows for value in row.values)])
-    pieces = [draw_x_ticks(axis, paper)]
-    for tick in axis.ticks:
-        x = axis.place(tick, paper.left, paper.x_end)
-        pieces.append(tag("line", x1=x, x2=x, y1=paper.top, y2=paper.y_end, class_="grid"))
-    x = axis.place(baseline, paper.left, paper.x_end)
-    pieces.append(tag("line", x1=x, x2=x, y1=paper.top, y2=paper.y_end, stroke=INK, stroke_dasharray="4 3"))
-    pieces.append(draw_label(x, paper.top - 7, f"{baseline_name}: {baseline:,.4g}", "middle", "value"))
-    for index, row in enumerate(sorted(rows, key=lambda row: -abs(row.values[1] - row.values[0]))):
-        y = paper.top + 36 * (index + 0.5)
-        places = [axis.place(value, paper.left, paper.x_end) for value in row.values]
-        pieces.append(draw_label(paper.left - 12, y + 4, row.label, "end"))
-        pieces.append(tag("line", x1=places[0], x2=places[1], y1=y, y2=y, stroke=colour(0), stroke_width=2.2))
-        for place, key, end, value in zip(places, keys, row.ends, row.values, strict=True):
-            pieces.append(mark(place, y, key, f"{row.label} {end}: {value:,.6g}"))
-            outward = -1 if place < sum(places) / 2 or (places[0] == places[1] and key.hollow) else 1
-            pieces.append(draw_label(place + 10 * outward, y + 4, end, "end" if outward < 0 else "start", "value"))
-    return file(title, description, paper, names, *pieces)
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for line in self.series:
+            if not line.points:
+                raise ValueError(f"{line.name}: there are no points; give one or more")
+            every = -(-len(line.points) // _MARKS)
+            for number, (x, value) in enumerate(line.points):
+                one = _estimate(value)
+                low, high = one.ends or (one.value, one.value)
+                yield {
+                    "series": line.name,
+                    "number": number,
+                    "x": x,
+                    "y": one.value,
+                    "low": low,
+                    "high": high,
+                    "marked": number % every == 0,
+                }
 
 
-def _keys(title: str, series: Sequence[Bars | Line]) -> list[Key]:
-    if not series:
-        raise ValueError(f"{title}: there is no series; give one or more")
+@dataclass(frozen=True, slots=True)
+class PointChart:
+    """Points on two equal logarithmic axes, and the line on which both values are equal."""
+
+    title: str
+    description: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    x_label: str
+    y_label: str
+
+    def svg(self) -> str:
+        rows = [{"series": name, "x": x, "y": y} for name, points in self.series.items() for x, y in points]
+        both = [number for points in self.series.values() for point in points for number in point]
+        ends = (min(both), max(both))
+        x, y = _scaled("x", Axis(self.x_label, True), ends), _scaled("y", Axis(self.y_label, True), ends)
+        series = [Line(name, points) for name, points in self.series.items()]
+        equal = alt.Chart(alt.InlineData(values=[{"x": end, "y": end} for end in ends]))
+        marks = alt.Chart(alt.InlineData(values=rows)).mark_point(size=40, filled=True, opacity=0.8)
+        layers = [
+            equal.mark_line(color=MUTED, strokeWidth=1).encode(x=x, y=y),
+            marks.encode(x=x, y=y, shape=_shapes(series), **_colours(series)),
+        ]
+        return _file(alt.layer(*layers), self.title, self.description)
+
+
+def number_of(system: str) -> int:
+    """Number of the colour that `system`, one of `SYSTEMS`, has."""
+    return SYSTEMS.index(system)
+
+
+def _estimate(value: Estimate | float) -> Estimate:
+    return value if isinstance(value, Estimate) else Estimate(value)
+
+
+def _colours(series: Sequence[Bars | Line]) -> dict[str, Any]:
+    """The colour of each series, with a legend. Raises ValueError where two have one name, or there are more than
+    colours."""
     names = [one.name for one in series]
     if len(set(names)) < len(names):
-        raise ValueError(f"{title}: series are called {names}; give each its own name")
-    return [Key(one.name, number if one.like is None else one.like, one.hollow) for number, one in enumerate(series)]
+        raise ValueError(f"series are called {names}; give each its own name")
+    numbers = _numbers(series)
+    if max(numbers) >= len(PALETTE):
+        raise ValueError(f"there are {max(numbers) + 1} series: show {len(PALETTE)} or fewer in one figure")
+    colours = [PALETTE[number] for number in numbers]
+    fills = [_pale(colour) if one.hollow else colour for one, colour in zip(series, colours, strict=True)]
+    return {
+        "fill": alt.Fill("series:N", scale=alt.Scale(domain=names, range=fills), legend=_legend()),
+        "stroke": alt.Stroke("series:N", scale=alt.Scale(domain=names, range=colours), legend=_legend()),
+    }
 
 
-def _require_inside(name: str, values: Sequence[float], axis: Axis) -> None:
-    outside = [value for value in values if not axis.low <= value <= axis.high]
-    if outside:
-        raise ValueError(
-            f"{name}: {outside[0]:g} is not on the axis {axis.label!r}, {axis.low:g} to {axis.high:g}: make it longer"
-        )
+def _pale(colour: str) -> str:
+    """The colour, mixed with 85 % of white."""
+    return "#" + "".join(f"{255 - round(0.15 * (255 - int(colour[at : at + 2], 16))):02x}" for at in (1, 3, 5))
 
 
-def _around(label: str, values: Sequence[float]) -> Axis:
-    """An axis around the values, with room for a word at both of its ends."""
-    low, high = min(values), max(values)
-    room = 0.16 * ((high - low) or abs(high) or 1.0)
-    low, high = low - room, high + room
-    step = round_step(high - low, 6)
-    first, last = -int(-low // step), int(high // step)
-    return Axis(label, low, high, tuple(float(f"{number * step:.12g}") for number in range(first, last + 1)))
+def _dashed(series: Sequence[Line]) -> alt.StrokeDash:
+    scale = alt.Scale(domain=[one.name for one in series], range=[[5, 4] if one.hollow else [1, 0] for one in series])
+    return alt.StrokeDash("series:N", scale=scale, legend=None)
 
 
-def _error_bar(x: float, interval: tuple[float, float], axis: Axis, paper: Paper) -> Markup:
-    low, high = (axis.place(end, paper.y_end, paper.top) for end in interval)
-    strokes = [tag("line", x1=x, x2=x, y1=low, y2=high, stroke=INK)]
-    strokes += [tag("line", x1=x - 4, x2=x + 4, y1=y, y2=y, stroke=INK) for y in (low, high)]
-    return join(*strokes)
+def _shapes(series: Sequence[Line]) -> alt.Shape:
+    scale = alt.Scale(domain=[one.name for one in series], range=[SHAPES[number] for number in _numbers(series)])
+    return alt.Shape("series:N", scale=scale, legend=_legend(symbolOpacity=1))
 
 
-def _value(x: float, y: float, words: str, upright: bool) -> Markup:
-    if not upright:
-        return draw_label(x, y, words, "middle", "value")
-    turn = f"rotate(-90 {x:.1f} {y:.1f})"
-    return tag("text", text(words), x=x, y=y + 4, text_anchor="start", class_="value", transform=turn)
+def _numbers(series: Sequence[Bars | Line]) -> list[int]:
+    """The number of the colour and shape of each series."""
+    return [number if one.like is None else one.like for number, one in enumerate(series)]
 
 
-def _wrapped(label: str, width: float) -> list[str]:
-    """The label in lines of at most `width`, as far as its words are short enough."""
-    rows = [""]
-    for word in label.split():
-        longer = f"{rows[-1]} {word}".strip()
-        if rows[-1] and text_width(longer) > width:
-            rows.append(word)
-        else:
-            rows[-1] = longer
-    return rows
+def _legend(**more: Any) -> alt.Legend:
+    return alt.Legend(orient="top", title=None, columns=4, labelLimit=0, **more)
+
+
+def _scaled(channel: str, axis: Axis, values: Sequence[float]) -> Any:
+    kind: Any = alt.X if channel == "x" else alt.Y
+    shown: dict[str, Any] = {"grid": channel == "y"}
+    scale = alt.Scale(type="log" if axis.logarithmic or axis.doubling else "linear", nice=not axis.doubling)
+    if axis.doubling:
+        low = min(values)
+        ticks = [low * 2**power for power in range(int(math.log2(max(values) / low)) + 1)]
+        short = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'K' : format(datum.value, ',')"
+        shown |= {"values": ticks, "labelExpr": short}
+        scale = alt.Scale(type="log", base=2, domain=[min(values), max(values)])
+    return kind(f"{channel}:Q", title=axis.label, scale=scale, axis=alt.Axis(**shown))
+
+
+def _lines_of_labels(**more: Any) -> alt.Axis:
+    return alt.Axis(labelExpr="split(datum.label, '\\n')", labelLimit=0, **more)
+
+
+def _wrapped(label: str, width: float) -> str:
+    """The label in lines of at most `width` px, as far as its words are short enough."""
+    return "\n".join(textwrap.wrap(label, max(4, int(width / _LETTER)), break_long_words=False))
+
+
+def _file(chart: Any, title: str, description: str) -> str:
+    """Raises ValueError where it does not say what it shows."""
+    if not title.strip() or not description.strip():
+        raise ValueError("title or description is empty; say what is shown, for those who cannot see it")
+    styled = chart.properties(
+        width=WIDTH, height=HEIGHT, title=alt.Title(title, anchor="start", fontSize=15)
+    ).configure(background=PAPER, padding=12, font="sans-serif", view=alt.ViewConfig(stroke=None))
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    drawn = vl_convert.vegalite_to_svg(styled.to_dict(validate=False), vl_version=version)
+    words = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+    return re.sub(r"<svg[^>]*>", lambda opened: opened[0] + words, drawn, count=1) + "\n"

@@ -6,15 +6,15 @@ where the same request meets its SLO when its engine serves alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import shape_file
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.figures import Bars, grouped_bars
-from benchmarks.evaluation.lending_cell import (
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import BarChart, Bars
+from benchmarks.evaluation.lending_runs import (
     RULES,
     SERVED,
     SYSTEMS,
@@ -24,7 +24,7 @@ from benchmarks.evaluation.lending_cell import (
     run,
     trace,
 )
-from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.table import Column, Table, Value
 from benchmarks.rows import Row
 from benchmarks.workloads.definition import FILES
 
@@ -40,8 +40,29 @@ BOUNDS = ("fixed", "gate", "elastic", "whole")
 WAITING = ("fixed", "gate", "published", "elastic")  # whose rollout is timed, in steps that wait for it
 OVER_FIXED, OVER_ELASTIC, OVER_PUBLISHED = 1.3, 1.2, 1.0
 PUBLISHED = {"fixed": "1.2 to 3.3", "elastic": "1.2 to 1.5"}
+_SECONDS, _OVER = Column("seconds", ",.0f", "s"), Column("over it", ".2f", "x")
+_TRAIN, _BORROWED, _MISSES = Column("GPUs that train"), Column("borrowed"), Column("misses")
+_COLUMNS = (
+    _SECONDS,
+    _OVER,
+    Column("published"),
+    _TRAIN,
+    _BORROWED,
+    Column("lent", ".0f", "%"),
+    Column("away", ".1f", "%"),
+    _MISSES,
+)
+_WAITING_COLUMNS = (
+    _SECONDS,
+    _OVER,
+    Column("rollout of a step", ",.0f", "s"),
+    replace(_OVER, name="rollout over it"),
+    _TRAIN,
+    _BORROWED,
+    _MISSES,
+)
 
-Values = Mapping[str, Any]
+Systems = Mapping[str, Mapping[str, Any]]  # values of the runs, by system
 
 
 def synchronous(setting: LendingSetting) -> LendingSetting:
@@ -76,129 +97,71 @@ def words_of(setting: LendingSetting) -> str:
     return f"{8 * setting.nodes} own, {8 * setting.lending} lending, {size_of(setting)}"
 
 
-def found_of(results: Sequence[Result]) -> dict[LendingSetting, dict[str, Values]]:
-    found: dict[LendingSetting, dict[str, Values]] = {}
+def _found(results: Sequence[Result]) -> Found:
+    found: dict[LendingSetting, dict[str, Mapping[str, Any]]] = {}
     for result in results:
         if result.cell.function is run:
             setting = LendingSetting(**result.cell.arguments["setting"])
             found.setdefault(setting, {})[str(result.cell.arguments["system"])] = result.values
-    return found
+    tables = {
+        f"{setting.trajectories_a_gpu}-a-gpu{'' if setting.staleness else '-synchronous'}": _table(setting, systems)
+        for setting, systems in found.items()
+    }
+    goals = [row for setting, systems in found.items() for row in _goals(setting, systems)]
+    return Found(tables, {"systems": _figure(found)}, goals)
 
 
-def _rows(results: Sequence[Result]) -> list[Row]:
-    rows: list[Row] = []
-    for setting, systems in found_of(results).items():
-        case = words_of(setting)
-        if not setting.staleness:
-            rows += _rollout_rows(case, systems)
-            continue
-        for name, values in systems.items():
-            rows.append(Row(case, name, values["seconds"], "s"))
-            if values["lent"]:
-                rows.append(Row(case, f"{name}: lent", values["lent"], "of the time"))
-            if values["requests"]:
-                unit = f"of {values['requests']:,}"
-                rows.append(Row(case, f"{name}: attributable misses", values["attributable"], unit))
-                if name == "gate":
-                    covered = values["covered"]
-                    metric = f"{name}: attributable misses inside its envelope"
-                    rows.append(Row(case, metric, covered, unit, "0", covered == 0))
-        fixed, gate, bound = (systems[name]["seconds"] for name in ("fixed", "gate", "whole"))
-        rows.append(Row(case, "gate over fixed", fixed / gate, "x", f">= {OVER_FIXED}", fixed / gate >= OVER_FIXED))
-        rows.append(Row(case, "whole devices over fixed: the bound", fixed / bound, "x"))
-    return rows
-
-
-def _rollout_rows(case: str, systems: Mapping[str, Values]) -> list[Row]:
-    rows = []
-    for name, values in systems.items():
-        rows.append(Row(case, f"{name}: rollout", values["waited"], "s a step"))
-        rows.append(Row(case, f"{name}: GPUs that train", values["training"], ""))
-        rows.append(Row(case, f"{name} over the gate", values["seconds"] / systems["gate"]["seconds"], "x"))
+def _goals(setting: LendingSetting, systems: Systems) -> Iterator[Row]:
+    case, gate = words_of(setting), systems["gate"]
+    if setting.staleness:
+        over = systems["fixed"]["seconds"] / gate["seconds"]
+        yield Row(case, "gate over fixed", over, "x", f">= {OVER_FIXED}", over >= OVER_FIXED)
+        covered, metric = gate["covered"], "gate: attributable misses inside its envelope"
+        yield Row(case, metric, covered, f"of {gate['requests']:,}", "0", covered == 0)
+        return
     for name, goal in (("elastic", OVER_ELASTIC), ("published", OVER_PUBLISHED)):
-        over = systems[name]["waited"] / systems["gate"]["waited"]
-        rows.append(Row(case, f"rollout time of {name} over the gate's", over, "x", f">= {goal}", over >= goal))
-    return rows
+        over = systems[name]["waited"] / gate["waited"]
+        yield Row(case, f"rollout time of {name} over the gate's", over, "x", f">= {goal}", over >= goal)
 
 
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    return {
-        f"{setting.trajectories_a_gpu}-a-gpu{'' if setting.staleness else '-synchronous'}": _table(systems)
-        if setting.staleness
-        else _waiting_table(systems)
-        for setting, systems in found_of(results).items()
-    }
-
-
-def _table(systems: Mapping[str, Values]) -> str:
-    header = ["system", "seconds", "over it", "published", "GPUs that train", "borrowed", "lent", "away", "misses"]
-    body = []
+def _table(setting: LendingSetting, systems: Systems) -> Table:
+    body: dict[str, Sequence[Value]] = {}
     for name, values in systems.items():
-        body.append(
-            [
-                name,
-                f"{values['seconds']:,.0f}",
-                _over(systems, name, "seconds"),
-                PUBLISHED.get(name, ""),
-                f"{values['training']}",
-                f"{values['borrowed']}",
-                f"{100 * values['lent']:.0f} %" if values["lent"] else "",
-                f"{100 * values['away']:.1f} %" if values["lent"] else "",
-                _missed(values),
-            ]
-        )
-    return markdown_table(header, body)
+        seconds, over, last = values["seconds"], _over(systems, name, "seconds"), _last(values)
+        if setting.staleness:
+            shares = [100 * values[what] if values["lent"] else None for what in ("lent", "away")]
+            body[name] = (seconds, over, PUBLISHED.get(name, ""), *last[:2], *shares, last[2])
+        else:
+            body[name] = (seconds, over, values["waited"], _over(systems, name, "waited"), *last)
+    return Table("system", _COLUMNS if setting.staleness else _WAITING_COLUMNS, body, case=words_of(setting))
 
 
-def _waiting_table(systems: Mapping[str, Values]) -> str:
-    header = ["system", "seconds", "over it", "rollout of a step", "over it", "GPUs that train", "borrowed", "misses"]
-    body = []
-    for name, values in systems.items():
-        body.append(
-            [
-                name,
-                f"{values['seconds']:,.0f}",
-                _over(systems, name, "seconds"),
-                f"{values['waited']:,.0f}",
-                _over(systems, name, "waited"),
-                f"{values['training']}",
-                f"{values['borrowed']}",
-                _missed(values),
-            ]
-        )
-    return markdown_table(header, body)
+def _over(systems: Systems, name: str, what: str) -> Value:
+    return None if name == "gate" else systems[name][what] / systems["gate"][what]
 
 
-def _over(systems: Mapping[str, Values], name: str, what: str) -> str:
-    return "" if name == "gate" else f"{systems[name][what] / systems['gate'][what]:.2f}"
+def _last(values: Mapping[str, Any]) -> tuple[Value, Value, Value]:
+    """GPUs that train, engines that are borrowed, and misses that lending is to blame for."""
+    missed = f"{values['attributable']:,} of {values['requests']:,}" if values["requests"] else ""
+    return values["training"], values["borrowed"], missed
 
 
-def _missed(values: Values) -> str:
-    return f"{values['attributable']:,} of {values['requests']:,}" if values["requests"] else ""
-
-
-def _figures(results: Sequence[Result]) -> dict[str, str]:
-    found = {setting: systems for setting, systems in found_of(results).items() if setting.staleness}
-    bars = [Bars(name, tuple(systems[name]["throughput"] for systems in found.values())) for name in BOUNDS]
-    groups = [size_of(setting) for setting in found]
-    (first, *_) = found
-    return {
-        "systems": grouped_bars(
-            f"{8 * first.nodes} H800 of its own, {8 * first.lending} that serve",
-            "Generated tokens that were trained on, per second of the run.",
-            groups,
-            bars,
-            "tokens per second",
-        )
-    }
+def _figure(found: Mapping[LendingSetting, Systems]) -> BarChart:
+    overlapping = {setting: systems for setting, systems in found.items() if setting.staleness}
+    first = next(iter(overlapping))
+    return BarChart(
+        f"{8 * first.nodes} H800 of its own, {8 * first.lending} that serve",
+        "Generated tokens that were trained on, per second of the run.",
+        [size_of(setting) for setting in overlapping],
+        [Bars(name, [systems[name]["throughput"] for systems in overlapping.values()]) for name in BOUNDS],
+        "tokens per second",
+    )
 
 
 EXPERIMENT = Experiment(
-    name="lending",
-    title="Rollouts on devices that serve",
-    question="What does a run gain by borrowing from GPUs that serve Azure's conversation hour, and who misses an SLO?",
-    cells=_cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
+    "lending",
+    "Rollouts on devices that serve",
+    "What does a run gain by borrowing from GPUs that serve Azure's conversation hour, and who misses an SLO?",
+    _cells,
+    _found,
 )

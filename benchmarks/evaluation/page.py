@@ -9,7 +9,7 @@ A place is `<!-- table: EXPERIMENT/TABLE -->` on a line, what was there before, 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 _MARKER = re.compile(r"<!--\s*(?:table\b|end\b)[^>\n]*>")
 _TABLE = re.compile(r"<!-- table: ([a-z0-9-]+/[a-z0-9-]+) -->")
@@ -62,16 +62,6 @@ def with_tables(page: str, tables: Mapping[str, str], known: Collection[str]) ->
     return "".join(written)
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others, which hold numbers, to the right."""
-    if not header or any(len(row) != len(header) for row in rows):
-        raise ValueError(
-            f"rows have {sorted({len(row) for row in rows})} cells for {len(header)} headings; give one each"
-        )
-    ruler = ["---", *("---:" for _ in header[1:])]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in (header, ruler, *rows))
-
-
 def _marker(line: str, where: str) -> str | None:
     """The table's name, or the end's text; None where the line has neither."""
     if _MARKER.search(line) is None:
@@ -81,7 +71,3 @@ def _marker(line: str, where: str) -> str | None:
     if table is None and alone != _END:
         raise ValueError(f"{where}: {alone!r} is no marker; write <!-- table: EXPERIMENT/TABLE --> or {_END} on a line")
     return _END if table is None else table[1]
-
-
-def _cell(words: str) -> str:
-    return " ".join(words.split()).replace("|", "\\|")

@@ -9,24 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.evaluation.agent_logs import lacking, present
+from benchmarks.evaluation.agent_routing import MEASURES, MODEL, OURS, PREDICTORS, THEIRS, makespan, predictions
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import shape_file
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.figures import Bars, grouped_bars
-from benchmarks.evaluation.intervals import Interval, mean_interval, ratio_interval
-from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.routing_real_cell import (
-    MEASURES,
-    MODEL,
-    OURS,
-    PREDICTORS,
-    RESAMPLES,
-    THEIRS,
-    makespan,
-    predictions,
-)
-from benchmarks.evaluation.routing_real_data import lacking, present
-from benchmarks.rows import Row
+from benchmarks.evaluation.estimates import RESAMPLES, Estimate, mean
+from benchmarks.evaluation.estimates import ratio as paired
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import BarChart, Bars
+from benchmarks.evaluation.table import Column, Table, Value
 
 LEAST_LOADED = "least-loaded"
 ROUTES = (OURS, THEIRS, LEAST_LOADED)
@@ -75,119 +66,79 @@ def _cells(quick: bool) -> list[Cell]:
     ]
 
 
-def _judged(results: Sequence[Result]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Values of the predictions, by log and by `unseen`: prompts, or samples."""
-    asked = [(result.cell.arguments, result.values) for result in results]
-    return {(it["log"], it["unseen"]): values for it, values in asked if "unseen" in it}
+def ratio(seeds: Sequence[Mapping[str, Any]], route: str, other: str, measure: str = "seconds") -> Estimate:
+    """Ratio of a measure of the same trajectories by two routers: below 1 where the first is faster."""
+    return paired([it[route][measure] for it in seeds], [it[other][measure] for it in seeds])
 
 
-def _runs(results: Sequence[Result]) -> Runs:
+def _found(results: Sequence[Result]) -> Found:
     runs: dict[Case, list[Mapping[str, Any]]] = {}
     for result in results:
         asked = result.cell.arguments
         if "routes" in asked:
             runs.setdefault(Case(asked["log"], asked["waits"]), []).append(result.values)
-    return runs
+    return Found({"predictions": _predictions(results), "makespan": _makespan(runs)}, {"makespan": _figure(runs)})
 
 
-def ratio(seeds: Sequence[Mapping[str, Any]], route: str, other: str, measure: str = "seconds") -> Interval:
-    """Ratio of a measure of the same trajectories by two routers: below 1 where the first is faster."""
-    return ratio_interval([it[route][measure] for it in seeds], [it[other][measure] for it in seeds])
-
-
-def _rows(results: Sequence[Result]) -> list[Row]:
-    rows = []
-    for (log, unseen), values in _judged(results).items():
-        for measure in MEASURES:
-            for name in (*PREDICTORS, *(f"{OURS} - {other}" for other in PREDICTORS[1:])):
-                rows.append(Row(f"{log}, unseen {unseen}", f"{measure}: {name}", values[measure][name][0], ""))
-    for case, seeds in _runs(results).items():
-        for route in ROUTES:
-            value = mean_interval([it[route]["seconds"] for it in seeds]).value
-            rows.append(Row(f"rollout of {case.name}", route, value, "s"))
-        for other in ROUTES[1:]:
-            rows.append(Row(f"rollout of {case.name}", f"{OURS} / {other}", ratio(seeds, OURS, other).value, "x"))
-    return rows
-
-
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    return {"predictions": _predictions(results), "makespan": _makespan(_runs(results))}
-
-
-def _predictions(results: Sequence[Result]) -> str:
-    body = []
-    for (log, unseen), values in _judged(results).items():
-        for measure in MEASURES:
-            cells = [_between(values[measure][name]) for name in PREDICTORS]
-            cells += [_between(values[measure][f"{OURS} - {name}"], signed=True) for name in PREDICTORS[1:]]
-            body.append([f"{log}, unseen {unseen}, {values['returns']:,} returns: {measure}", *cells])
-    header = ["remaining tokens", *PREDICTORS, *(f"{OURS} - {name}" for name in PREDICTORS[1:])]
+def _predictions(results: Sequence[Result]) -> Table:
+    names = (*PREDICTORS, *(f"{OURS} - {name}" for name in PREDICTORS[1:]))
+    body = {}
+    for result in results:
+        asked, values = result.cell.arguments, result.values
+        for measure in MEASURES if "unseen" in asked else ():
+            found = [values[measure][name] for name in names]
+            label = f"{asked['log']}, unseen {asked['unseen']}, {values['returns']:,} returns: {measure}"
+            body[label] = [Estimate(value, (low, high)) for value, low, high in found]
     said = (
         f"In brackets: 95 % intervals, {RESAMPLES:,} bootstrap samples of whole prompts. Of an unseen prompt the"
         " published tree says the mean of all others, whatever its tools returned. Such a mean is the lower, the longer"
         " the trajectories of the prompts that it lacks: that alone pulls its rank correlation below 0."
     )
-    return f"{markdown_table(header, body)}\n\n{said}"
+    columns = [Column(name, "+.2f" if " - " in name else ".2f") for name in names]
+    return Table("remaining tokens", tuple(columns), body, said)
 
 
-def _makespan(runs: Runs) -> str:
-    body = []
-    for case, seeds in runs.items():
-        cells = [f"{mean_interval([it[route]['seconds'] for it in seeds]).value:,.1f}" for route in ROUTES]
-        cells += [_around(ratio(seeds, OURS, other)) for other in ROUTES[1:]]
-        cells += [_around(ratio(seeds, OURS, other, "mean")) for other in ROUTES[1:]]
-        body.append([case.name, *cells])
-    header = ["seconds of the rollout", *ROUTES]
-    header += [f"{OURS} / {other}" for other in ROUTES[1:]] + [f"mean of trajectories: / {it}" for it in ROUTES[1:]]
-    count = len(next(iter(runs.values())))
+def _makespan(runs: Runs) -> Table:
+    columns = [Column(route, ",.1f", "s") for route in ROUTES]
+    columns += [Column(f"{OURS} / {other}", ".3f", "x") for other in ROUTES[1:]]
+    columns += [Column(f"mean of trajectories: / {other}", ".3f", "x") for other in ROUTES[1:]]
+    body: dict[str, tuple[Value, ...]] = {
+        case.name: (
+            *(mean([it[route]["seconds"] for it in seeds]).value for route in ROUTES),
+            *(ratio(seeds, OURS, other) for other in ROUTES[1:]),
+            *(ratio(seeds, OURS, other, "mean") for other in ROUTES[1:]),
+        )
+        for case, seeds in runs.items()
+    }
     plans = {case: [len(it["plan"]) for it in seeds] for case, seeds in runs.items()}
     buckets = "; ".join(f"{case.name} {', '.join(map(str, its))}" for case, its in plans.items())
     said = (
-        f"512 trajectories at once, {count} seeds; ratios are paired, with 95 % intervals. Routers know one half of the"
-        " prompts and serve the other. A tool whose time was not recorded takes 1 s, and so does a person, except"
-        f" where their waits are named. Buckets of the plans by seed: {buckets}."
+        f"512 trajectories at once, {len(next(iter(runs.values())))} seeds; ratios are paired, with 95 % intervals."
+        " Routers know one half of the prompts and serve the other. A tool whose time was not recorded takes 1 s, and"
+        f" so does a person, except where their waits are named. Buckets of the plans by seed: {buckets}."
     )
-    return f"{markdown_table(header, body)}\n\n{said}"
+    return Table("seconds of the rollout", tuple(columns), body, said)
 
 
-def _figures(results: Sequence[Result]) -> dict[str, str]:
-    runs = _runs(results)
-    series = []
-    for route in ROUTES[:-1]:
-        found = [ratio(seeds, route, LEAST_LOADED) for seeds in runs.values()]
-        series.append(Bars(route, tuple(it.value for it in found), tuple((it.low, it.high) for it in found)))
-    series.append(Bars(LEAST_LOADED, (1.0,) * len(runs), (None,) * len(runs)))
-    return {
-        "makespan": grouped_bars(
-            "Rollout of 512 trajectories of real agents: time by router",
-            "Seconds from the first request to the last finish, as a multiple of those under the least-loaded router,"
-            " simulated on 48 A800 planned with two buckets at most. Error bars: 95 % intervals of the ratio over"
-            " seeds.",
-            [case.name for case in runs],
-            series,
-            "time of the rollout, least-loaded = 1",
-            decimals=2,
-        )
-    }
-
-
-def _between(found: Sequence[float], signed: bool = False) -> str:
-    form = "+.2f" if signed else ".2f"
-    value, low, high = found
-    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
-
-
-def _around(one: Interval) -> str:
-    return f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
+def _figure(runs: Runs) -> BarChart:
+    series = [Bars(it, [ratio(seeds, it, LEAST_LOADED) for seeds in runs.values()]) for it in ROUTES[:-1]]
+    series.append(Bars(LEAST_LOADED, (1.0,) * len(runs)))
+    return BarChart(
+        "Rollout of 512 trajectories of real agents: time by router",
+        "Seconds from the first request to the last finish, as a multiple of those under the least-loaded router,"
+        " simulated on 48 A800 planned with two buckets at most. Error bars: 95 % intervals of the ratio over seeds.",
+        [case.name for case in runs],
+        series,
+        "time of the rollout, least-loaded = 1",
+        decimals=2,
+    )
 
 
 EXPERIMENT = Experiment(
-    name="routing-real",
-    title="Routing on logs of real agents",
-    question="What do the tool returns of real agents say of the tokens to come, and what is routing by it worth?",
-    cells=_cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
-    lacks=lacking,
+    "routing-real",
+    "Routing on logs of real agents",
+    "What do the tool returns of real agents say of the tokens to come, and what is routing by it worth?",
+    _cells,
+    _found,
+    lacking,
 )

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.evaluation import baselines, estimate
+from benchmarks.evaluation import baselines, estimates
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.estimate import Estimate
-from benchmarks.evaluation.plan_choices import choice_cell
-from benchmarks.evaluation.posttraining_cell import run
-from benchmarks.evaluation.searches import search, search_cell
+from benchmarks.evaluation.choices import choice_cell, search, search_cell
+from benchmarks.evaluation.estimates import Estimate
 from benchmarks.evaluation.setting import STEPS, Setting
+from benchmarks.evaluation.whole_runs import run
 
 Parts = Mapping[str, Any]  # of ours, those that differ
 Values = Mapping[str, Any]
@@ -68,6 +67,11 @@ def model_name(setting: Setting) -> str:
     return setting.model.rpartition("/")[2]
 
 
+def file_name(setting: Setting) -> str:
+    """Name of a setting's tables and figures."""
+    return f"{model_name(setting)}-{setting.workload}".lower().replace("_", "-")
+
+
 class Runs:
     """Results of runs; those of searches are `searched`."""
 
@@ -102,14 +106,14 @@ class Runs:
 
     def mean(self, setting: Setting, system: str, what: str, parts: Parts | None = None) -> Estimate:
         """Mean of one of the values, over the seeds."""
-        return estimate.mean([float(values[what]) for values in self.of(setting, system, parts).values()])
+        return estimates.mean([float(values[what]) for values in self.of(setting, system, parts).values()])
 
     def ratio(self, above: Key, below: Key, what: str) -> Estimate:
         """Ratio of one of the values, paired by seed."""
         over, under = self.of(above[0], above[1], dict(above[2])), self.of(below[0], below[1], dict(below[2]))
         if over.keys() != under.keys():
             raise ValueError(f"{above[1]} ran with seeds {sorted(over)}, {below[1]} with {sorted(under)}; pair them")
-        return estimate.ratio([float(over[seed][what]) for seed in over], [float(under[seed][what]) for seed in over])
+        return estimates.ratio([float(over[seed][what]) for seed in over], [float(under[seed][what]) for seed in over])
 
 
 def key(setting: Setting, system: str, parts: Parts | None = None) -> Key:

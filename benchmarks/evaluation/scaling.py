@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.figures import Line, lines
-from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.palette import number_of
-from benchmarks.evaluation.plan_choices import choice_cell, choose
+from benchmarks.evaluation.choices import choice_cell, choose, search, search_cell
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import Axis, Figure, Line, LineChart, number_of
 from benchmarks.evaluation.runs import Values, model_name
-from benchmarks.evaluation.scale import doubling_axis, log_axis, measured_axis
-from benchmarks.evaluation.scaling_cell import scale
-from benchmarks.evaluation.searches import search, search_cell
 from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.table import Column, Table
+from benchmarks.evaluation.whole_runs import scale
 from benchmarks.rows import Row
 
 MODEL, WORKLOAD = "Qwen/Qwen3-14B", "search_r1"
@@ -27,8 +24,15 @@ _QUICK_NODES = NODES[:2]
 SYSTEMS = ("ours", "even")
 STEPS = 15  # the first of a run: two decisions are in them
 _GROUPS = 32 / 6  # of a step, for each node
-
-Found = Mapping[str, Mapping[int, Values]]  # by system and GPUs
+_COLUMNS = (
+    Column("ours, tokens/s and GPU", ".1f", "tokens/s"),
+    Column("even split, tokens/s and GPU", ".1f", "tokens/s"),
+    Column("ours over it", ".2f", "x"),
+    Column("one plan, CPU s", ".1f", "s"),
+    Column("search of the even split's choice, CPU s", ".0f", "s"),
+    Column("simulated step of ours, CPU s", ".2f", "s"),
+    Column("of the even split, CPU s", ".2f", "s"),
+)
 
 
 def setting_of(nodes: int) -> Setting:
@@ -49,102 +53,73 @@ def _cells(quick: bool) -> list[Cell]:
 
 
 def _found(results: Sequence[Result]) -> Found:
-    found: dict[str, dict[int, Values]] = {system: {} for system in SYSTEMS}
+    runs: dict[str, dict[int, Values]] = {system: {} for system in SYSTEMS}
     for result in results:
         if result.cell.function is scale:
-            gpus = Setting(**result.cell.arguments["setting"]).gpus
-            found[result.cell.arguments["system"]][gpus] = result.values
-    return found
-
-
-def searching(results: Sequence[Result]) -> dict[int, float]:
-    """CPU seconds of the searches for what the even split leaves open, by GPUs."""
-    return _seconds(results, search)
-
-
-def _seconds(results: Sequence[Result], function: Callable[..., Values]) -> dict[int, float]:
-    """CPU seconds of the cells of a function, by GPUs."""
-    found = [result for result in results if result.cell.function is function]
-    return {Setting(**result.cell.arguments["setting"]).gpus: result.cpu_seconds for result in found}
-
-
-def _rows(results: Sequence[Result]) -> list[Row]:
-    found, searched, chosen = _found(results), searching(results), _seconds(results, choose)
-    rows = []
-    for gpus, ours in found["ours"].items():
-        case, even = f"{gpus:,} GPUs", found["even"][gpus]
-        rows += [Row(case, name, found[name][gpus]["throughput"] / gpus, "tokens/s and GPU") for name in SYSTEMS]
-        rows.append(Row(case, "ours over even", ours["throughput"] / even["throughput"], "x"))
-        rows.append(Row(case, "one plan", ours["planning"], "s CPU"))
-        rows.append(Row(case, "one choice by simulation", chosen[gpus], "s CPU"))
-        rows.append(Row(case, "search of the even split's choice", searched[gpus], "s CPU"))
-        rows.append(Row(case, "simulating a step of even", even["simulating"] / STEPS, "s CPU"))
-        rows.append(Row(case, "simulating a step of ours, replanning included", ours["simulating"] / STEPS, "s CPU"))
-    return rows
-
-
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    found, searched = _found(results), searching(results)
-    header = ["GPUs", "ours, tokens/s and GPU", "even split, tokens/s and GPU", "ours over it", "one plan, CPU s"]
-    header += ["search of the even split's choice, CPU s", "simulated step of ours, CPU s", "of the even split, CPU s"]
-    body = []
-    for gpus, ours in found["ours"].items():
-        even = found["even"][gpus]
-        body.append(
-            [
-                f"{gpus:,}",
-                f"{ours['throughput'] / gpus:.1f}",
-                f"{even['throughput'] / gpus:.1f}",
-                f"{ours['throughput'] / even['throughput']:.2f}",
-                f"{ours['planning']:.1f}",
-                f"{searched[gpus]:.0f}",
-                f"{ours['simulating'] / STEPS:.2f}",
-                f"{even['simulating'] / STEPS:.2f}",
-            ]
+            runs[result.cell.arguments["system"]][_gpus(result)] = result.values
+    searched, chosen = _seconds(results, search), _seconds(results, choose)
+    body = {}
+    for gpus, ours in runs["ours"].items():
+        even = runs["even"][gpus]
+        body[f"{gpus:,}"] = (
+            ours["throughput"] / gpus,
+            even["throughput"] / gpus,
+            ours["throughput"] / even["throughput"],
+            ours["planning"],
+            searched[gpus],
+            ours["simulating"] / STEPS,
+            even["simulating"] / STEPS,
         )
-    return {"sizes": markdown_table(header, body)}
+    more = [Row(f"{gpus:,} GPUs", "one choice by simulation", it, "s CPU") for gpus, it in chosen.items()]
+    return Found({"sizes": Table("GPUs", _COLUMNS, body)}, _figures(runs, searched), more)
 
 
-def _figures(results: Sequence[Result]) -> dict[str, str]:
-    found, model = _found(results), model_name(setting_of(NODES[0]))
-    sizes = doubling_axis("GPUs", min(found["ours"]), max(found["ours"]))
+def _figures(runs: Mapping[str, Mapping[int, Values]], searched: Mapping[int, float]) -> dict[str, Figure]:
+    where, sizes = f"A800, {model_name(setting_of(NODES[0]))}, {WORKLOAD}", Axis("GPUs", doubling=True)
     each = [
-        Line(name, tuple((gpus, it["throughput"] / gpus) for gpus, it in found[system].items()), like=number_of(system))
+        Line(name, [(gpus, it["throughput"] / gpus) for gpus, it in runs[system].items()], like=number_of(system))
         for name, system in (("ours", "ours"), ("even split", "even"))
     ]
-    ours, even = found["ours"].items(), found["even"].items()
+    ours, even = runs["ours"].items(), runs["even"].items()
     times = [
-        Line("one plan", tuple((gpus, values["planning"]) for gpus, values in ours)),
-        Line("a simulated step of ours", tuple((gpus, values["simulating"] / STEPS) for gpus, values in ours)),
-        Line("search of the even split's choice", tuple(searching(results).items())),
-        Line("a simulated step of the even split", tuple((g, values["simulating"] / STEPS) for g, values in even)),
+        Line("one plan", [(gpus, it["planning"]) for gpus, it in ours]),
+        Line("a simulated step of ours", [(gpus, it["simulating"] / STEPS) for gpus, it in ours]),
+        Line("search of the even split's choice", list(searched.items())),
+        Line("a simulated step of the even split", [(gpus, it["simulating"] / STEPS) for gpus, it in even]),
     ]
     return {
-        "throughput": lines(
-            f"Throughput of a GPU: A800, {model}, {WORKLOAD}",
+        "throughput": LineChart(
+            f"Throughput of a GPU: {where}",
             "Generated tokens that were trained on, per second and GPU, by the number of GPUs; the batch grows with"
             " them.",
             each,
             sizes,
-            measured_axis("tokens per second and GPU", [y for line in each for _, y in line.points]),
+            Axis("tokens per second and GPU"),
         ),
-        "seconds": lines(
-            f"What deciding and simulating cost: A800, {model}, {WORKLOAD}",
+        "seconds": LineChart(
+            f"What deciding and simulating cost: {where}",
             "CPU seconds by the number of GPUs: of one plan, of the search for what the even split leaves open, and of"
             " one simulated step of either.",
             times,
             sizes,
-            log_axis("CPU seconds", [y for line in times for _, y in line.points]),
+            Axis("CPU seconds", logarithmic=True),
         ),
     }
 
 
+def _seconds(results: Sequence[Result], function: Callable[..., Values]) -> dict[int, float]:
+    """CPU seconds of the cells of a function, by GPUs."""
+    return {_gpus(result): result.cpu_seconds for result in results if result.cell.function is function}
+
+
+def _gpus(result: Result) -> int:
+    return Setting(**result.cell.arguments["setting"]).gpus
+
+
 EXPERIMENT = Experiment(
-    name="scaling",
-    title="Size of the cluster",
-    question="From 16 to 1,024 GPUs: what is a GPU worth, and what do planning and simulating cost?",
-    cells=_cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
+    "scaling",
+    "Size of the cluster",
+    "From 16 to 1,024 GPUs: what is a GPU worth, and what do planning and simulating cost?",
+    _cells,
+    _found,
 )

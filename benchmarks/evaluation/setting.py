@@ -5,12 +5,11 @@ Invariant: every system of a setting gets the same trajectories, and knows the s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.by_step import ByStep
 from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, profiles_of, shape_file
 from benchmarks.workloads.definition import FILES, read
 from libra.config.recipe import Recipe
@@ -99,3 +98,28 @@ class Setting:
         for trajectory in self.known:
             tracker.observe(trajectory)
         return tracker
+
+
+@dataclass(frozen=True, slots=True)
+class ByStep:
+    """Episodes of which every `groups` groups are one step's, in the order of their numbers.
+
+    They drift by the step that a group is for, whichever system starts it, and when: if the drift followed the version
+    that starts a group, more staleness would mean shorter trajectories.
+    """
+
+    episodes: Episodes
+    groups: int
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.episodes.samples_per_prompt
+
+    @property
+    def max_context(self) -> int:
+        return self.episodes.max_context
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        """The version is that of the policy which starts it, and says nothing but how stale it is."""
+        drawn = self.episodes.group(number, number // self.groups)
+        return tuple(replace(trajectory, policy_version=version) for trajectory in drawn)

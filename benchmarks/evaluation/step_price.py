@@ -6,28 +6,23 @@ are those of Libra (arXiv 2606.03077), for its own cost model and cluster, and o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import shape_file
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.intervals import mean_interval
-from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.palette import MUTED
-from benchmarks.evaluation.scale import log_axis
-from benchmarks.evaluation.sheet import Key, draw_x_ticks, file, join, legend, mark, path, sheet, tag, y_grid
-from benchmarks.evaluation.step_price_cell import FIRST_SEED, step
+from benchmarks.evaluation.estimates import mean
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import PointChart
+from benchmarks.evaluation.predicted_steps import FIRST_SEED, step
+from benchmarks.evaluation.table import Column, Table, Value
 from benchmarks.rollout_price_cases import MODELS, TESTED
 from benchmarks.rows import Row
 
 STALENESS = (0, 1, 4)
 MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
-PUBLISHED = {"mean": 6.35, "largest": 9.30}  # percent, end to end, over 100 configurations
+PUBLISHED = ("100", "", "6.35 %", "9.30 %", "")  # end to end, over 100 configurations
 _CASES, _QUICK_CASES = 100, 9
-
-Groups = Mapping[str, Sequence[Result]]
 
 
 def _cells(quick: bool) -> list[Cell]:
@@ -42,17 +37,12 @@ def _cells(quick: bool) -> list[Cell]:
     return cells
 
 
-def error(result: Result) -> float:
-    """Percent by which the predicted step is longer than the simulated one."""
-    return 100 * (float(result.values["predicted"]) / float(result.values["simulated"]) - 1)
+def error(result: Result, what: str = "") -> float:
+    """Percent by which the predicted step is longer than the simulated one; with `_training`, by which training is."""
+    return 100 * (float(result.values[f"predicted{what}"]) / float(result.values[f"simulated{what}"]) - 1)
 
 
-def _training_error(result: Result) -> float:
-    values = result.values
-    return 100 * (float(values["predicted_training"]) / float(values["simulated_training"]) - 1)
-
-
-def _groups(results: Sequence[Result]) -> Groups:
+def _groups(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results by staleness, family, number of buckets and kind of model, if there are any; all of them first."""
     groups: dict[str, list[Result]] = {"all": list(results)}
     for staleness in STALENESS:
@@ -66,20 +56,45 @@ def _groups(results: Sequence[Result]) -> Groups:
     return {name: found for name, found in groups.items() if found}
 
 
-def _rows(results: Sequence[Result]) -> list[Row]:
-    rows = []
-    for name, found in _groups(results).items():
-        case, errors = f"{name}: {len(found)} cases", [error(it) for it in found]
-        mean, largest = fmean(map(abs, errors)), max(map(abs, errors))
-        rows += [
-            Row(case, "mean |error|", mean, "%", f"at most {MEAN_GOAL:g} %", mean <= MEAN_GOAL),
-            Row(case, "largest |error|", largest, "%", f"at most {LARGEST_GOAL:g} %", largest <= LARGEST_GOAL),
-            Row(case, "mean error", fmean(errors), "%"),
-            Row(case, f"cases beyond {LARGEST_GOAL:g} %", sum(abs(it) > LARGEST_GOAL for it in errors), ""),
+def _found(results: Sequence[Result]) -> Found:
+    columns = (
+        Column("number"),
+        Column("mean error", "+.1f", "%"),
+        Column("mean abs. error", ".1f", "%"),
+        Column("largest abs. error", ".1f", "%"),
+        Column("beyond 15 %"),
+    )
+    body: dict[str, Sequence[Value]] = {}
+    for name, its in _groups(results).items():
+        errors = [error(it) for it in its]
+        sizes = [abs(it) for it in errors]
+        beyond = sum(size > LARGEST_GOAL for size in sizes)
+        body[name] = (len(its), fmean(errors), fmean(sizes), max(sizes), beyond)
+    body["published, end to end"] = PUBLISHED
+    sizes = [abs(error(it)) for it in results]
+    points = {
+        f"staleness {staleness}": [
+            (float(it.values["simulated"]), float(it.values["predicted"]))
+            for it in results
+            if it.cell.arguments["staleness"] == staleness
         ]
-    rows.append(Row("all", "training: mean |error|", fmean(abs(_training_error(it)) for it in results), "%"))
-    rows.append(Row("all", "half width of a simulated mean's 95 % interval", fmean(map(_width, results)), "%"))
-    return rows
+        for staleness in STALENESS
+    }
+    figure = PointChart(
+        f"Predicted and simulated steps of {len(results)} random clusters and workloads",
+        "Predicted against simulated seconds of an optimiser step, a mark for each case, both on logarithmic axes;"
+        " on the line they are equal.",
+        points,
+        "simulated seconds of a step",
+        "predicted seconds of a step",
+    )
+    more = [
+        Row("goals", "mean |error|", fmean(sizes), "%", f"at most {MEAN_GOAL:g} %", fmean(sizes) <= MEAN_GOAL),
+        Row("goals", "largest |error|", max(sizes), "%", f"at most {LARGEST_GOAL:g} %", max(sizes) <= LARGEST_GOAL),
+        Row("all", "training: mean |error|", fmean(abs(error(it, "_training")) for it in results), "%"),
+        Row("all", "half width of a simulated mean's 95 % interval", fmean(map(_width, results)), "%"),
+    ]
+    return Found({"errors": Table("cases", columns, body)}, {"seconds": figure}, more)
 
 
 def _width(result: Result) -> float:
@@ -87,68 +102,15 @@ def _width(result: Result) -> float:
     succession, so a long step is followed by short ones. Means over the steps that start together are nearly
     independent."""
     together, each = 1 + int(result.cell.arguments["staleness"]), result.values["each"]
-    found = mean_interval([fmean(each[k : k + together]) for k in range(0, len(each) - together + 1, together)])
-    return 100 * (found.high - found.low) / 2 / found.value
-
-
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    header = ["cases", "number", "mean error", "mean abs. error", "largest abs. error", "beyond 15 %"]
-    body = []
-    for name, found in _groups(results).items():
-        errors = [error(it) for it in found]
-        sizes = [abs(it) for it in errors]
-        beyond = sum(size > LARGEST_GOAL for size in sizes)
-        body.append(
-            [
-                name,
-                str(len(found)),
-                f"{fmean(errors):+.1f} %",
-                f"{fmean(sizes):.1f} %",
-                f"{max(sizes):.1f} %",
-                f"{beyond}",
-            ]
-        )
-    body.append(["published, end to end", "100", "", f"{PUBLISHED['mean']} %", f"{PUBLISHED['largest']:.2f} %", ""])
-    return {"errors": markdown_table(header, body)}
-
-
-def _figures(results: Sequence[Result]) -> dict[str, str]:
-    keys = [Key(f"staleness {staleness}", number, False) for number, staleness in enumerate(STALENESS)]
-    names, lines = legend(keys, boxes=False)
-    paper = sheet(lines)
-    values = [float(it.values[which]) for it in results for which in ("predicted", "simulated")]
-    across, up = (log_axis(f"{which} seconds of a step", values) for which in ("simulated", "predicted"))
-    inner = replace(paper, left=paper.left + 12, right=paper.right + 12)
-
-    def at(simulated: float, predicted: float) -> tuple[float, float]:
-        return across.place(simulated, inner.left, inner.x_end), up.place(predicted, paper.y_end, paper.top)
-
-    equal = tag("polyline", points=path([at(end, end) for end in (across.low, across.high)]), fill="none", stroke=MUTED)
-    marks = [
-        mark(*at(it.values["simulated"], it.values["predicted"]), key, f"{it.cell.name}: {error(it):+.1f} %", 3.5)
-        for key, staleness in zip(keys, STALENESS, strict=True)
-        for it in results
-        if it.cell.arguments["staleness"] == staleness
-    ]
-    return {
-        "seconds": file(
-            f"Predicted and simulated steps of {len(results)} random clusters and workloads",
-            "Predicted against simulated seconds of an optimiser step, a mark for each case, both on logarithmic axes;"
-            " on the line they are equal.",
-            paper,
-            names,
-            join(y_grid(up, paper), equal, draw_x_ticks(across, inner)),
-            *marks,
-        )
-    }
+    found = mean([fmean(each[k : k + together]) for k in range(0, len(each) - together + 1, together)])
+    assert found.ends is not None
+    return 100 * (found.ends[1] - found.ends[0]) / 2 / found.value
 
 
 EXPERIMENT = Experiment(
-    name="step-price",
-    title="Predicted and simulated seconds of a step",
-    question="How near is the planner's step to the simulated one, over random clusters, models and workloads?",
-    cells=_cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
+    "step-price",
+    "Predicted and simulated seconds of a step",
+    "How near is the planner's step to the simulated one, over random clusters, models and workloads?",
+    _cells,
+    _found,
 )

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice, router
 from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
+from benchmarks.evaluation.oracle import Oracle
 from benchmarks.evaluation.setting import Setting
 from libra.choose.choice import choose_plan
 from libra.choose.confirmation import simulated_gain
@@ -24,7 +25,6 @@ from libra.plan.decision import switch_cost
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.replanner import Rehearse, Replanner
-from libra.route.oracle import Oracle
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, Replanning, System
 

@@ -5,17 +5,16 @@ Invariant: published numbers are those of Libra (arXiv 2606.03077), and only sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from benchmarks.evaluation.cells import Cell, Result
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.figures import Bars, grouped_bars
-from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.palette import SYSTEMS, number_of
-from benchmarks.evaluation.runs import QUICK, Runs, key, model_name, run_cell, with_searches, words_of
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import SYSTEMS, BarChart, Bars, number_of
+from benchmarks.evaluation.runs import QUICK, Runs, file_name, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import NAMES
+from benchmarks.evaluation.table import Column, Table, Value
 from benchmarks.rows import Row
 
 MODELS = ("Qwen/Qwen3-14B", "Qwen/Qwen3-30B-A3B")
@@ -37,6 +36,14 @@ PUBLISHED = {
 }
 GOALS = {"colocated": 3.0, "even": 1.8, "static": 1.6}  # of ours over it, on the workloads with a published number
 ORACLE_GOAL = 1.10  # times the oracle's seconds
+_COLUMNS = (
+    Column("tokens/s", ",.0f", "tokens/s"),
+    Column("trainer busy", ".0f", "%"),
+    Column("engines busy", ".0f", "%"),
+    Column("moved", ".0f", "%"),
+    Column("ours over it", ".2f", "x"),
+    Column("published ratio"),
+)
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -52,93 +59,67 @@ def cells(quick: bool) -> list[Cell]:
     )
 
 
-def _rows(results: Sequence[Result]) -> list[Row]:
-    runs = Runs(results)
-    rows = []
-    for setting in runs.settings:
-        case = words_of(setting)
-        for system in runs.systems(setting):
-            rows.append(Row(case, system, runs.mean(setting, system, "throughput").value, "tokens/s"))
-            for what, share in (("trainer", "trainer_share"), ("engines", "engine_share")):
-                rows.append(Row(case, f"{system}: {what} busy", _percent(runs, setting, system, share), "%"))
-            moved = _percent(runs, setting, system, "migrated_share")
-            rows.append(Row(case, f"{system}: moved", moved, "% of trained context"))
-        for system in runs.systems(setting):
-            if system != "ours":
-                rows.append(_compared(runs, setting, system))
-        if "oracle" in runs.systems(setting):
-            behind = runs.ratio(key(setting, "ours"), key(setting, "oracle"), "seconds").value
-            goal = f"at most {ORACLE_GOAL:.2f} x"
-            rows.append(Row(case, "time of ours over the oracle's", behind, "x", goal, behind <= ORACLE_GOAL))
-    return rows
-
-
-def _compared(runs: Runs, setting: Setting, system: str) -> Row:
-    case, metric = words_of(setting), f"ours over {system}"
-    found = runs.ratio(key(setting, "ours"), key(setting, system), "throughput").value
-    if system not in GOALS or (system, setting.workload) not in PUBLISHED:
-        return Row(case, metric, found, "x")
-    return Row(case, metric, found, "x", f"at least {GOALS[system]:.1f} x", found >= GOALS[system])
-
-
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    runs = Runs(results)
-    return {file_name(setting): _table(runs, setting) for setting in runs.settings} | {"choices": _choices(runs)}
-
-
-def _table(runs: Runs, setting: Setting) -> str:
-    header = ["system", "tokens/s", "trainer busy", "engines busy", "moved", "ours over it", "published ratio"]
-    body = []
-    for system in runs.systems(setting):
-        gain = PUBLISHED.get((system, setting.workload))
-        over = runs.ratio(key(setting, "ours"), key(setting, system), "throughput")
-        body.append(
-            [
-                system,
-                runs.mean(setting, system, "throughput").written(",.0f"),
-                f"{_percent(runs, setting, system, 'trainer_share'):.0f} %",
-                f"{_percent(runs, setting, system, 'engine_share'):.0f} %",
-                f"{_percent(runs, setting, system, 'migrated_share'):.0f} %",
-                "" if system == "ours" else over.written(".2f"),
-                "" if gain is None else f"{1 + gain / 100:.2f}",
-            ]
-        )
-    return markdown_table(header, body)
-
-
-def _choices(runs: Runs) -> str:
-    """Table of the choices that the baselines' searches found."""
-    body = []
-    for name, values in runs.searched.items():
-        choice = values["choice"]
-        limit = "as admitted" if choice["concurrency"] is None else f"{choice['concurrency']:,}"
-        found = [
-            f"{choice['training']}",
-            choice["shape"].rpartition("/")[2],
-            limit,
-            f"{len(values['judged'])} of {len(values['judged']) + values['left_out']}",
-        ]
-        body.append([name.removeprefix("search, "), *found])
-    return markdown_table(["baseline", "GPUs that train", "engines", "trajectories at once", "choices simulated"], body)
-
-
-def _figures(results: Sequence[Result]) -> dict[str, str]:
+def _found(results: Sequence[Result]) -> Found:
     runs = Runs(results)
     by_model: dict[str, list[Setting]] = {}
     for setting in runs.settings:
         by_model.setdefault(model_name(setting), []).append(setting)
-    return {model.lower(): _figure(runs, model, settings) for model, settings in by_model.items()}
+    return Found(
+        {file_name(setting): _table(runs, setting) for setting in runs.settings} | {"choices": _choices(runs)},
+        {model.lower(): _figure(runs, model, settings) for model, settings in by_model.items()},
+        [row for setting in runs.settings for row in _goals(runs, setting)],
+    )
 
 
-def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> str:
-    bars = []
-    for system in SYSTEMS:
-        if all(system in runs.systems(setting) for setting in settings):
-            found = [runs.mean(setting, system, "throughput") for setting in settings]
-            # A wide interval of few seeds may end below 0, which no throughput is.
-            ends = tuple(None if one.ends is None else (max(one.ends[0], 0.0), one.ends[1]) for one in found)
-            bars.append(Bars(system, tuple(one.value for one in found), ends, like=number_of(system)))
-    return grouped_bars(
+def _table(runs: Runs, setting: Setting) -> Table:
+    body: dict[str, Sequence[Value]] = {}
+    for system in runs.systems(setting):
+        gain, values = PUBLISHED.get((system, setting.workload)), runs.of(setting, system).values()
+        shares = (
+            100 * fmean(float(it[f"{what}_share"]) for it in values) for what in ("trainer", "engine", "migrated")
+        )
+        over = None if system == "ours" else _over(runs, setting, system)
+        published = "" if gain is None else f"{1 + gain / 100:.2f}"
+        body[system] = (runs.mean(setting, system, "throughput"), *shares, over, published)
+    return Table("system", _COLUMNS, body, case=words_of(setting))
+
+
+def _over(runs: Runs, setting: Setting, system: str) -> Value:
+    return runs.ratio(key(setting, "ours"), key(setting, system), "throughput")
+
+
+def _goals(runs: Runs, setting: Setting) -> Iterator[Row]:
+    case = words_of(setting)
+    for system, least in GOALS.items():
+        if system in runs.systems(setting) and (system, setting.workload) in PUBLISHED:
+            found = runs.ratio(key(setting, "ours"), key(setting, system), "throughput").value
+            yield Row(case, f"ours over {system}", found, "x", f"at least {least:.1f} x", found >= least)
+    if "oracle" in runs.systems(setting):
+        behind = runs.ratio(key(setting, "ours"), key(setting, "oracle"), "seconds").value
+        goal = f"at most {ORACLE_GOAL:.2f} x"
+        yield Row(case, "time of ours over the oracle's", behind, "x", goal, behind <= ORACLE_GOAL)
+
+
+def _choices(runs: Runs) -> Table:
+    """Table of the choices that the baselines' searches found."""
+    body: dict[str, Sequence[Value]] = {}
+    for name, values in runs.searched.items():
+        choice, judged = values["choice"], len(values["judged"])
+        limit = "as admitted" if choice["concurrency"] is None else f"{choice['concurrency']:,}"
+        simulated = f"{judged} of {judged + values['left_out']}"
+        shape = choice["shape"].rpartition("/")[2]
+        body[name.removeprefix("search, ")] = (f"{choice['training']}", shape, limit, simulated)
+    names = ("GPUs that train", "engines", "trajectories at once", "choices simulated")
+    return Table("baseline", tuple(Column(name) for name in names), body)
+
+
+def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> BarChart:
+    bars = [
+        Bars(system, [runs.mean(setting, system, "throughput") for setting in settings], like=number_of(system))
+        for system in SYSTEMS
+        if all(system in runs.systems(setting) for setting in settings)
+    ]
+    return BarChart(
         f"Throughput: {settings[0].gpus} A800, {model}",
         "Generated tokens that were trained on, per second of a simulated run over the whole drift, by workload and"
         " system (error bars: 95 % intervals of the mean over seeds).",
@@ -148,20 +129,10 @@ def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> str:
     )
 
 
-def file_name(setting: Setting) -> str:
-    return f"{model_name(setting)}-{setting.workload}".lower().replace("_", "-")
-
-
-def _percent(runs: Runs, setting: Setting, system: str, share: str) -> float:
-    return 100 * fmean(float(values[share]) for values in runs.of(setting, system).values())
-
-
 EXPERIMENT = Experiment(
-    name="throughput",
-    title="Throughput of whole systems",
-    question="On 48 A800: how many tokens per second does each system train on, while lengths drift?",
-    cells=cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
+    "throughput",
+    "Throughput of whole systems",
+    "On 48 A800: how many tokens per second does each system train on, while lengths drift?",
+    cells,
+    _found,
 )

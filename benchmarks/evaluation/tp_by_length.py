@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.engines import shape_file
-from benchmarks.evaluation.experiment import Experiment
-from benchmarks.evaluation.figures import Line, heights, lines
-from benchmarks.evaluation.intervals import Interval, mean_interval, ratio_interval
-from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.scale import doubling_axis, log_axis
-from benchmarks.evaluation.tp_by_length_cell import MODEL, throughput
-from benchmarks.rows import Row
+from benchmarks.evaluation.estimates import Estimate, mean, ratio
+from benchmarks.evaluation.experiment import Experiment, Found
+from benchmarks.evaluation.figures import Axis, Line, LineChart
+from benchmarks.evaluation.generation import MODEL, throughput
+from benchmarks.evaluation.table import Column, Table, Value
 
 RANGES = ((0, 2048), (2048, 4096), (4096, 8192), (8192, 16384), (16384, 32768))  # tokens of final context
 DEGREES = (1, 2, 4, 8)
@@ -44,79 +42,57 @@ def _cells(quick: bool) -> list[Cell]:
     ]
 
 
-def _runs(results: Sequence[Result]) -> Runs:
+def _found(results: Sequence[Result]) -> Found:
     runs: dict[tuple[int, int, Span], list[float]] = {}
     for result in results:
         asked = result.cell.arguments
         case = (asked["requests"], asked["tp"], (asked["low"], asked["high"]))
         runs.setdefault(case, []).append(result.values["tokens_per_second"])
-    return runs
+    return Found(
+        {load: _table(runs, requests) for load, requests in LOADS.items()},
+        {load: _figure(runs, requests) for load, requests in LOADS.items()},
+    )
 
 
-def _rows(results: Sequence[Result]) -> list[Row]:
-    runs = _runs(results)
-    rows = []
-    for requests in LOADS.values():
-        for span in RANGES:
-            case = f"{requests} requests, {name_of(span)} tokens"
-            for tp in DEGREES:
-                value = mean_interval(runs[requests, tp, span]).value
-                rows.append(Row(case, f"{8 // tp} engines of tp {tp}", value, "generated tokens/s"))
-            rows.append(Row(case, "tp 8 over tp 1", _advantage(runs, requests, span).value, "x"))
-        length = crossover(_advantages(runs, requests))
-        if length is not None:
-            rows.append(Row(f"{requests} requests", "tp 8 overtakes tp 1 at", length, "tokens, mean final context"))
-    return rows
-
-
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    runs = _runs(results)
-    return {load: _table(runs, requests) for load, requests in LOADS.items()}
-
-
-def _table(runs: Runs, requests: int) -> str:
-    header = ["final context, tokens", *(f"{8 // tp} x tp {tp}" for tp in DEGREES), "tp 8 / tp 1"]
-    header += ["published 8 x tp 1", "published 1 x tp 8", "published tp 8 / tp 1"]
-    body = []
+def _table(runs: Runs, requests: int) -> Table:
+    columns = [Column(f"{8 // tp} x tp {tp}", ",.0f", "tokens/s", around=True) for tp in DEGREES]
+    columns.append(Column("tp 8 / tp 1", ".2f", "x", around=True))
+    columns += [Column(f"published {what}") for what in ("8 x tp 1", "1 x tp 8", "tp 8 / tp 1")]
+    body: dict[str, tuple[Value, ...]] = {}
     for span in RANGES:
-        ours = [_written(mean_interval(runs[requests, tp, span]), ",.0f") for tp in DEGREES]
-        known = [PUBLISHED.get((tp, span)) for tp in (1, 8)]
-        theirs = ["" if value is None else f"{value:,}" for value in known]
-        theirs.append("" if known[0] is None or known[1] is None else f"{known[1] / known[0]:.2f}")
-        body.append([name_of(span), *ours, _written(_advantage(runs, requests, span), ".2f"), *theirs])
-    advantages = _advantages(runs, requests)
+        one, eight = (PUBLISHED.get((tp, span)) for tp in (1, 8))
+        theirs = ("", "", "") if one is None or eight is None else (f"{one:,}", f"{eight:,}", f"{eight / one:.2f}")
+        ours = (mean(runs[requests, tp, span]) for tp in DEGREES)
+        body[name_of(span)] = (*ours, _advantage(runs, requests, span), *theirs)
+    said = _crossing([(middle(span), _advantage(runs, requests, span).value) for span in RANGES])
+    return Table("final context, tokens", tuple(columns), body, said, f"{requests} requests")
+
+
+def _crossing(advantages: Sequence[tuple[float, float]]) -> str:
     length = crossover(advantages)
     if length is not None:
-        said = f"One engine of tp 8 overtakes eight of tp 1 at a mean final context of {length:,.0f} tokens."
-    elif advantages[-1][1] < 1:
-        said = "One engine of tp 8 is behind eight of tp 1 at the longest requests, and does not overtake them."
-    else:
-        said = "One engine of tp 8 is never behind eight of tp 1, so there is no length at which it overtakes them."
-    return f"{markdown_table(header, body)}\n\n{said}"
+        return f"One engine of tp 8 overtakes eight of tp 1 at a mean final context of {length:,.0f} tokens."
+    if advantages[-1][1] < 1:
+        return "One engine of tp 8 is behind eight of tp 1 at the longest requests, and does not overtake them."
+    return "One engine of tp 8 is never behind eight of tp 1, so there is no length at which it overtakes them."
 
 
-def _figures(results: Sequence[Result]) -> dict[str, str]:
-    runs = _runs(results)
-    return {load: _figure(runs, requests) for load, requests in LOADS.items()}
-
-
-def _figure(runs: Runs, requests: int) -> str:
-    series = []
-    for tp in DEGREES:
-        found = {middle(span): mean_interval(runs[requests, tp, span]) for span in RANGES}
-        band = tuple((max(one.low, 1.0), one.high) for one in found.values())
-        series.append(Line(f"{8 // tp} x tp {tp}", tuple((x, one.value) for x, one in found.items()), band))
+def _figure(runs: Runs, requests: int) -> LineChart:
+    series = [
+        Line(f"{8 // tp} x tp {tp}", [(middle(span), mean(runs[requests, tp, span])) for span in RANGES])
+        for tp in DEGREES
+    ]
     for tp in (1, 8):
-        theirs = tuple((middle(span), float(value)) for (degree, span), value in PUBLISHED.items() if degree == tp)
+        theirs = [(middle(span), float(value)) for (degree, span), value in PUBLISHED.items() if degree == tp]
         series.append(Line(f"{8 // tp} x tp {tp}, published", theirs, hollow=True, like=DEGREES.index(tp)))
-    return lines(
+    return LineChart(
         f"Throughput by length: 8 A800, {MODEL.partition('/')[2]}, {requests:,} requests at once",
         "Generated tokens per second against the middle of the range of final contexts: four tensor-parallel degrees as"
         " simulated (bands: 95 % intervals of the mean over seeds), two of them as published in arXiv 2606.03077 for"
         " the shortest and the longest range (dashes only join these).",
         series,
-        doubling_axis("middle of the range of final contexts, tokens", 1024, RANGES[-1][1]),
-        log_axis("generated tokens per second", heights(series)),
+        Axis("middle of the range of final contexts, tokens", doubling=True),
+        Axis("generated tokens per second", logarithmic=True),
     )
 
 
@@ -126,8 +102,8 @@ def crossover(advantages: Sequence[tuple[float, float]]) -> float | None:
     below = [index for index, (_, ratio) in enumerate(advantages) if ratio < 1]
     if not below or below[-1] == len(advantages) - 1:
         return None
-    (x, ratio), (next_x, next_ratio) = advantages[below[-1] : below[-1] + 2]
-    share = math.log(ratio) / (math.log(ratio) - math.log(next_ratio))
+    (x, before), (next_x, after) = advantages[below[-1] : below[-1] + 2]
+    share = math.log(before) / (math.log(before) - math.log(after))
     return float(x * (next_x / x) ** share)
 
 
@@ -139,25 +115,15 @@ def name_of(span: Span) -> str:
     return f"{span[0] // 1024}–{span[1] // 1024}K"
 
 
-def _advantages(runs: Runs, requests: int) -> list[tuple[float, float]]:
-    return [(middle(span), _advantage(runs, requests, span).value) for span in RANGES]
-
-
-def _advantage(runs: Runs, requests: int, span: Span) -> Interval:
+def _advantage(runs: Runs, requests: int, span: Span) -> Estimate:
     """Throughput ratio of one engine of tp 8 over eight of tp 1."""
-    return ratio_interval(runs[requests, 8, span], runs[requests, 1, span])
-
-
-def _written(one: Interval, form: str) -> str:
-    return f"{one.value:{form}} ± {max(one.high - one.value, one.value - one.low):{form}}"
+    return ratio(runs[requests, 8, span], runs[requests, 1, span])
 
 
 EXPERIMENT = Experiment(
-    name="tp-by-length",
-    title="Tensor-parallel degree by length of requests",
-    question="On 8 A800 with Qwen3-14B: which degree generates most tokens per second, at which lengths?",
-    cells=_cells,
-    rows=_rows,
-    tables=_tables,
-    figures=_figures,
+    "tp-by-length",
+    "Tensor-parallel degree by length of requests",
+    "On 8 A800 with Qwen3-14B: which degree generates most tokens per second, at which lengths?",
+    _cells,
+    _found,
 )

@@ -7,14 +7,11 @@ page is one set of findings.
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
     python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
     python -m benchmarks.fidelity --graphs [--json FILE]
-    python -m benchmarks.fidelity --pair [--quick] [--models small] [--repeats N] [--save FOLDER | --measured FOLDER]
-                                  [--json FILE]
     python -m benchmarks.fidelity --gpu-runs FOLDER [--save FOLDER] [--json FILE]
 
-The second compares schedules of one kind, and no times; the third which CUDA graph runs a batch; the fourth times of a
-prefill and a decode engine with a link between them. The last predicts engines that were measured on GPUs, from the
-files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the second, third and last. Exits with 1
-if a schedule or a graph differs, or a bar of a pair or of an engine on a GPU is missed; with 2 if a file of measured
+The second compares schedules of one kind, and no times; the third which CUDA graph runs a batch. The last predicts
+engines that were measured on GPUs, from the files of a folder (see `gpu_data`). Leave the machine alone for the first.
+Exits with 1 if a schedule or a graph differs, or a bar of an engine on a GPU is missed; with 2 if a file of measured
 engines cannot be read.
 """
 
@@ -34,11 +31,11 @@ from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 
+from benchmarks.command import command_line
 from benchmarks.fidelity.comparison import Comparison, compare
 from benchmarks.fidelity.comparison import rows as rows_of_times
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
-from benchmarks.fidelity.tables import errors_table, values_table
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.cost.sources.files import save_fit
@@ -84,8 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gpu_runs is not None:
         return _gpu_runs(options.gpu_runs, options.save, options.json)
     environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
-    if options.pair:
-        return _pairs(options, environment)
     from benchmarks.fidelity import page, schedule
 
     began = time.monotonic()
@@ -110,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = _measured(model, options, environment)
         say(f"{model} model: {len(measured.runs)} workloads to predict")
         comparisons.append(compare(measured))
-    generated = page.generated_part(command_line(given), schedules, comparisons)
+    generated = page.generated_part(shown_command(given), schedules, comparisons)
     print(f"\n{generated}")
     if options.markdown is not None:
         text = options.markdown.read_text(encoding="utf-8")
@@ -118,16 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report([*schedule.rows(schedules), *(row for one in comparisons for row in rows_of_times(one))], options.json)
     differences = [schedules.difference, *(one.difference for one in comparisons)]
     return int(any(difference is not None for difference in differences))
-
-
-def _pairs(options: argparse.Namespace, environment: dict[str, str]) -> int:
-    """Predict prefill and decode engines. Returns 1 where a bar is missed."""
-    comparisons = [compare(_measured(model, options, environment)) for model in options.models]
-    for one in comparisons:
-        print(f"\n{one.model} model, {one.hardware}, {one.software}\n\n{errors_table(one)}\n\n{values_table(one)}\n")
-    found = [row for one in comparisons for row in rows_of_times(one)]
-    report(found, options.json)
-    return int(any(row.met is False for row in found))
 
 
 def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
@@ -159,14 +144,10 @@ def _gpu_runs(folder: Path, save: Path | None, json_path: Path | None) -> int:
 
 
 def _parse(given: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="the tiny model and few cases: a first look, not a verdict"
-    )
+    parser = command_line("fidelity", __doc__, quick="the tiny model and few cases: a first look, not a verdict")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--schedule", choices=SCHEDULES, help="compare schedules of this kind only")
     parts.add_argument("--graphs", action="store_true", help="compare which CUDA graph runs a batch")
-    parts.add_argument("--pair", action="store_true", help="predict times of a prefill and a decode engine")
     parts.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument(
         "--schedule-cases",
@@ -181,7 +162,6 @@ def _parse(given: list[str]) -> argparse.Namespace:
         "--save", type=Path, metavar="FOLDER", help="keep what is measured, or fitted, a file for each model"
     )
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)
     effort = QUICK if options.quick else FULL
@@ -201,7 +181,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     if options.markdown is not None and not options.markdown.is_file():
         parser.error(f"--markdown: {options.markdown} is no file; it must exist and hold the markers")
     if options.measured is not None:
-        kept = [options.measured / _file_name(model, options.pair) for model in options.models]
+        kept = [options.measured / _file_name(model) for model in options.models]
         missing = [str(path) for path in kept if not path.is_file()]
         if missing:
             parser.error(f"--measured: there is no {', '.join(missing)}; measure with --save {options.measured}")
@@ -210,7 +190,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 def _measured(model: str, options: argparse.Namespace, environment: dict[str, str]) -> Measured:
     """From the folder of an earlier run, or by a process that is set up for one thread."""
-    name = _file_name(model, options.pair)
+    name = _file_name(model)
     if options.measured is not None:
         return read_measured(options.measured / name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -218,17 +198,16 @@ def _measured(model: str, options: argparse.Namespace, environment: dict[str, st
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "benchmarks.fidelity.measure", model, str(folder / name)]
         command += ["--repeats", str(options.repeats), *(["--quick"] if options.quick else [])]
-        command += ["--pair"] if options.pair else []
         environment = {**environment, **WORKER_ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
         return read_measured(folder / name)
 
 
-def _file_name(model: str, pair: bool) -> str:
-    return f"{'pair-' if pair else ''}{model}.json.gz"
+def _file_name(model: str) -> str:
+    return f"{model}.json.gz"
 
 
-def command_line(given: Sequence[str]) -> str:
+def shown_command(given: Sequence[str]) -> str:
     """Without what only says where to put or find things."""
     kept, skip = [], False
     for word in given:

@@ -88,13 +88,9 @@ def compare(measured: Measured) -> Comparison:
 def rows(comparison: Comparison) -> list[Row]:
     """In percent; what is promised comes first."""
     whole = f"{comparison.model} model, {len(comparison.workloads)} workloads"
-    replayed = [one for one in comparison.workloads if one.workload.link is None]
-    equal = sum(one.difference is None for one in replayed)
-    made = []
-    if replayed:
-        made.append(
-            Row(whole, "workloads with equal steps at measured times", equal, "", "all", equal == len(replayed))
-        )
+    equal = sum(one.difference is None for one in comparison.workloads)
+    every = equal == len(comparison.workloads)
+    made = [Row(whole, "workloads with equal steps at measured times", equal, "", "all", every)]
     for name, goal, of in (
         ("throughput", THROUGHPUT_GOAL, _throughput),
         ("mean latency", LATENCY_GOAL, _latency),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.fidelity.fields import Fields
 from benchmarks.fidelity.gpu_data import document, files
-from benchmarks.rows import Row
+from benchmarks.rows import Row, at_most, none
 from libra.config.recipe import TrainingBytes
 from libra.config.yaml_file import ConfigError, refusal
 from libra.cost.sources.rates import training_rates
@@ -89,18 +89,10 @@ def rows(steps: Sequence[Step]) -> list[Row]:
     peaks = [_relative(step.predicted_peak, step.peak) for step in done]
     wrong = sum(step.possible for step in steps if step.measured is None)
     missed = sum(not step.possible for step in done)
-    most = max(map(abs, peaks))
     return [
-        Row(
-            "training",
-            "mean error of seconds",
-            100 * fmean(map(abs, times)),
-            "%",
-            f"at most {TIME:.0%}",
-            fmean(map(abs, times)) <= TIME,
-        ),
-        Row("training", "largest error of peak memory", 100 * most, "%", f"at most {MEMORY:.0%}", most <= MEMORY),
-        Row("training", "called possible, ran out of memory", wrong, "", "none", wrong == 0),
+        at_most("training", "mean error of seconds", 100 * fmean(map(abs, times)), "%", 100 * TIME),
+        at_most("training", "largest error of peak memory", 100 * max(map(abs, peaks)), "%", 100 * MEMORY),
+        none("training", "called possible, ran out of memory", wrong),
         Row("training", "called impossible, ran", missed, ""),
     ]
 

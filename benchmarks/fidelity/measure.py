@@ -18,18 +18,17 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import get_args
 
 from benchmarks.fidelity.calibration import PARTS, Calibration, Grid
 from benchmarks.fidelity.measured import Measured, Run
 from benchmarks.fidelity.models import ModelName, vocabulary, write_model
 from benchmarks.fidelity.real_engine import RealEngine, round_robin, run
-from benchmarks.fidelity.real_pair import PairedEngine, run_pair
 from benchmarks.fidelity.sessions import Sessions
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import outcomes
 from benchmarks.fidelity.texts import Texts
-from benchmarks.fidelity.workloads import Engine, Group, Workload, pair_workloads, random_time_workload, read_workloads
+from benchmarks.fidelity.workloads import Engine, Group, Workload, random_time_workload, read_workloads
 from libra.backends.machine import hardware_name
 from libra.sim.engine.config import EngineConfig
 
@@ -39,8 +38,6 @@ _ROUNDS: dict[ModelName, int] = {"small": 5, "tiny": 10}  # of calibration, whil
 # A first look: a workload of each kind, and a grid with the same range but fewer points.
 _QUICK = ("mixed-lengths", "multi-turn", "preemption", "two-engines", "random-3")
 _QUICK_GRID = Grid(batches=(1, 2, 4, 8, 16, 32), contexts=(0, 512), prefixes=(0, 512))
-
-_Kind = TypeVar("_Kind", RealEngine, PairedEngine)
 
 _WARM_UP = Workload(
     name="warm-up",
@@ -58,21 +55,19 @@ def measure_all(
     repeats: int = 2,
     rounds: int = 8,
     grid: Grid | None = None,
-    pulls: bool = False,
     say: Callable[[str], None] = print,
 ) -> Measured:
     """All workloads once, then all again, with `rounds` of calibration spread between them.
 
     `model` is a directory that `write_model` made. Takes about eight seconds of CPU for each round, and three for each
-    workload and repeat, on the small model. `pulls`: the calibrated engine has a connector, as engines of a pair have.
-    `say` hears of the progress. Raises ValueError where the process is
-    not set up for one thread, see `RealEngine`.
+    workload and repeat, on the small model. `say` hears of the progress. Raises ValueError where the process is not set
+    up for one thread, see `RealEngine`.
     """
     if rounds < 1 or repeats < 1:
         raise ValueError(f"rounds is {rounds} and repeats {repeats}; give 1 of each, or more")
     grid = grid or Grid()
     engines = _Engines(model)
-    calibration = Calibration(RealEngine(0, model, grid.config(), pulls=pulls), grid, Texts(vocabulary(model)))
+    calibration = Calibration(RealEngine(0, model, grid.config()), grid, Texts(vocabulary(model)))
     parts: list[list[Step]] = []
     runs: list[list[Run]] = [[] for _ in workloads]
     order = [index for _ in range(repeats) for index in range(len(workloads))]
@@ -103,13 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", choices=get_args(ModelName))
     parser.add_argument("file", type=Path, help="to write what was measured to")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of each workload")
-    parser.add_argument("--pair", action="store_true", help="prefill and decode engines")
     parser.add_argument("--quick", action="store_true", help="a few workloads and a small grid")
     options = parser.parse_args(arguments)
-    colocated = (*read_workloads(), *map(random_time_workload, RANDOM_SEEDS))
-    workloads = pair_workloads() if options.pair else colocated
+    workloads = (*read_workloads(), *map(random_time_workload, RANDOM_SEEDS))
     if options.quick:
-        workloads = tuple(workload for workload in workloads if workload.name.removeprefix("pair-") in _QUICK)
+        workloads = tuple(workload for workload in workloads if workload.name in _QUICK)
     rounds = (1 if options.quick else _ROUNDS[options.model]) * options.repeats
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             repeats=options.repeats,
             rounds=rounds,
             grid=_QUICK_GRID if options.quick else None,
-            pulls=options.pair,
             say=lambda text: print(f"{time.monotonic() - began:5.0f} s  {options.model} model, {text}", flush=True),
         )
     measured.write(options.file)
@@ -135,30 +127,20 @@ class _Engines:
         self._model = model
         self._ids = vocabulary(model)
         self._started: dict[tuple[int, EngineConfig], RealEngine] = {}
-        self._paired: dict[tuple[int, EngineConfig], PairedEngine] = {}
 
     def run(self, workload: Workload) -> Run:
         config = workload.engine.config()
-        if workload.link is not None:
-            prefill, decode = (self._warm(PairedEngine, self._paired, number, config) for number in range(2))
-            requests = run_pair(prefill, decode, Sessions(workload), workload.link, Texts(self._ids))
-            return Run(outcomes(requests), (*prefill.steps, *decode.steps))
-        engines = [self._warm(RealEngine, self._started, number, config) for number in range(workload.engines)]
+        engines = [self._warm(number, config) for number in range(workload.engines)]
         requests = run(engines, Sessions(workload), round_robin(workload.engines), Texts(self._ids))
         return Run(outcomes(requests), tuple(step for engine in engines for step in engine.steps))
 
-    def _warm(
-        self,
-        kind: Callable[[int, Path, EngineConfig], _Kind],
-        started: dict[tuple[int, EngineConfig], _Kind],
-        number: int,
-        config: EngineConfig,
-    ) -> _Kind:
-        if (number, config) not in started:
-            started[number, config] = kind(number, self._model, config)
-            run([started[number, config]], Sessions(_WARM_UP), lambda request: 0, Texts(self._ids))
-        started[number, config].forget()
-        return started[number, config]
+    def _warm(self, number: int, config: EngineConfig) -> RealEngine:
+        engine = self._started.get((number, config))
+        if engine is None:
+            engine = self._started[number, config] = RealEngine(number, self._model, config)
+            run([engine], Sessions(_WARM_UP), lambda request: 0, Texts(self._ids))
+        engine.forget()
+        return engine
 
 
 def _software() -> str:

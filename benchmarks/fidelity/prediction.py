@@ -17,9 +17,8 @@ from benchmarks.fidelity.summary import Outcome, outcomes
 from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import DECODE, PREFILL, EngineConfig, EngineSpec
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, UNLIMITED, Admitted, Chunk, DecodeBatch, IterationCost
-from libra.sim.kv_network import KVNetwork
 
 _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what they attend to, prefill chunks
 
@@ -33,10 +32,8 @@ def replay_difference(workload: Workload, run: Run) -> str | None:
     """Serve a workload with steps as long as they were, and say what comes first that the real engines did otherwise.
 
     None: every step computes the same chunks in the same order, and every request has the same times, engine, cached
-    tokens and preemptions. Pairs are not looked at: their engines also take steps that begin or end pulls alone.
+    tokens and preemptions.
     """
-    if workload.link is not None:
-        return None
     costs = [_Taken(_with_work(run.steps, number)) for number in range(workload.engines)]
     served = _simulate(workload, costs, exact=True)
     for number, cost in enumerate(costs):
@@ -103,19 +100,7 @@ def _with_work(steps: Sequence[Step], engine: int) -> list[Step]:
 
 def _simulate(workload: Workload, costs: Sequence[IterationCost], *, exact: bool) -> tuple[Outcome, ...]:
     config = workload.engine.config()
-    if workload.link is not None:
-        return _simulate_pair(workload, workload.link, config, costs, exact=exact)
     engines = [EngineSpec(f"engine-{number}", config, cost) for number, cost in enumerate(costs)]
     cluster = SimCluster(engines, Sessions(workload), RoundRobin(sticky=False), exact=exact)
-    cluster.run()
-    return outcomes(cluster.requests)
-
-
-def _simulate_pair(
-    workload: Workload, link: float, config: EngineConfig, costs: Sequence[IterationCost], *, exact: bool
-) -> tuple[Outcome, ...]:
-    prefill = EngineSpec("prefill", config, costs[0], role=PREFILL)
-    decode = EngineSpec("decode", config, costs[1], role=DECODE, kv_bytes=1.0)
-    cluster = SimCluster([prefill, decode], Sessions(workload), kv_transfer=KVNetwork(link), exact=exact)
     cluster.run()
     return outcomes(cluster.requests)

@@ -21,7 +21,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from benchmarks.fidelity.pull_connector import pull_config
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
@@ -50,9 +49,8 @@ class RealEngine:
     It lives as long as the process: vLLM ends what its engines share with the first of them that is freed.
     """
 
-    def __init__(self, number: int, model: Path, config: EngineConfig, *, pulls: bool = False) -> None:
-        """`pulls`: beside a connector that pulls KV, or keeps it to be pulled. Raises ValueError where the process is
-        not set up for one thread."""
+    def __init__(self, number: int, model: Path, config: EngineConfig) -> None:
+        """Raises ValueError where the process is not set up for one thread."""
         wrong = [name for name, value in WORKER_ENVIRONMENT.items() if os.environ.get(name) != value]
         if wrong:
             raise ValueError(
@@ -60,12 +58,11 @@ class RealEngine:
             )
         torch.set_num_threads(1)
         self.number = number
-        self.block_size = config.block_size
         self.clock = 0  # ticks
         self.steps: list[Step] = []
         self._texts_of: dict[str, tuple[Request, list[int]]] = {}  # running or waiting in vLLM, and their prompts
         self._inbox: list[tuple[Request, list[int]]] = []
-        self._engine = LLMEngine.from_engine_args(_arguments(model, config, pulls))
+        self._engine = LLMEngine.from_engine_args(_arguments(model, config))
         self._prefilling: set[str] = set()  # vLLM's names of those that have not computed their context since admission
         self._changing = True  # the last step leaves a batch that its engine has to set up anew
         self._scheduler: _RecordingScheduler = self._engine.engine_core.engine_core.scheduler
@@ -122,7 +119,6 @@ class RealEngine:
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=_transfer(request),
             ),
             arrival_time=seconds(request.arrival),
             priority=request.priority,
@@ -226,14 +222,7 @@ def chain_of(request: Request) -> Chain:
     return request.chain
 
 
-def _transfer(request: Request) -> dict[str, object] | None:
-    """vLLM's KV transfer parameters of a request whose KV comes from another engine, or goes there."""
-    if request.pull:
-        return {"kv_transfer_params": {"do_remote_prefill": True}}
-    return {"kv_transfer_params": {"do_remote_decode": True}} if request.keeps else None
-
-
-def _arguments(model: Path, config: EngineConfig, pulls: bool) -> EngineArgs:
+def _arguments(model: Path, config: EngineConfig) -> EngineArgs:
     blocks = config.kv_blocks + 1  # vLLM keeps one for itself
     return EngineArgs(
         model=str(model),
@@ -250,7 +239,6 @@ def _arguments(model: Path, config: EngineConfig, pulls: bool) -> EngineArgs:
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.policy,
         scheduler_cls=_RecordingScheduler,
-        kv_transfer_config=pull_config(config) if pulls else None,
         dtype="bfloat16",
         enforce_eager=True,
         async_scheduling=False,

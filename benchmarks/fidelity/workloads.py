@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, mod
 from libra.sim.engine.config import EngineConfig
 
 WORKLOADS = Path(__file__).with_name("workloads.json")
-PAIRS = 20
-PAIR_LINKS = (1e6, 20_000.0, 100_000.0, 2_000.0)
 BLOCK_TOKENS = 32  # vLLM's CPU attention wants blocks of a multiple of it
 
 Span = tuple[int, int]  # fewest and most, equally likely
@@ -108,7 +106,6 @@ class Workload(_Value):
     seed: int
     engines: PositiveInt = 1
     engine: Engine = Engine()
-    link: Annotated[float, Field(gt=0)] | None = None  # KV tokens/s; with it the first of two engines prefills
     groups: tuple[Group, ...]
 
     @model_validator(mode="after")
@@ -116,8 +113,6 @@ class Workload(_Value):
         self.engine.config()
         if not self.groups:
             raise ValueError(f"workload {self.name}: groups is empty; list one or more")
-        if self.link is not None and self.engines != 2:
-            raise ValueError(f"workload {self.name}: link is given, and engines is {self.engines}; a pair has 2")
         longest = max(group.longest for group in self.groups)
         if longest > self.engine.max_model_len:
             raise ValueError(
@@ -134,18 +129,6 @@ def read_workloads(path: Path = WORKLOADS) -> tuple[Workload, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: names are {names}; give each workload its own")
     return workloads
-
-
-def pair_workloads() -> tuple[Workload, ...]:
-    """For a prefill and a decode engine: those that were chosen by hand and ask one engine, and as many random ones as
-    make twenty, over links in which a token's KV takes from a thousandth to a half of a millisecond."""
-    single = [workload for workload in read_workloads() if workload.engines == 1]
-    drawn = [random_time_workload(seed) for seed in range(1, 1 + PAIRS - len(single))]
-    made = []
-    for place, workload in enumerate((*single, *drawn)):
-        link = PAIR_LINKS[place % len(PAIR_LINKS)]
-        made.append(workload.model_copy(update={"name": f"pair-{workload.name}", "engines": 2, "link": link}))
-    return tuple(made)
 
 
 def random_time_workload(seed: int) -> Workload:

@@ -11,10 +11,10 @@ from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 
 os.environ.update(WORKER_ENVIRONMENT)  # read as vLLM is imported
 
-from vllm import EngineArgs, SamplingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from benchmarks.lending._vllm import ask as ask_engine
+from benchmarks.lending._vllm import make_engine
 from libra.backends.lend.scheduler import SynchronousLending
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import DeviceLoan, Generate, StartEngine
@@ -46,23 +46,15 @@ def write_models(directory: Path) -> None:
 
 def serving_engine(directory: Path, scheduler: Any = SynchronousLending, **more: Any) -> LLMEngine:
     """A serving engine as a server has it. `scheduler` None is vLLM's own."""
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(directory / "serve"),
-            skip_tokenizer_init=True,
-            max_model_len=LONGEST,
-            max_num_seqs=64,
-            max_num_batched_tokens=CHUNK,
-            kv_cache_memory_bytes=64 << 20,
-            block_size=32,
-            dtype="float32",
-            enforce_eager=True,
-            disable_log_stats=True,
-            async_scheduling=False,
-            seed=0,
-            scheduler_cls=scheduler,
-            **more,
-        )
+    return make_engine(
+        str(directory / "serve"),
+        max_model_len=LONGEST,
+        scheduler=scheduler,
+        max_num_seqs=64,
+        max_num_batched_tokens=CHUNK,
+        kv_cache_memory_bytes=64 << 20,
+        block_size=32,
+        **more,
     )
 
 
@@ -97,17 +89,7 @@ def prompt(tokens: int, salt: int) -> list[int]:
 
 def ask(engine: LLMEngine, name: str, prompt_tokens: int, output_tokens: int, salt: int) -> None:
     """A request of a user."""
-    engine.add_request(
-        name,
-        {"prompt_token_ids": prompt(prompt_tokens, salt)},
-        SamplingParams(
-            max_tokens=output_tokens,
-            ignore_eos=True,
-            temperature=1.0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        ),
-    )
+    ask_engine(engine, name, prompt(prompt_tokens, salt), output_tokens)
 
 
 def turn(number: int, prompt_tokens: int, output_tokens: int) -> Generate:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from benchmarks.lending._vllm import ask, make_engine
 from libra.lend.gate import Gate, Grant, Refusal, ServingCost, ServingView, SharingRule
 from libra.lend.rules import NoLending, ServeFirst
 
@@ -38,26 +39,18 @@ class Engine:
 
     def make(self, scheduler: Any) -> Any:
         """vLLM's `LLMEngine`, in this process."""
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        return LLMEngine.from_engine_args(
-            EngineArgs(
-                model=self.model,
-                load_format="auto" if any(Path(self.model).glob("*.safetensors")) else "dummy",
-                skip_tokenizer_init=True,
-                max_model_len=self.max_model_len,
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                gpu_memory_utilization=0.3,  # of which only that it is free is asked: the next line says how much
-                kv_cache_memory_bytes=self.kv_bytes,
-                dtype=self.dtype,
-                enforce_eager=self.eager,
-                disable_log_stats=True,
-                async_scheduling=self.asynchronous,
-                seed=0,
-                scheduler_cls=scheduler,
-            )
+        return make_engine(
+            self.model,
+            max_model_len=self.max_model_len,
+            scheduler=scheduler,
+            load_format="auto" if any(Path(self.model).glob("*.safetensors")) else "dummy",
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            gpu_memory_utilization=0.3,  # of which only that it is free is asked: the next line says how much
+            kv_cache_memory_bytes=self.kv_bytes,
+            dtype=self.dtype,
+            enforce_eager=self.eager,
+            async_scheduling=self.asynchronous,
         )
 
     @property
@@ -114,7 +107,7 @@ def serve(pipe: Connection, setting: Setting) -> None:
             while to_come and to_come[0][1].arrival <= now:
                 index, it = to_come.pop(0)
                 live[f"{number}-{index}"] = it
-                _ask(engine, f"{number}-{index}", it.prompt, it.output)
+                ask(engine, f"{number}-{index}", it.prompt, it.output)
             if not live:
                 time.sleep(max(0.0, min(0.0003, to_come[0][1].arrival - now)))
                 continue
@@ -222,7 +215,7 @@ class _Stepped:
         return self._scheduler.shape
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:
-        _ask(self.llm, name, prompt, tokens)
+        ask(self.llm, name, prompt, tokens)
         self.turns.add(name)
 
     def bounded_step(self, tokens: int) -> int:
@@ -269,23 +262,10 @@ def _watched(token: Any) -> list[tuple[float, bool]]:
     return waits
 
 
-def _ask(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    engine.add_request(
-        name,
-        {"prompt_token_ids": prompt},
-        SamplingParams(
-            max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, temperature=1.0
-        ),
-    )
-
-
 def _warm_up(engine: Any, vocabulary: int) -> None:
     """Run the first steps of an engine, which set things up."""
     for number, tokens in enumerate((300, 5, 60)):
-        _ask(engine, f"warm-{number}", [4 + index % (vocabulary - 4) for index in range(tokens)], 8)
+        ask(engine, f"warm-{number}", [4 + index % (vocabulary - 4) for index in range(tokens)], 8)
     while engine.has_unfinished_requests():
         engine.step()
 

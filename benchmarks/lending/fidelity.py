@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import add_traffic, command_line
 from benchmarks.lending._engines import CHUNK, LONGEST
-from benchmarks.lending._options import traffic_options
 from benchmarks.lending.pair import LEARN, TERMS, TURNS, Asked, Pair, Served, arrivals_of
 from benchmarks.rows import Row, report
 from libra.lend.gate import Gate, Grant, Refusal, ServingCost, ServingView
@@ -41,7 +41,7 @@ _PLENTY = 64 * LONGEST // _BLOCK  # blocks: neither engine runs out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = traffic_options("fidelity", __doc__, arguments, rate=3.0, requests=120)
+    options = add_traffic(command_line("lending fidelity", __doc__), rate=3.0, requests=120).parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         rows = measured(options.traffic, options.rate, options.requests, Path(directory))
     report(rows, options.json)

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import command_line
 from benchmarks.lending._two_engines import ROLES, Engine, Mode, Phase, Setting
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row, none, report
 from libra.lend.gate import Slo
 
 _MODES: tuple[Mode, ...] = ("alone", "no gate", "serve first", "gate")
@@ -55,16 +56,13 @@ _SHAPES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending gpu", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_line("lending gpu", __doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="that serves (default: 8B, random weights)")
     parser.add_argument("--rollout-model", type=Path, metavar="DIR", help="default: 4B, random weights")
     parser.add_argument("--rates", default="4,12", help="requests a second (default: 4,12)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each way at each rate (default: 20)")
     parser.add_argument("--asynchronous", action="store_true", help="the serving engine's steps overlap")
     parser.add_argument("--cpu", action="store_true", help="two tiny models on this machine's cores")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     try:
         rates = [float(rate) for rate in options.rates.split(",")]
@@ -210,13 +208,12 @@ def _rows(phase: Phase, said: dict[str, dict[str, Any]], alone: dict[str, dict[s
     case, serving, rollout = f"{phase.rate:g} requests/s, {phase.mode}", said["serving"], said["rollout"]
     found, first = _Latencies(serving, slo), _Latencies(alone["serving"], slo)
     blamed = sum(missed and not first.missed.get(arrival, True) for arrival, missed in found.missed.items())
-    ours = phase.mode == "gate"
     rows = [
         Row(case, "requests", len(serving["requests"]), ""),
         *(_tail(case, "TTFT", found.ttft, (50, 99))),
         *(_tail(case, "TPOT", found.tpot, (50, 99))),
         Row(case, "misses", sum(found.missed.values()), ""),
-        Row(case, "attributable misses", blamed, "", "0" if ours else None, blamed == 0 if ours else None),
+        (none if phase.mode == "gate" else Row)(case, "attributable misses", blamed, ""),
         *(_tail(case, "serving step without its wait", [step[0] for step in serving["steps"]], (50, 99, 99.9, 100))),
         *(_tail(case, "wait for the token", serving["waits"], (50, 99, 100))),
     ]

@@ -11,7 +11,6 @@ blocks: some turns are put out, and go on from their last token when the loan ha
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -24,8 +23,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_line
 from benchmarks.fidelity.models import write_model
-from benchmarks.rows import Row, report
+from benchmarks.lending._vllm import ask, make_engine
+from benchmarks.rows import Row, at_least, at_most, none, report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 
 _BLOCK = 32  # tokens
@@ -44,11 +45,7 @@ Tokens = dict[str, list[int]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending memory", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    options = parser.parse_args(arguments)
+    options = command_line("lending memory", __doc__).parse_args(arguments)
     os.environ.update(WORKER_ENVIRONMENT)  # read as vLLM is imported
     with tempfile.TemporaryDirectory() as directory:
         report(measured(Path(directory)), options.json)
@@ -65,7 +62,7 @@ def measured(directory: Path) -> list[Row]:
     write_model(directory / "model", "tiny")
     os.environ[DEVICE] = str(directory / "device")
     before = _process_bytes()
-    serving = _Engine(directory / "model", scheduler_cls=f"{LendingScheduler.__module__}.{LendingScheduler.__name__}")
+    serving = _Engine(directory / "model", scheduler=f"{LendingScheduler.__module__}.{LendingScheduler.__name__}")
     rollout = _Engine(directory / "model")
     print(f"two engines: {(_process_bytes() - before) >> 20} MiB", file=sys.stderr)
     moved = _moved(serving, rollout)
@@ -89,17 +86,10 @@ def measured(directory: Path) -> list[Row]:
     wrong = sum(lent_tokens[it] != alone_tokens[it] for it in alone_tokens)
     same = sum(run.tokens[name] == undisturbed[name] for name in undisturbed)
     rows = [
-        Row(case, "turns put out", len(run.put_out), f"of {_TURNS}", ">= 1", len(run.put_out) >= 1),
-        Row(case, "turns with the tokens of an undisturbed run", same, f"of {_TURNS}", f"{_TURNS}", same == _TURNS),
-        Row(
-            case,
-            "serving's steps with a loan, of other work than without",
-            differ,
-            f"of {len(alone_steps)}",
-            "0",
-            differ == 0,
-        ),
-        Row(case, "serving's requests with other tokens", wrong, f"of {len(alone_tokens)}", "0", wrong == 0),
+        at_least(case, "turns put out", len(run.put_out), f"of {_TURNS}", 1),
+        at_least(case, "turns with the tokens of an undisturbed run", same, f"of {_TURNS}", _TURNS),
+        none(case, "serving's steps with a loan, of other work than without", differ, f"of {len(alone_steps)}"),
+        none(case, "serving's requests with other tokens", wrong, f"of {len(alone_tokens)}"),
         Row(case, "most blocks that rollout had", run.most, f"of {_BLOCKS}"),
         Row(case, "blocks that went at once", run.went, ""),
         Row(case, "time to put turns out for them and let them go", 1e3 * run.going, "ms"),
@@ -112,25 +102,14 @@ class _Engine:
     """vLLM in this process."""
 
     def __init__(self, model: Path, **more: Any) -> None:
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model),
-                skip_tokenizer_init=True,
-                max_model_len=_LONGEST,
-                max_num_seqs=32,
-                max_num_batched_tokens=_LONGEST,
-                kv_cache_memory_bytes=(_BLOCKS + 1) * _BLOCK_BYTES,
-                block_size=_BLOCK,
-                dtype="float32",
-                enforce_eager=True,
-                disable_log_stats=True,
-                async_scheduling=False,
-                seed=0,
-                **more,
-            )
+        self._engine = make_engine(
+            str(model),
+            max_model_len=_LONGEST,
+            max_num_seqs=32,
+            max_num_batched_tokens=_LONGEST,
+            kv_cache_memory_bytes=(_BLOCKS + 1) * _BLOCK_BYTES,
+            block_size=_BLOCK,
+            **more,
         )
         self.scheduler = self._engine.engine_core.engine_core.scheduler
         self.tokens: Tokens = {}
@@ -142,21 +121,8 @@ class _Engine:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self.tokens.setdefault(name, [])
-        self._engine.add_request(
-            name,
-            {"prompt_token_ids": prompt},
-            SamplingParams(
-                max_tokens=tokens,
-                ignore_eos=True,
-                temperature=0.0,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            ),
-        )
+        ask(self._engine, name, prompt, tokens, temperature=0.0)
 
     def step(self) -> None:
         for output in self._engine.step():
@@ -275,18 +241,11 @@ def _moved(serving: _Engine, rollout: _Engine) -> list[Row]:
     whole = _MOVED * quotas[0].block_bytes
     middle, least = statistics.median(clock), min(freed)
     return [
-        Row(case, "time", 1e3 * middle, "ms", f"<= {1e3 * _GOAL:g}", middle <= _GOAL),
+        at_most(case, "time", 1e3 * middle, "ms", 1e3 * _GOAL),
         Row(case, "time, the longest", 1e3 * max(clock), "ms"),
         Row(case, "CPU time", 1e3 * statistics.median(spent), "ms"),
         Row(case, "their memory", whole / 2**20, "MiB"),
-        Row(
-            case,
-            "resident memory that the process lost, at least",
-            least / 2**20,
-            "MiB",
-            ">= 99 % of it",
-            least >= 0.99 * whole,
-        ),
+        at_least(case, "resident memory that the process lost, of it", 100 * least / whole, "%", 99),
     ]
 
 

@@ -11,7 +11,6 @@ are not counted. Both engines are the product's own: vLLM with `LendingScheduler
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import add_traffic, command_line
 from benchmarks.lending._engines import (
     CpuDevice,
     ask,
@@ -30,7 +30,7 @@ from benchmarks.lending._engines import (
     turn,
     write_models,
 )
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row, at_least, at_most, below, none, report
 from libra.backends.lend.borrower import GatedBorrower
 from libra.backends.lend.borrower_token import BorrowerToken
 from libra.backends.lend.lender_token import LenderToken
@@ -63,13 +63,7 @@ TERMS = LendingTerms(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending pair", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
-    parser.add_argument("--rate", type=float, default=3.0, help="times the rate of the trace (default: 3)")
-    parser.add_argument("--requests", type=int, default=120, help="that count (default: 120)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    parser = add_traffic(command_line("lending pair", __doc__), rate=3.0, requests=120)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         rows = measured(options.traffic, options.rate, options.requests, Path(directory))
@@ -253,37 +247,23 @@ def _rows(name: str, it: Served, met: list[bool], first: Served) -> list[Row]:
     tpot = [request.tpot for request in it.requests]
     ttft = [request.ttft for request in it.requests]
     attributable = sum(alone and request.missed for alone, request in zip(met, it.requests, strict=True))
-    lent, rate = it.lent / it.seconds, it.rolled / it.seconds
+    blamed, rate = (name, "attributable misses", attributable, f"of {sum(met)}"), it.rolled / it.seconds
     over_first = rate / (first.rolled / first.seconds)
     rows = [
         Row(name, "serving computes", it.serving / it.seconds, "of the time"),
         Row(name, "TTFT, largest", 1e3 * max(ttft), "ms"),
-        Row(
-            name,
-            "TPOT, largest",
-            1e3 * max(tpot),
-            "ms",
-            f"<= {1e3 * TERMS.pace:.0f}" if ours else None,
-            max(tpot) <= TERMS.pace if ours else None,
-        ),
-        Row(
-            name,
-            "attributable misses",
-            attributable,
-            f"of {sum(met)}",
-            "0" if ours else None,
-            attributable == 0 if ours else None,
-        ),
+        at_most(name, "TPOT, largest", 1e3 * max(tpot), "ms", 1e3 * TERMS.pace if ours else None),
+        none(*blamed) if ours else Row(*blamed),
     ]
     if it.rolled:
         rows += [
-            Row(name, "lent", lent, "of the time", ">= 0.65" if ours else None, lent >= 0.65 if ours else None),
+            at_least(name, "lent", it.lent / it.seconds, "of the time", 0.65 if ours else None),
             Row(name, "rollout", rate, "tokens/s"),
         ]
     if ours:
         # Where serving first leaves rollout a third of the device, nothing can be more than three times as fast.
         most = first.seconds / first.lent
-        rows.append(Row(name, "rollout over serve first", over_first, "x", ">= 2.5", over_first >= 2.5))
+        rows.append(at_least(name, "rollout over serve first", over_first, "x", 2.5))
         rows.append(Row(name, "that with all of the device", most, "x"))
         efficiency = (it.rolled / it.lent) / (first.rolled / first.lent)
         rows.append(Row(name, "tokens of a lent second over those of serve first", efficiency, "x"))
@@ -298,17 +278,10 @@ def _record_rows(record: Path) -> list[Row]:
     again = replay(record)
     return [
         Row("rollout steps", "bounded", len(steps), "steps"),
-        Row("rollout steps", "over their bound", over, "of them", "<= 0.005", over <= 0.005),
-        Row("rollout steps", "longest over its bound", worst, "x", "< 2", worst < 2),
-        Row("record", "answers", again.answers, "answers"),
-        Row(
-            "record",
-            "that the rule gives again",
-            again.answers - len(again.different),
-            "answers",
-            "all",
-            not again.different,
-        ),
+        at_most("rollout steps", "over their bound", over, "of them", 0.005),
+        below("rollout steps", "longest over its bound", worst, "x", 2),
+        Row("record", "answers", again.answers, ""),
+        none("record", "that the rule does not give again", len(again.different)),
     ]
 
 

@@ -14,14 +14,13 @@ first case again with one restriction of a loan, or of the recipe, lifted at a t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_line
 from benchmarks.evaluation.setting import Setting
 from benchmarks.rows import Row, report
 from libra.cost.sources.profiles import engine_profiles
@@ -71,13 +70,10 @@ _LENT = {6: (2, 4, 8), 3: (4,)}  # nodes, by own ones
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending plan", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_line("lending plan", __doc__)
     parser.add_argument("--share", type=float, default=0.75, help="of a lender's time (default: 0.75)")
     parser.add_argument("--simulate", type=int, default=0, metavar="STEPS", help="simulate whole runs of STEPS steps")
     parser.add_argument("--lifted", action="store_true", help="what each restriction costs, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     if not 0 < options.share <= 1:
         parser.error(f"--share is {options.share:g}; a share of the time is above 0 and at most 1")

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lending._options import traffic_options
-from benchmarks.rows import Row, report
+from benchmarks.command import add_traffic, command_line
+from benchmarks.rows import Row, at_least, none, report
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
@@ -56,7 +56,7 @@ RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = traffic_options("rules", __doc__, arguments)
+    options = add_traffic(command_line("lending rules", __doc__)).parse_args(arguments)
     report(measured(options.traffic, options.rate), options.json)
     return 0
 
@@ -108,13 +108,15 @@ def _rules(certificate: Certificate) -> list[tuple[str, Callable[[], SharingRule
 
 def _rows(name: str, outcome: DeviceOutcome, of_own: float, met: set[int], spent: float) -> list[Row]:
     missed = misses(outcome.requests, SLO.ttft, SLO.tpot).any
-    attributable, ours = len(missed & met), name == "gate inside its envelope"
-    none, most = ("0", f">= {_GOAL_SHARE}") if ours else (None, None)
+    ours, blamed = (
+        name == "gate inside its envelope",
+        (name, "attributable misses", len(missed & met), f"of {len(met)}"),
+    )
     return [
         Row(name, "serving computes", outcome.serving / outcome.end, "of the time"),
         Row(name, "lent", outcome.lent_share, "of the time"),
-        Row(name, "rollout over a GPU of its own", of_own, "x", most, of_own >= _GOAL_SHARE if ours else None),
-        Row(name, "attributable misses", attributable, f"of {len(met)}", none, attributable == 0 if ours else None),
+        at_least(name, "rollout over a GPU of its own", of_own, "x", _GOAL_SHARE if ours else None),
+        none(*blamed) if ours else Row(*blamed),
         Row(name, "CPU time", spent, "s"),
     ]
 

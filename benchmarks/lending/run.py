@@ -8,7 +8,6 @@ where the same request of the same server meets its SLO while nothing is lent.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.rows import Row, report
+from benchmarks.command import command_line
+from benchmarks.rows import Row, at_least, none, report
 from libra.config.run import load_config
 from libra.lend.gate import Slo
 from libra.records.schema import LendingSummary, RunSummary, ServedSummary, StepRecord, parse_record, read_records
@@ -29,13 +29,10 @@ _GOAL = 1.3  # times the steps per second without lending
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending run", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_line("lending run", __doc__)
     parser.add_argument("--rules", default="off,gate", help="of --lending, off first (default: off,gate)")
     parser.add_argument("--seeds", default="0", help="between commas (default: 0)")
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps of a run (default: 40)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     rules, seeds = options.rules.split(","), [int(seed) for seed in options.seeds.split(",")]
     if rules[0] != "off":
@@ -79,12 +76,7 @@ def _rows(runs: dict[tuple[str, int], _Run], rules: Sequence[str], seeds: Sequen
             Row(rule, "reward at the end", fmean(it.summary.evaluations[-1].sampled_accuracy for it in mine), ""),
             Row(rule, "TTFT, 99th percentile", fmean(1e3 * it.ttft for it in users), "ms"),
             Row(rule, "TPOT, 99th percentile", fmean(1e3 * it.tpot for it in users), "ms"),
-            Row(
-                rule,
-                "missed their SLO",
-                sum(it.missed for it in users),
-                f"of {sum(it.requests for it in users)} requests",
-            ),
+            Row(rule, "missed their SLO", sum(it.missed for it in users), f"of {sum(it.requests for it in users)}"),
         ]
         if rule == "off":
             continue
@@ -100,8 +92,8 @@ def _rows(runs: dict[tuple[str, int], _Run], rules: Sequence[str], seeds: Sequen
         )
         rows += [
             Row(rule, "lent, of the time wanted", fmean(it.share for it in told), ""),
-            Row(rule, "attributable misses", blamed, "requests", "0", blamed == 0),
-            Row(rule, "steps per second over off", faster, "x", f">= {_GOAL}", faster >= _GOAL),
+            none(rule, "attributable misses", blamed, "requests"),
+            at_least(rule, "steps per second over off", faster, "x", _GOAL),
         ]
     return rows
 

@@ -9,7 +9,6 @@ processes of the machine had its core.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from benchmarks.command import command_line
 from benchmarks.lending._engines import ask, serving_engine, start_rollout, turn, write_models
 from benchmarks.rows import Row, report
 from libra.backends.launch.launcher import WorkerLink
@@ -79,12 +79,9 @@ while time.monotonic() < until:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lending token", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_line("lending token", __doc__)
     parser.add_argument("--kills", type=int, default=8, help="of the borrower (default: 8)")
     parser.add_argument("--stops", type=int, default=40, help="of the borrower, for a moment each (default: 40)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.command import command_line
 from benchmarks.soak.attack import findings
 from benchmarks.soak.attack.attacks import ATTACKS, FULL, QUICK, attack
 from benchmarks.soak.faults import AGENTS_DECK, DECK, LENDING_DECK, schedule
@@ -40,7 +41,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
+    parser = command_line("soak", __doc__, quick="attack with a tenth and less of everything")
     parser.add_argument("--minutes", type=float, default=20.0, help="of faults; then the run ends (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
     parser.add_argument(
@@ -52,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, a JSON line each")
     parser.add_argument("--save", action="store_true", help=f"write it to {RESULTS.name}/soak-<date>.jsonl as well")
     parser.add_argument(
         "--attack",
@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="*",
         help="attack files, run directories, listeners and sessions instead; all of these, or the named ones",
     )
-    parser.add_argument("--quick", action="store_true", help="attack with a tenth and less of everything")
     options = parser.parse_args(arguments)
     console, began = Console(highlight=False), time.monotonic()
 

@@ -6,19 +6,17 @@ python -m benchmarks.weights link [--json FILE]     two clusters of three nodes,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from benchmarks.command import command_line
 from benchmarks.rows import report
 from benchmarks.weights import link, steps
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=(__doc__ or "").splitlines()[0])
+    parser = command_line("weights", __doc__)
     parser.add_argument("what", nargs="?", choices=("steps", "link"), default="steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     rows = steps.measured() if options.what == "steps" else link.measured()
     report(rows, options.json)

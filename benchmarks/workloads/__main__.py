@@ -1,16 +1,15 @@
-"""Facts about the workloads, next to published ones: `python -m benchmarks.workloads [--quick] [--json FILE]`.
+"""Facts about the workloads, next to published ones: `python -m benchmarks.workloads [--json FILE]`.
 
-Invariant: what a workload was fitted to is shown on runs of other seeds than it was fitted on.
+Invariant: every number is of trajectories that were drawn, or of the log that is given.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from benchmarks.command import command_line
 from benchmarks.rows import Row, report
-from benchmarks.workloads.baselines import PUBLISHED, quality
 from benchmarks.workloads.definition import SIGNALS, Workload, names, read
 from benchmarks.workloads.facts import BATCH, PERCENTS, Facts, at_version, facts
 from libra.trajectory import read_trajectories, write_trajectories
@@ -19,17 +18,13 @@ from libra.trajectory import read_trajectories, write_trajectories
 TOKEN_SECONDS = 0.015
 GROUPS = 250  # at each stage
 EXAMPLE_GROUPS = 12
-SEEDS = (11, 12, 13)  # none that the calibration uses
-POINTS = 0.02  # an accuracy may be this far from the published one
 
 _MEANS = {("search_r1", 0.0): 2_500, ("search_r1", 1.0): 11_500}  # Libra, arXiv 2606.03077
 _MEAN_ERROR = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="without the accuracies of published routing rules")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser = command_line("workloads.__main__", __doc__)
     parser.add_argument("--log", type=Path, help="the facts of this log of trajectories, instead of the workloads")
     parser.add_argument("--passive", nargs="*", default=[], help="tools of the log that only answer, such as a user")
     parser.add_argument(
@@ -50,8 +45,6 @@ def main() -> None:
     workloads = {name: read(name) for name in names()}
     rows = [row for name, workload in workloads.items() for row in _stage_rows(name, workload)]
     rows += [row for name, workload in workloads.items() for row in _signal_rows(name, workload)]
-    if not options.quick:
-        rows += _accuracy_rows("search_r1", workloads["search_r1"])
     report(rows, options.json)
     for name, workload in workloads.items():
         print(f"{name}: sha256 {workload.digest()}")
@@ -96,18 +89,6 @@ def _signal_rows(name: str, workload: Workload) -> Iterator[Row]:
     for signal in SIGNALS:
         trajectories = at_version(workload.episodes(signal), workload.steps // 2, GROUPS)
         yield Row(f"{name}, R^2 by the first tool return", signal, facts(trajectories, TOKEN_SECONDS).signal, "")
-
-
-def _accuracy_rows(name: str, workload: Workload) -> Iterator[Row]:
-    for policy, published in PUBLISHED.items():
-        runs = [quality(workload, workload.episodes("strong", seed=seed), policy) for seed in SEEDS]
-        accuracy = sum(run.single_shot_accuracy for run in runs) / len(runs)
-        goal = f"{100 * published:.1f} published, within {100 * POINTS:.0f} points"
-        met = abs(accuracy - published) <= POINTS
-        case = f"{name}, whole run, seeds {', '.join(map(str, SEEDS))}"
-        yield Row(case, f"{policy}, single-shot accuracy", 100 * accuracy, "%", goal, met)
-        yield Row(case, f"{policy}, balanced", 100 * sum(run.balanced_accuracy for run in runs) / len(runs), "%")
-        yield Row(case, f"{policy}, tokens migrated", 100 * sum(run.migrated_share for run in runs) / len(runs), "%")
 
 
 def _log_rows(path: Path, passive: Collection[str]) -> Iterator[Row]:

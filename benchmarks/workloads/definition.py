@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter
 
-from libra.sim.training_run.drifting_tasks import DriftingTasks
-from libra.sim.training_run.task_shape import TaskShape
+from benchmarks.workloads.drifting_tasks import DriftingTasks
+from benchmarks.workloads.task_shape import TaskShape
 from libra.trajectory import dump_trajectory
 
 FILES = Path(__file__).parent

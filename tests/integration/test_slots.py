@@ -1,4 +1,4 @@
-"""A slot gets its share of a core, whatever its neighbours do; `benchmarks/slots.py` shows the same as speed."""
+"""A slot gets its share of a core, whatever its neighbours do."""
 
 from __future__ import annotations
 

@@ -1,21 +1,35 @@
-"""What the page of the evaluation has a place for."""
+"""What the page of the evaluation has a place for, and whether what an experiment finds fits it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.evaluation.cells import Result
+from benchmarks.evaluation.experiment import Experiment, Found, experiments
 from benchmarks.evaluation.page import with_tables
-from benchmarks.evaluation.registry import experiments
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
-def require_places(experiment: str, tables: Mapping[str, str], figures: Collection[str]) -> None:
+def require_found(experiment: Experiment, results: Sequence[Result]) -> Found:
+    """What is found has rows that can be told apart, tables that fit into a page, and figures that can be drawn."""
+    found = experiment.found(results)
+    assert found.tables and found.figures
+    assert len({(row.case, row.metric) for row in found.rows}) == len(found.rows) > 0
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in (*found.tables, *found.figures))
+    tables = {f"{experiment.name}/{name}": table.markdown() for name, table in found.tables.items()}
+    page = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in tables)
+    assert with_tables(page, tables, [experiment.name])
+    assert all("<svg" in figure.svg() for figure in found.figures.values())
+    return found
+
+
+def require_places(experiment: Experiment, found: Found) -> None:
     """The page has one place for each of the experiment's tables, shows each of its figures once, and has no others."""
     page = PAGE.read_text(encoding="utf-8")
-    known = [it.name for it in experiments()]
-    with_tables(page, {f"{experiment}/{name}": text for name, text in tables.items()}, known)  # raises
-    shown = re.findall(rf"\(figures/{experiment}-([a-z0-9-]+)\.svg\)", page)
-    assert sorted(shown) == sorted(figures)
+    tables = {f"{experiment.name}/{name}": table.markdown() for name, table in found.tables.items()}
+    with_tables(page, tables, [it.name for it in experiments()])  # raises
+    shown = re.findall(rf"\(figures/{experiment.name}-([a-z0-9-]+)\.svg\)", page)
+    assert sorted(shown) == sorted(found.figures)

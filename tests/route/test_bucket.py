@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.routing_quality import static_fleet
 from sessions import LIMITS, OK, Step, decisions, instances, steps
 
-from benchmarks.workloads.routing_quality import static_fleet
 from libra.route.bucket import AttainedService, Bucketed, bucket_of, server
 from libra.route.expected_length import LengthByPrompt, LengthPredictor
 from libra.route.policy import InstanceView, Placement, TurnRequest, View

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.routing_quality import static_fleet
 
-from benchmarks.workloads.routing_quality import static_fleet
 from libra.route import expected_length
 from libra.route.expected_length import (
     FEATURES,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.routing_quality import Quality, evaluate, static_fleet
 
-from benchmarks.workloads.routing_quality import Quality, evaluate, static_fleet
+from benchmarks.evaluation.oracle import Oracle
 from libra.route.baselines import TwoChoices
 from libra.route.bucket import bucket_of
 from libra.route.catalogue import policy_named
-from libra.route.oracle import Oracle
 from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.trajectory import Trajectory, Turn
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import pytest
 
+from benchmarks.evaluation.agent_logs import halves
 from benchmarks.evaluation.engines import a800_nodes, profiles_of
-from benchmarks.evaluation.routing_real_data import halves
 from benchmarks.rollout_price_cases import make_case
 from benchmarks.routing_plans import MOST, OURS, SEARCH, Question, question, ratios
 from libra.config.recipe import Recipe

@@ -29,7 +29,7 @@ from libra.plan.solution import Prediction
 from libra.trajectory import Trajectory
 
 # Half-life of the trajectories' weight: with a shorter one, near-equal plans alternate because of noise. After a change
-# that it detects, the tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
+# that it detects, the tracker forgets four times as fast by itself.
 REPLANNER_HALF_LIFE_STEPS = 12.0
 # Assumed relative change of lengths within a period that no trend shows yet. A plan that just keeps its step may need
 # several times as long when its longest trajectories are a tenth longer.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import OK
 
+from benchmarks.evaluation.oracle import Oracle
 from libra.route.bucket import bucket_of
-from libra.route.live import FORMAT
-from libra.route.oracle import Oracle
 from libra.route.policy import InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory, Turn
 
+OK = ToolReturn("search", "ok", 5)
 LIMITS = (50, 200, 2_000)
 FLEET = View(
     tuple(
@@ -77,19 +75,17 @@ class Account:
 def test_every_turn_goes_to_the_true_bucket_and_there_to_the_least_work(
     known: list[Trajectory], data: st.DataObject
 ) -> None:
-    policy: Oracle = Oracle({it.id: it for it in known})
+    policy = Oracle({it.id: it for it in known})
     account = Account()
     prefix: dict[str, str] = {}
     for _ in range(data.draw(st.integers(0, 25))):
         it = data.draw(st.sampled_from(known))
-        what = data.draw(st.sampled_from(["turn", "turn", "turn", "turn", "again", "gone", "restored", "over"]))
+        what = data.draw(st.sampled_from(["turn", "turn", "turn", "turn", "again", "gone", "over"]))
         if what == "gone":
             instance = data.draw(st.sampled_from([instance.id for instance in FLEET.instances]))
             policy.instance_gone(instance)
             account.at = {id: at for id, at in account.at.items() if at != instance}
             prefix = {id: at for id, at in prefix.items() if at != instance}
-        elif what == "restored":
-            policy = Oracle.restore(json.loads(json.dumps(policy.snapshot())), {it.id: it for it in known})
         elif what == "over":
             policy.finished(it)
             for of_live in (account.turns, account.at, prefix):
@@ -185,14 +181,6 @@ def test_what_it_does_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="'t': from turn 1 on none starts at 10 tokens"):
         policy.tool_returned(TurnRequest("t", "p", 10, 10), ToolReturn("search", "ok", 0), FLEET)
     assert policy.snapshot() == before
-
-
-def test_a_snapshot_does_not_carry_what_it_knows() -> None:
-    snapshot = Oracle({}).snapshot()
-    with pytest.raises(ValueError, match="known is missing: give the trajectories"):
-        Oracle.restore(snapshot)
-    with pytest.raises(ValueError, match=f"this is 'oracle' format {FORMAT}"):
-        Oracle.restore(snapshot | {"policy": "mlfq"}, {})
 
 
 def test_it_does_not_ask_again_what_it_knows() -> None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.workloads.task_shape import TaskShape, ToolOutcome
 from libra.sim.training_run.episodes import generator_of, prompt_at
-from libra.sim.training_run.task_shape import TaskShape, ToolOutcome
 from libra.trajectory import Trajectory, Turn, truncate
 
 _PROMPTS, _GROUP = 0x70726F6D707473, 0x67726F7570  # streams of one seed

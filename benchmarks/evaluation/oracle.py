@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from libra.route.bucket import Bucketed
-from libra.route.live import FORMAT
-from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory
 
@@ -33,7 +31,8 @@ class Oracle(Bucketed):
     `known` gives the trajectory of an id. The final context of a trajectory is the most tokens it ever holds. Priority
     is the slack in milliseconds: the time at which its group is due (0 if not known) minus the time it still needs, its
     tokens to generate times `token_seconds` of the instance plus the recorded seconds of its tools. So among
-    trajectories due at the same time the longest is first. A decision is O(instances + turns).
+    trajectories due at the same time the longest is first. A decision is O(instances + turns). It is made anew for each
+    run: a snapshot of it cannot be restored.
 
     Raises ValueError for a trajectory that it does not know, and for a turn that this trajectory does not have.
     """
@@ -76,14 +75,6 @@ class Oracle(Bucketed):
                 self._uncount(progress)
         del self._work[instance]  # not an error where it had none
         super().instance_gone(instance)
-
-    @classmethod
-    def restore(cls, snapshot: dict[str, Any], known: Known | None = None) -> Self:
-        """A snapshot does not carry what the oracle knows, so `known` must be given again."""
-        require_snapshot(snapshot, cls.NAME, FORMAT)
-        if known is None:
-            raise ValueError("known is missing: give the trajectories, which a snapshot of the oracle does not carry")
-        return cls(known, sticky=snapshot["sticky"])._resumed(snapshot)
 
     def _known(self, trajectory_id: str) -> Trajectory:
         try:
@@ -140,15 +131,6 @@ class Oracle(Bucketed):
         left = token_seconds * sum(turn.generated_tokens for turn in turns)
         left += sum(turn.tool_seconds for turn in turns if turn.tool_seconds is not None)
         return round(1_000 * ((0.0 if request.due is None else request.due) - left))
-
-    def _rule(self) -> list[list[Any]]:
-        return [[id, progress.turn, progress.instance] for id, progress in self._progress.items()]
-
-    def _resume_rule(self, rule: list[list[Any]]) -> None:
-        for id, turn, instance in rule:
-            progress = self._progress[id] = _Progress(self._known(id), turn, instance)
-            if instance is not None:
-                self._work[instance] += _tokens_left(progress)
 
 
 def _tokens_left(progress: _Progress) -> int:

@@ -1,20 +1,27 @@
-"""Choices of the baselines, searched once for all seeds of a setting and kept.
+"""What a run begins with, chosen once for all seeds and lengths of a setting, and kept: baselines search, ours plans.
 
-Invariant: a search is a cell of its own. It knows seed 0 and nothing of the runs that its choice is used in.
+Invariant: a choice is a cell of its own. It knows seed 0 and nothing of the runs that it is used in; that of ours knows
+what `libra plan` would.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.evaluation.baselines import HINDSIGHT_STEPS, Choice, at_most, choices, judged, judged_at_length
 from benchmarks.evaluation.cells import Cell, run
-from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.setting import STEPS, Setting
+from benchmarks.evaluation.systems import Parts, chosen_plan, ours
+from libra.plan.plan import dump_plan, parse_plan
+from libra.sim.training_run.system import System
 
 FINALISTS = 3
 _LONG = {"static": 3, "hindsight": 2}  # what is chosen in hindsight needs the choice of the other
-_FIRST = 1e9  # cost: runs wait for searches, so these start before all runs
+_FIRST = 1e9  # cost: runs wait for choices, so these start before all runs
+_DECIDING = ("early_gradients", "route")  # parts of ours that its first plan depends on
 
 
 def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
@@ -39,7 +46,6 @@ def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
 
 
 def search_cell(setting: Setting, system: str, name: str) -> Cell:
-    """Cell of a search: the same for all seeds and lengths of a run."""
     where = replace(setting, seed=0, steps=HINDSIGHT_STEPS, first=None)
     arguments = {"setting": where.arguments(), "system": system}
     return Cell(name, search, arguments, where.files, cost=_FIRST * _LONG.get(system, 1))
@@ -49,3 +55,26 @@ def chosen(setting: Setting, system: str) -> Choice:
     """The kept choice of a baseline; searched and kept where there is none."""
     (result,) = run([search_cell(setting, system, f"search {system}")], processes=1, progress=False)
     return Choice(**result.values["choice"])
+
+
+def choose(setting: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """The chosen plan of ours, as its JSON."""
+    return {"plan": json.loads(dump_plan(chosen_plan(Setting(**setting), Parts(**parts))))}
+
+
+def choice_cell(setting: Setting, parts: Mapping[str, Any], name: str) -> Cell:
+    """The same cell for all parts that do not affect the first plan."""
+    where = replace(setting, seed=0, steps=STEPS, first=None)
+    deciding = {what: value for what, value in parts.items() if what in _DECIDING}
+    words = ", ".join([name, *(f"{what} {value}" for what, value in deciding.items())])
+    return Cell(words, choose, {"setting": where.arguments(), "parts": deciding}, where.files, cost=2 * _FIRST)
+
+
+def kept_ours(setting: Setting, parts: Mapping[str, Any] | None = None) -> System:
+    """`ours`, whose first plan is chosen, and kept, where it is not kept yet."""
+    asked = dict(parts or {})
+    its = Parts(**asked)
+    if its.most_buckets is not None:
+        return ours(setting, its)
+    (result,) = run([choice_cell(setting, asked, "choice")], processes=1, progress=False)
+    return ours(setting, its, parse_plan(json.dumps(result.values["plan"]), result.cell.name))

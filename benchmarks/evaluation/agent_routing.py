@@ -6,15 +6,15 @@ teaches. All predictors are judged at the same tool returns, all routers on the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluation.agent_logs import halves, read_log, without_waits
 from benchmarks.evaluation.engines import a800_nodes, profiles_of
-from benchmarks.evaluation.intervals import bootstrap_interval
-from benchmarks.evaluation.routing_real_data import halves, read_log, without_waits
-from benchmarks.evaluation.routing_real_rank import Array, Ranked, explained, rank_correlation
+from benchmarks.evaluation.estimates import Array, bootstrap
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
 from libra.plan.planner import Planner
@@ -33,7 +33,6 @@ PREDICTORS = (OURS, THEIRS, ATTAINED)
 MEASURES = ("R^2", "rank correlation")
 FOLDS = 10  # of prompts, where there are more than `EACH`
 EACH = 30  # prompts up to which each is a fold of its own
-RESAMPLES = 2000
 
 MODEL = "Qwen/Qwen3-14B"
 NODES = 6  # of eight A800
@@ -84,8 +83,9 @@ def compared(truth: Array, predicted: Mapping[str, Array], prompts: Sequence[str
             value = measure(which, name, drawn)
             return value if other is None else value - measure(which, other, drawn)
 
-        found = bootstrap_interval(statistic, np.arange(len(units)), seed=seed, resamples=RESAMPLES)
-        return [found.value, found.low, found.high]
+        found = bootstrap(statistic, np.arange(len(units)), seed)
+        assert found.ends is not None
+        return [found.value, *found.ends]
 
     return {
         which: {name: interval(which, name) for name in predicted}
@@ -202,3 +202,49 @@ def makespan(log: str, waits: bool, seed: int, routes: Sequence[str]) -> dict[st
 def _step(log: Sequence[Trajectory], longest: int, seed: int) -> list[Trajectory]:
     episodes = Resampled(tuple(log), SAMPLES, longest, seed)
     return [trajectory for number in range(BATCH // SAMPLES) for trajectory in episodes.group(number, 0)]
+
+
+# Agreement of predictions with what they predict. A sample of whole weight n counts as n samples that are alike.
+
+
+def explained(truth: Array, squared_errors: Array, weights: Array) -> float:
+    """R^2: 1 less the squared error as a share of the variance; below 0 where the mean would be the better prediction.
+
+    Raises ValueError where the truth does not vary.
+    """
+    centred = truth - _sum(weights * truth) / _sum(weights)
+    spread = _sum(weights * centred * centred)
+    if not spread > 0:
+        raise ValueError("what is predicted does not vary, so there is nothing to explain; give more trajectories")
+    return 1 - _sum(weights * squared_errors) / spread
+
+
+class Ranked:
+    """Values whose weighted ranks are asked for again and again: they are sorted once."""
+
+    __slots__ = ("_group", "_groups")
+
+    def __init__(self, values: Array) -> None:
+        distinct, self._group = np.unique(values, return_inverse=True)
+        self._groups = len(distinct)
+
+    def ranks(self, weights: Array) -> Array:
+        """Weight below, and half of the weight that is equal: average ranks, up to a constant."""
+        equal = np.bincount(self._group, weights, self._groups)
+        ranks: Array = (equal.cumsum() - equal / 2)[self._group]
+        return ranks
+
+
+def rank_correlation(one: Ranked, other: Ranked, weights: Array) -> float:
+    """Spearman's: Pearson's correlation of average ranks; 0 where either does not vary, and so orders nothing."""
+    x, y = one.ranks(weights), other.ranks(weights)
+    total = _sum(weights)
+    x, y = x - _sum(weights * x) / total, y - _sum(weights * y) / total
+    spread = _sum(weights * x * x) * _sum(weights * y * y)
+    # Ranks are halves of whole numbers up to `total`: what is left of equal ones is rounding.
+    return _sum(weights * x * y) / math.sqrt(spread) if spread > 1e-12 * total**4 else 0.0
+
+
+def _sum(values: Array) -> float:
+    """In an order that does not depend on how many threads there are, unlike that of a product of vectors."""
+    return float(values.sum())

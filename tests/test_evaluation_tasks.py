@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.training_run.drifting_tasks import DriftingTasks
+from benchmarks.workloads.drifting_tasks import DriftingTasks
+from benchmarks.workloads.task_shape import LengthClass, TaskShape, ToolOutcome
 from libra.sim.training_run.episodes import prompt_at
-from libra.sim.training_run.task_shape import LengthClass, TaskShape, ToolOutcome
 from libra.trajectory import Trajectory
 
 SHORT = LengthClass(200, 0.2, 2, 0.3, 0.7, 0.2)

@@ -1,0 +1,67 @@
+"""Every benchmark, what it shows and how long it takes: `python -m benchmarks --list`.
+
+Invariant: what a benchmark shows is the first line of its docstring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TIMES = {  # roughly, on two cores of a server; in brackets what it needs besides
+    "attention_ffn": "an hour",
+    "disaggregation": "minutes",
+    "evaluation": "hours; what has finished is kept",
+    "fidelity": "a quarter of an hour (extra `cpu`)",
+    "gateway": "7 minutes (21,000 open files)",
+    "joins": "minutes (extra `cpu`)",
+    "kv_tiers": "a minute",
+    "lending.fidelity": "minutes (extra `cpu`, recorded requests)",
+    "lending.gpu": "6 minutes (one H100 or H200)",
+    "lending.memory": "a minute (extra `cpu`)",
+    "lending.pair": "minutes (extra `cpu`, recorded requests)",
+    "lending.plan": "minutes",
+    "lending.rules": "minutes (recorded requests)",
+    "lending.run": "a quarter of an hour (extra `cpu`)",
+    "lending.token": "minutes (extra `cpu`)",
+    "plan_check": "half an hour (compiled core)",
+    "planning": "minutes",
+    "promises": "a second (directories of runs)",
+    "public": "a minute",
+    "role_changes": "minutes (extra `cpu`)",
+    "rollout_pairs": "an hour",
+    "rollout_price": "an hour",
+    "routing_plans": "minutes",
+    "routing_speed": "minutes",
+    "search": "an hour",
+    "simulation": "a quarter of an hour",
+    "soak": "20 minutes (extra `cpu`)",
+    "tracking": "a quarter of an hour",
+    "weights": "minutes (extra `cpu`)",
+    "workloads": "a minute",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", action="store_true", required=True, help="of all benchmarks, each with its command")
+    parser.parse_args(arguments)
+    for name, takes in TIMES.items():
+        print(f"{name.replace('.', ' '):17} {takes}: {shown(name)}")
+    return 0
+
+
+def shown(name: str) -> str:
+    """What a benchmark shows, by the first line of its module's docstring, or its package's."""
+    path = HERE.joinpath(*name.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The command line that benchmarks share, and a look at the machine that they measure on.
+
+Invariant: every benchmark is `python -m benchmarks.NAME`, and writes its rows, a JSON line each, to the file of
+`--json`. `--quick` is a first look, and no verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+_QUIET = 0.05  # share of the machine that others may use while a benchmark measures it
+
+T = TypeVar("T")
+
+
+def command_line(name: str, about: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.NAME`, with `--json`, and with `--quick` where its help is given. `about` is
+    the module's docstring, whose first line says what the benchmark shows."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(about or "").partition("\n")[0])
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
+    return parser
+
+
+def add_traffic(
+    parser: argparse.ArgumentParser, *, rate: float = 0.5, requests: int | None = None
+) -> argparse.ArgumentParser:
+    """Options of a benchmark that replays recorded requests; `requests` where it takes a number of them."""
+    parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
+    parser.add_argument("--rate", type=float, default=rate, help=f"times the rate of the trace (default: {rate:g})")
+    if requests is not None:
+        parser.add_argument("--requests", type=int, default=requests, help=f"that count (default: {requests})")
+    return parser
+
+
+@contextmanager
+def quiet_machine() -> Iterator[None]:
+    """Say after a measurement whether other processes had the machine before it."""
+    taken = psutil.cpu_percent(interval=1.0) / 100
+    yield
+    if taken > _QUIET:
+        print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
+
+
+def apart(function: Callable[..., T], *arguments: Any) -> T:
+    """The result of a call in a fresh process, so that its memory and its caches are its own."""
+    with get_context("spawn").Pool(1) as process:
+        return process.apply(function, arguments)
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def processor_seconds(who: int = resource.RUSAGE_SELF) -> float:
+    """CPU time of this process with all its threads, or of its children that have ended."""
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,194 @@
+"""Cells of whole runs: one system in one setting, what deciding and simulating cost, and bounds of what is possible.
+
+Invariant: all systems of a setting get the same trajectories. The ceiling is made of the prices that the planner uses;
+for the bound by tools nothing else takes any time, and staleness is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from benchmarks.evaluation import baselines
+from benchmarks.evaluation.baselines import Choice
+from benchmarks.evaluation.choices import chosen, kept_ours
+from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle
+from libra.plan.problem import Problem
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.outcome import SimulatedRun
+from libra.sim.training_run.system import System
+from libra.trajectory import Trajectory
+
+_VERSIONS = 10  # of the policy, over the drift, that the ceiling is made of
+
+T = TypeVar("T")
+
+
+def run(
+    setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None, choice: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Outcome of the run. `parts` are those of ours, for an ablation; the plan that ours begins with is kept or chosen.
+    `choice` is that of a baseline, and kept or searched for where it is not given. Raises ValueError where either is
+    given to another system."""
+    where = Setting(**setting)
+    if parts is not None and system != "ours":
+        raise ValueError(f"system {system} has no parts; give them to ours")
+    if system == "ours" and choice is None:
+        what, episodes = kept_ours(where, parts), where.episodes
+    elif choice is None and system == "oracle":
+        return _oracle(where)
+    elif choice is None and system in baselines.NAMES:
+        what, episodes = made(where, system, chosen(where, system))
+    else:
+        what, episodes = made(where, system, None if choice is None else Choice(**choice))
+    return told(what, simulate_posttraining(what, episodes, where.run_steps))
+
+
+def _oracle(setting: Setting) -> dict[str, Any]:
+    """The best of what an oracle could do here, which it knows, too."""
+    found = []
+    for most_buckets in ORACLE_BUCKETS:
+        what, episodes = oracle(setting, most_buckets)
+        found.append(told(what, simulate_posttraining(what, episodes, setting.run_steps)))
+    return max(found, key=lambda values: float(values["throughput"]))
+
+
+def told(system: System, outcome: SimulatedRun) -> dict[str, Any]:
+    """JSON values of a run: the sums, the plan that it began with, and columns of the steps."""
+    steps = outcome.steps
+    return {
+        "throughput": outcome.throughput,
+        "seconds": outcome.seconds,
+        "generated": outcome.generated_tokens,
+        "trainer_share": outcome.trainer_share,
+        "engine_share": outcome.engine_share,
+        "migrated_share": outcome.migrated_share,
+        "interrupted": outcome.interrupted,
+        "changes": len(outcome.changes),
+        "worst_staleness": max(step.worst_staleness for step in steps),
+        "plan": _words(system),
+        "ended": [step.ended for step in steps],
+        "waited": [step.waited for step in steps],
+        "training": [step.training for step in steps],
+        "tokens": [step.generated_tokens for step in steps],
+        "contexts": [step.final_context_tokens for step in steps],
+        "staleness": [step.staleness for step in steps],
+        "training_devices": [step.training_devices for step in steps],
+    }
+
+
+def _words(system: System) -> str:
+    plan = system.plan
+    engines = " + ".join(
+        f"{bucket.engines} {bucket.shape.rpartition('/')[2]} to {bucket.up_to}" for bucket in plan.allocation.buckets
+    )
+    assert plan.layout is not None
+    most = system.request.recipe.concurrency
+    limit = "" if most is None else f"; {most} trajectories at once"
+    return f"{plan.layout.devices} train ({plan.layout.family}); {engines}{limit}"
+
+
+# What deciding and simulating cost
+
+
+def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
+    """Outcome of a run, and CPU seconds of this process: `planning` of one plan, and `simulating` of the run with all
+    decisions in it. A baseline's search is a cell of its own, and so is the choice of the plan that ours begins
+    with."""
+    where = Setting(**setting)
+    planner = where.planner(**Parts().recipe)
+    tracker = where.tracker(planner)  # episodes and profiles are read before the clock starts
+    _, planning = _clocked(lambda: planner.plan(tracker))
+    choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
+    what, episodes = (kept_ours(where), where.episodes) if system == "ours" else made(where, system, choice)
+    outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.run_steps))
+    found = told(what, outcome)
+    found |= {"planning": planning, "simulating": simulating}
+    return found | {"choice": None if choice is None else asdict(choice)}
+
+
+def _clocked(call: Callable[[], T]) -> tuple[T, float]:
+    began = time.process_time()
+    result = call()
+    return result, time.process_time() - began
+
+
+# What is possible
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """GPUs that train and generate, so that both sides take as long as each other, as nearly as GPUs can be divided."""
+
+    seconds: float  # of a step
+    training_devices: int
+    shape: str  # of the engines
+
+
+def ceiling(setting: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second over the drift, with the best split and engines for each version of the policy, if no GPU ever
+    waits: for the longest trajectory, or for weights."""
+    where = Setting(**setting)
+    planner = where.planner(early_gradients=True)
+    prompts = planner.recipe.prompts
+    seconds = tokens = 0.0
+    versions = []
+    for number in range(_VERSIONS):
+        version = round((number + 0.5) * where.steps / _VERSIONS)
+        batch = _batch(where, version, prompts)
+        tracker = planner.tracker()
+        for trajectory in batch:
+            tracker.observe(trajectory)
+        best = balance(planner.request(tracker).menu().problem)
+        generated = sum(trajectory.generated_tokens for trajectory in batch)
+        seconds, tokens = seconds + best.seconds, tokens + generated
+        versions.append([version, best.seconds, generated / best.seconds, best.training_devices, best.shape])
+    return {"throughput": tokens / seconds, "versions": versions}
+
+
+def balance(problem: Problem) -> Balance:
+    """The best balance of a problem with one pool of devices. Raises ValueError for more pools."""
+    (pool,) = problem.pools
+    found = []
+    for training in problem.training:
+        for option in problem.engines:
+            engines = (pool.devices - training.devices) // option.devices
+            if engines:
+                work = max(sum(row) for row in option.work) / engines
+                found.append(Balance(max(training.seconds, work), training.devices, option.shape))
+    return min(found, key=lambda it: it.seconds)
+
+
+def tool_bound(setting: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second, and the seconds of the run, if tools alone take time.
+
+    Groups start as soon as staleness lets them: as many as 1 + staleness steps train on at once, then those of one step
+    whenever a step has been made. A group has to be trained on by the step that would be too late otherwise; which
+    groups make the steps before is free.
+    """
+    where = Setting(**setting)
+    ahead = where.staleness  # steps
+    ended: list[float] = []  # seconds, by step
+    tokens, longest = 0, 0.0
+    for step in range(where.run_steps):
+        batch = _batch(where, step, where.groups_per_step)
+        tokens += sum(trajectory.generated_tokens for trajectory in batch)
+        slowest = max(_tool_seconds(trajectory) for trajectory in batch)
+        if step <= ahead:  # all of these start at once, and have until the last of these steps
+            longest = max(longest, slowest)
+            ended.append(longest if step in (ahead, where.run_steps - 1) else 0.0)
+        else:
+            ended.append(max(ended[-1], ended[step - 1 - ahead] + slowest))
+    return {"throughput": tokens / ended[-1], "seconds": ended[-1]}
+
+
+def _batch(setting: Setting, step: int, prompts: int) -> list[Trajectory]:
+    groups = (setting.episodes.group(step * prompts + number, step) for number in range(prompts))
+    return [trajectory for group in groups for trajectory in group]
+
+
+def _tool_seconds(trajectory: Trajectory) -> float:
+    return sum(turn.tool_seconds or 0.0 for turn in trajectory.turns)
