@@ -244,7 +244,7 @@ def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: Training
 
 
 def _eager_heads(kind: LayerKind, tp: Array, value: float, product: float) -> Array:
-    """What eager execution keeps of queries and keys beyond fused kernels."""
+    """Bytes of queries and keys that eager execution keeps beyond fused kernels."""
     mixer = kind.mixer
     if not isinstance(mixer, Attention):
         return np.zeros_like(tp, dtype=float)

@@ -1,4 +1,4 @@
-"""What a family reads out of a configuration."""
+"""Parts that a family reads out of a configuration."""
 
 from __future__ import annotations
 
