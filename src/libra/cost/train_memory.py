@@ -104,7 +104,8 @@ def _beside_routed(kind: LayerKind, hidden: int, tp: Array) -> Array:
 def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, Array]]:
     """Every kind of layer, and a column of its number of layers in the heaviest pipeline stage (`ModelSpec.stage`)."""
     degrees, at = np.unique(table.pp, return_inverse=True)
-    counts = np.array([[count for _, count in model.stage(int(pp))] for pp in degrees], dtype=float)
+    each = [[count for _, count in model.stage(int(pp))] for pp in degrees]
+    counts = np.array(each, dtype=float).reshape(len(degrees), len(model.kinds))  # also where there are no layouts
     return [(kind, counts[at, index]) for index, kind in enumerate(model.kinds)]
 
 
