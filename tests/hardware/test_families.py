@@ -44,6 +44,11 @@ def test_every_family_is_tried() -> None:
     assert set(FAMILIES) - same <= tried
 
 
+def test_the_docs_name_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert not [name for name in FAMILIES if f"`{name}`" not in page]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_the_arithmetic_holds(tmp_path: Path, name: str) -> None:
     model, _ = read(tmp_path, ALL[name])

@@ -103,9 +103,10 @@ def _beside_routed(kind: LayerKind, hidden: int, tp: Array) -> Array:
 
 def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, Array]]:
     """Every kind of layer, and a column of its number of layers in the heaviest pipeline stage (`ModelSpec.stage`)."""
-    stages = {int(pp): dict(model.stage(int(pp))) for pp in np.unique(table.pp)}
-    at = table.pp.astype(int).tolist()
-    return [(kind, np.array([stages[pp].get(kind, 0) for pp in at], dtype=float)) for kind in model.kinds]
+    degrees, at = np.unique(table.pp, return_inverse=True)
+    each = [[count for _, count in model.stage(int(pp))] for pp in degrees]
+    counts = np.array(each, dtype=float).reshape(len(degrees), len(model.kinds))  # also where there are no layouts
+    return [(kind, counts[at, index]) for index, kind in enumerate(model.kinds)]
 
 
 def per_degree(of: Callable[[int], float], degrees: Array) -> Array:

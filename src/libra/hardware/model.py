@@ -7,7 +7,7 @@ Invariant: a `ModelSpec` is complete and possible, and its parameter counts are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -227,8 +227,3 @@ def arranged(layers: Sequence[LayerKind]) -> tuple[tuple[LayerKind, ...], tuple[
     kinds = tuple(dict.fromkeys(layers))
     index = {kind: number for number, kind in enumerate(kinds)}
     return kinds, tuple(index[kind] for kind in layers)
-
-
-def mixers(model: ModelSpec) -> Iterator[tuple[LayerKind, int]]:
-    """Kinds with a mixer, and their numbers of layers."""
-    return ((kind, count) for kind, count in model.counted if kind.mixer is not None)

@@ -26,6 +26,7 @@ from libra.hardware.families.towers import tower_parameters
 from libra.hardware.model import ModelSpec, arranged
 
 _WRAPPERS = ("text_config", "language_config", "llm_config", "thinker_config")
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration")  # endings of classes that predict tokens
 Note = Callable[[str], None]
 
 
@@ -193,9 +194,7 @@ def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note
         note(f"the family {named} is unknown: read by its fields; norms and biases may be missing")
         return shaped
     family = FAMILIES[named]
-    if fields is top and named == kind and architectures and not set(architectures) & set(family.architectures):
-        raise fields.error(
-            "architectures",
-            f"{shown(architectures[0])} is not known; only {' and '.join(family.architectures)} of {named} is",
-        )
+    if architectures and not any(it.endswith(_GENERATING) for it in architectures):
+        known = " or ".join(_GENERATING)
+        raise fields.error("architectures", f"{shown(architectures[0])} predicts no tokens; only classes {known} do")
     return family

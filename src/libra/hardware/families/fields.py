@@ -18,7 +18,7 @@ _SHAPE = re.compile(r"dim|size|rank|heads|layers|experts|latent|width|depth|kern
 _HARMLESS = re.compile(
     r"nextn|mtp|rotary|rope|init|window_layers|chunk_size_feed|ep_size|expand|vocab_size_|scale|scaling|routing|dropout"
     r"|image|video|audio|vision|aux|use_mamba|duration|time_step|orig|pruned|residual|sinkhorn|norm_topk|hash|per_tok$"
-    r"|token_id|output_|pretraining|return_|fp32|beam|ignore|freq$|offset$|batch|group_size|capacity|deepstack|tensor_para"
+    r"|token_id|output_|pretraining|return_|fp32|beam|ignore|freq$|offset$|batch|group_size|capacity|deepstack|tensor_para|dim_model_base|global_attn_every|qk_head_dim"
 )
 
 

@@ -145,7 +145,8 @@ class Sparse:
 def usual_experts(fields: Fields) -> Experts:
     """Experts by the names that most families use for their number and width."""
     width = fields.count(fields.first("moe_intermediate_size", "intermediate_size"))
-    shared = width * fields.count(fields.first("num_shared_experts", "n_shared_experts"), minimum=0, otherwise=0)
+    each = fields.count("moe_shared_expert_intermediate_size", otherwise=width)
+    shared = each * fields.count(fields.first("num_shared_experts", "n_shared_experts"), minimum=0, otherwise=0)
     return Experts(
         fields.count(fields.first("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")),
         fields.count(fields.first("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")),
