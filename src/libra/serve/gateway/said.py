@@ -1,4 +1,4 @@
-"""What an engine says in an answer: token ids, text, and calls of tools."""
+"""Contents of an engine's answer: token ids, text, and calls of tools."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Said:
-    """What an engine said in one answer, so far."""
+    """Contents of one answer, as far as it has come."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
