@@ -590,7 +590,16 @@ def test_a_policy_of_the_users_own_routes_a_rehearsal(plans: dict[str, Path], tm
     command = ("rehearse", plans["sync"], "-t", LOG, "--steps", 1, "--json", "--router")
     mine, known = (document(libra(*command, name)) for name in (f"{own}:Mine", "least-loaded"))
     assert mine["steps"] == known["steps"]
-    assert_refused(libra(*command, f"{own}:Other"), "router is", "Other")
+    assert_refused(libra(*command, f"{own}:Other"), "policy is", "Other")
+
+
+def test_a_policy_of_the_users_own_routes_a_simulation(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("from libra.route.baselines import LeastLoaded\n\n\nclass Mine(LeastLoaded):\n    pass\n")
+    command = ("simulate", ENGINES, "-t", LOG, "--json", "--route")
+    mine, known = (document(libra(*command, name)) for name in (f"{own}:Mine", "least-loaded"))
+    assert mine["metrics"] == known["metrics"] and mine["run"]["route"] == f"{own}:Mine"
+    assert_refused(libra(*command, f"{own}:Other"), "--route: policy is", "Other")
 
 
 def test_a_plan_without_engines_is_refused(plans: dict[str, Path], tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_engines_need_no_file_and_policies_may_be_your_own(tmp_path: Path) -> No
     [
         ([], "no engines: give FILE, or --engine http://HOST:PORT for each, or --workers-from"),
         (["--engine", "ftp://a"], "engines.0.url: must begin with http:// or https://"),
-        (["--engine", "http://a", "--engine", "http://a"], "http://a is there twice"),
+        (["--engine", "http://me:pw@a", "--engine", "http://me:pw@a"], "--engine number 2 repeats an earlier one"),
         ([str(EXAMPLES / "gateway.yaml"), "--engine", "http://a"], "--engine and FILE"),
         (["--engine", "http://a", "--route", "best"], "route: policy is 'best'; choose one of"),
         (
@@ -125,6 +125,7 @@ def test_engines_need_no_file_and_policies_may_be_your_own(tmp_path: Path) -> No
 def test_engines_that_make_no_gateway_are_refused_in_one_line(words: list[str], says: str) -> None:
     result = CliRunner().invoke(app, ["route", *words])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and says in result.stderr
+    assert "pw" not in result.stderr
 
 
 def test_a_full_disk_loses_no_trajectory_and_no_state(tmp_path: Path) -> None:

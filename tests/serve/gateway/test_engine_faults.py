@@ -67,6 +67,13 @@ async def test_a_turn_that_every_engine_fails_costs_no_engine_its_place() -> Non
         assert [engine.turns() for engine in engines] == [5] * 3
 
 
+async def test_a_turn_that_another_engine_refuses_is_to_blame_itself() -> None:
+    engines = [FieldEngine(status=500), FieldEngine(status=400)]
+    async with staged(engines=0, fields=engines) as stage:
+        assert await statuses(stage, 5) == [400] * 5
+        assert [engine.turns() for engine in engines] == [5, 5] and len(stage.gateway.upstreams.instances) == 2
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_full_engine_stays_and_the_turn_goes_elsewhere(status: int) -> None:
     engines = [FieldEngine(status=status), FieldEngine()]

@@ -169,9 +169,9 @@ def load_gateway(path: Path | str, policy: str | None = None, workers_from: Sequ
 
 def gateway_of(urls: Sequence[str], policy: str | None = None, workers_from: Sequence[str] = ()) -> GatewayConfig:
     """The gateway of these engines, whose longest contexts are asked for. Raises ValueError."""
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"{url} is there twice; name each engine once")
+    for number, url in enumerate(urls):
+        if url in urls[:number]:  # it is not shown, as it may hold a password
+            raise ValueError(f"--engine number {number + 1} repeats an earlier one; name each engine once")
     engines = [{"name": f"engine-{number}", "url": url} for number, url in enumerate(urls)]
     config = valid(
         GatewayConfig, {"engines": engines, "workers_from": list(workers_from), "route": policy or CMLFQ.NAME}

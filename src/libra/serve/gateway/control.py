@@ -64,7 +64,7 @@ _whole_number = msgspec.json.Decoder(int)
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer:
-    """The answer of an engine to a control request."""
+    """An engine's answer to a control request."""
 
     status: int
     body: bytes

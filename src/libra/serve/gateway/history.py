@@ -1,4 +1,4 @@
-"""The text that a model has read and said in a session, comparable across the session's requests.
+"""Prompts and answers of a session, in a form in which its requests can be compared.
 
 Invariant: a later prompt continues an earlier turn if it begins with the earlier prompt's bytes, and what follows them
 begins with the answer that the engine gave. Both are compared in one form for each kind of prompt: token ids, text, or

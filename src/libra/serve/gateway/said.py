@@ -61,7 +61,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Said:
-    """Contents of one answer, so far."""
+    """Contents of one answer, as far as it has come."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -168,7 +168,7 @@ class Gateway:
         )
 
     async def _plan(self, _: web.Request) -> web.Response:
-        """The routing of turns, in the keys of the gateway's file, and the lengths seen."""
+        """The keys of the gateway's file as they hold now, and the lengths seen."""
         engines = [
             {"name": it.id, "url": it.section.url, "max_model_len": it.capacity_tokens, "bucket": it.bucket}
             for it in self.upstreams.all.values()

@@ -38,12 +38,12 @@ class TurnBody(msgspec.Struct, kw_only=True):
 
     @property
     def history(self) -> msgspec.Raw:
-        """The prompt as JSON: text, token ids, or messages."""
+        """The prompt, as JSON: text, token ids, or messages."""
         raise NotImplementedError
 
     @property
     def preamble(self) -> msgspec.Raw:
-        """The part of the prompt before its history, as JSON."""
+        """Instructions that precede the history, as JSON."""
         return msgspec.Raw()
 
     @property

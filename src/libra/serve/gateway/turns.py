@@ -152,7 +152,9 @@ class Turns:
                 sent = with_field(raw, "priority", b"%d" % placement.priority)
             relayed = await self._relay(turn, engine, sent)
             if relayed.failure is None:
-                self._blame(engine, failing)
+                assert relayed.response is not None
+                if relayed.response.status < 400:
+                    self._blame(engine, failing)
                 return relayed
             self._judge(engine, relayed.failure)
             if relayed.response is not None:
@@ -190,7 +192,7 @@ class Turns:
             self.health.doubt(engine)
 
     def _blame(self, engine: Upstream, failing: list[Upstream]) -> None:
-        """Note that `engine` served a turn that others failed: where all fail it, the turn may be to blame."""
+        """Note that `engine` served a turn that others failed. Where none serves it, the turn may be to blame."""
         engine.served()
         for other in failing:
             if other.strike():

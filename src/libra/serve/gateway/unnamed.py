@@ -2,8 +2,8 @@
 
 Invariant: of the sessions that a prompt continues it gets the one with the longest last prompt, and of these the one
 with the longest answer. Where several could be meant and no answer tells them apart, it gets none: a turn never counts
-for another session. There are never more than `most`
-sessions; a session takes a few hundred bytes, whatever its prompts. A search hashes the prompt once, by blocks.
+for another session. There are never more than `most` sessions; a session takes a kilobyte at most, whatever its
+prompts. A search hashes the prompt once, by blocks.
 
 Two sessions with the same prompt and the same answer have the same history, so either may go on.
 """
