@@ -46,9 +46,10 @@ class TrainingBytes:
     """Bytes that training keeps for one parameter; each kind is sharded, or not, by itself."""
 
     weights: int  # in the compute type
-    gradients: int  # in the compute type
-    states: int  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
+    gradients: float  # in the compute type
+    states: float  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
     compute: int | None = None  # of a number in matrix products, under autocast; None: as the weights
+    trained: float = 1.0  # share of the parameters that have gradients; below 1 they are adapters' beside frozen ones
 
     @property
     def product(self) -> int:
@@ -56,7 +57,7 @@ class TrainingBytes:
         return self.weights if self.compute is None else self.compute
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.weights + self.gradients + self.states
 
 
@@ -82,6 +83,9 @@ class Recipe(Section):
     rollout_dtype: RolloutDtype | None = None
     kv_cache_dtype: KVCacheDtype = "auto"  # of the engines' KV; auto: bf16
     optimiser: Optimiser = "adamw"
+    # Rank of low-rank adapters (LoRA), which alone are trained and published; null: all weights are trained.
+    lora_rank: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = None
+    lora_targets: Literal["all", "attention"] = "all"  # matrices with adapters: all of the layers, or attention's
     execution: Execution = "fused"
     horizon: _Count = 100  # steps that a plan is expected to hold, over which the cost of changing to it is paid back
     # Share of a GPU's memory that an engine takes, and tokens of one iteration: defaults of vLLM's server (on H100).
@@ -132,6 +136,10 @@ class Recipe(Section):
                 f"batch is {self.batch}, which {self.samples_per_prompt} samples_per_prompt do not divide: make it a"
                 " multiple"
             )
+        if self.lora_rank is None and self.lora_targets != "all":
+            raise ValueError(
+                f"lora_targets is {self.lora_targets}, but lora_rank is not given: give it, or leave it out"
+            )
         if self.dtype == "fp32" and self.rollout_dtype is None:
             raise ValueError("dtype is fp32, but engines are priced in 8 or 16 bits: set rollout_dtype to bf16 or fp8")
         if self.mode != "async" and self.staleness:
@@ -161,6 +169,10 @@ class Recipe(Section):
             written.pop("prefill_decode", None)
         if self.kv_cache_dtype == "auto":
             written.pop("kv_cache_dtype", None)
+        if self.lora_rank is None:
+            written.pop("lora_rank", None)
+        if self.lora_targets == "all":
+            written.pop("lora_targets", None)
         if self.framework is None:
             written.pop("framework", None)
         elif not self.router_given:

@@ -23,7 +23,7 @@ from libra.hardware.layers import LayerKind
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
 
-Reference = Literal["none", "resident", "offloaded"]
+Reference = Literal["none", "resident", "offloaded", "base"]  # base: the frozen weights beside adapters
 
 # CUDA context and kernels (0.5-0.8 GiB on A100 and H100), NCCL channels of a few groups, cuBLAS workspaces.
 CONTEXT = 2 * 2.0**30
@@ -176,6 +176,7 @@ def memory_columns(
     # The reference is stored like the weights. Offloaded, it comes while there are no gradients, into their room.
     kept_reference = {
         "none": np.zeros_like(weights),
+        "base": np.zeros_like(weights),
         "resident": weights,
         "offloaded": np.maximum(0.0, weights - gradients),
     }[reference]

@@ -86,6 +86,8 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         # Backward takes twice the forward and 2.5 times its attention: what attention gains is bounded with both.
         gained = ATTENTION_BACKWARD / 2 * np.maximum(0.0, slower_attention - attention)
         forward, head = np.maximum(forward, least + gained), np.maximum(head, slower_head)
+    if state.trained < 1:  # products of the adapters
+        forward = forward * (1 + state.trained)
     product = mlp_width(model)
     again = tokens / tp * state.weights * layers * (4 * model.hidden + 3 * product) / rates.bandwidth
     layer_recompute = np.select(
@@ -119,7 +121,7 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     again_exchange = np.where(table.recompute == _FULL, layers_exchange - counts * sent + ring_forward, 0.0)
     return Passes(
         forward=forward + launches,
-        backward=2 * (forward + launches),
+        backward=(1 + state.trained) * (forward + launches),
         attention_forward=attention,
         attention_backward=backward_attention,
         head=head,

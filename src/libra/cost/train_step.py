@@ -55,6 +55,7 @@ class StepTable:
     passes: Passes
     packed: Mapping[int, Packed]  # by micro_tokens
     forwards_each: int  # forward passes of a micro-batch in addition to that of training
+    trained: float  # share of the parameters that have gradients
 
     def simulated_bubble(self, row: int) -> float:
         """Seconds that the last stage waits when the micro-batches of a rank differ as their trajectories do."""
@@ -75,7 +76,7 @@ class StepTable:
         backward = rows(
             passes.backward[row] + passes.exchange_backward[row] + passes.layer_recompute[row],
             passes.attention_backward[row],
-            (2 + table.chunked[row]) * head,
+            (1 + self.trained + table.chunked[row]) * head,
         )
         nothing = [[0.0] * len(share_tokens)] * stages
         trained = pipeline_seconds(forward, backward) - sum(forward[-1]) - sum(backward[-1])
@@ -102,7 +103,7 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
     layers_backward = passes.backward + passes.attention_backward + passes.layer_recompute
     exchange = (1 + scored) * passes.exchange_forward + passes.exchange_backward
     recompute = passes.layer_recompute + np.where(table.chunked == 1, passes.head, 0.0)
-    compute = passes.forward + passes.backward + 3 * passes.head
+    compute = passes.forward + passes.backward + (2 + work.state.trained) * passes.head
     attention = passes.attention_forward + passes.attention_backward
     forwards = scored * (layers_forward + passes.head)
     bubble = (table.pp - 1) * ((1 + scored) * layers_forward + layers_backward + exchange) / counts
@@ -122,7 +123,7 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
         "optimiser": _update_seconds(work, table, parameters),
     }
     total = np.sum(list(items.values()), axis=0)
-    return StepTable(items, total, table, counts, passes, packed, scored)
+    return StepTable(items, total, table, counts, passes, packed, scored, work.state.trained)
 
 
 def train_step(work: Work, layout: ParallelLayout) -> TrainStep:
@@ -132,7 +133,7 @@ def train_step(work: Work, layout: ParallelLayout) -> TrainStep:
     if layout.pp > 1:
         items["bubble"] = steps.simulated_bubble(0)
     total = sum(items.values())
-    needed = 3 * work.model.forward_flops(work.batch.tokens, work.batch.context_sum)
+    needed = (2 + work.state.trained) * work.model.forward_flops(work.batch.tokens, work.batch.context_sum)
     return TrainStep(**items, total=total, mfu=needed / (total * layout.devices * work.gpu.flops))
 
 
@@ -168,7 +169,7 @@ def _data_parallel_seconds(
     gathers = np.where(
         table.sharding == _ZERO3,
         counts * ((1 + scored) * exposed(gather, window_forward) + exposed(gather, window_backward / 2)),
-        exposed(gather, window_forward),
+        exposed(state.trained * gather, window_forward),
     )
     reduces = np.where(table.sharding == _ZERO1, 1.0, counts) * exposed(
         reduce, np.where(table.sharding == _ZERO3, window_backward / 2, window_backward)
@@ -187,14 +188,14 @@ def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters)
     """The optimiser reads and writes its state, reads gradients twice (for their norm, too) and writes weights."""
     state = work.state
     own = (parameters.dense + parameters.experts * table.ep) / (table.dp * table.cp)
-    return own * (2 * state.states + 2 * state.gradients + state.weights) / work.rates.bandwidth
+    return own * (2 * state.states + 2 * state.gradients + state.trained * state.weights) / work.rates.bandwidth
 
 
 def _seconds_per_token(work: Work) -> tuple[float, float]:
     """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of balance."""
     model, rates = work.model, work.rates.fused or work.rates  # passes grow with tokens as products do
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
-    linear = 3 * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
+    linear = (2 + work.state.trained) * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
     mean = work.batch.context_sum / work.batch.tokens
     return linear, (1 + ATTENTION_BACKWARD) * model.key_flops(mean) / rates.attention
 

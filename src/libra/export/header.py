@@ -8,7 +8,19 @@ from libra.config.recipe import Recipe
 from libra.export.split import DeviceSplit
 
 # Keys of a recipe that training or engines must have as the plan assumes; what is left out is known from the layout.
-_ASSUMED = ("dtype", "rollout_dtype", "kv_cache_dtype", "optimiser", "reference", "kv_on_update", "early_gradients")
+_ASSUMED = (
+    *(
+        "dtype",
+        "rollout_dtype",
+        "kv_cache_dtype",
+        "optimiser",
+        "lora_rank",
+        "lora_targets",
+        "reference",
+        "kv_on_update",
+    ),
+    "early_gradients",
+)
 
 
 def header(split: DeviceSplit, written: Collection[str]) -> str:

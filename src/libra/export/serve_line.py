@@ -15,6 +15,7 @@ from libra.export.split import DeviceSplit, Engines
 
 FIRST_PORT = 8000
 SIDE_CHANNEL = 5600
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves room for
 # Engines with roles pass KV on by NIXL, vLLM's own connector for that.
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
@@ -91,6 +92,9 @@ def engine_flags(recipe: Recipe, engines: Engines) -> dict[str, Flag]:
         flags["quantization"] = str(recipe.rollout_dtype)
     if recipe.kv_cache_dtype != "auto":
         flags["kv-cache-dtype"] = recipe.kv_cache_dtype
+    if recipe.lora_rank is not None:
+        flags["enable-lora"] = True
+        flags["max-lora-rank"] = next((it for it in _LORA_RANKS if it >= recipe.lora_rank), recipe.lora_rank)
     if engines.role != "generate":
         flags["kv-transfer-config"] = TRANSFER
     return flags

@@ -24,9 +24,13 @@ class MLP:
     def __post_init__(self) -> None:
         require_at_least(1, intermediate=self.intermediate)
 
+    @property
+    def matrices(self) -> int:
+        return _inner(self.gated) + 1
+
     def parameters(self, hidden: int) -> int:
         bias = _inner(self.gated) * self.intermediate + hidden if self.bias else 0
-        return (_inner(self.gated) + 1) * hidden * self.intermediate + bias
+        return self.matrices * hidden * self.intermediate + bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,11 @@ class Experts:
         if self.active * self.groups > self.count * self.active_groups:
             raise ValueError(f"active is {self.active}, more than {self.active_groups} groups have; lower it")
 
+    @property
+    def matrices(self) -> int:
+        """Matrices of one expert."""
+        return _inner(self.gated) + 1
+
     def width(self, hidden: int) -> int:
         """Width of the tokens that routed experts get."""
         return self.latent or hidden
@@ -70,11 +79,11 @@ class Experts:
         """Parameters of one routed expert."""
         width = self.width(hidden)
         bias = _inner(self.gated) * self.intermediate + width if self.bias else 0
-        return (_inner(self.gated) + 1) * width * self.intermediate + bias
+        return self.matrices * width * self.intermediate + bias
 
     def of_shared(self, hidden: int) -> int:
         """Parameters that every token takes: of shared experts, and of the projections around routed ones."""
-        return (_inner(self.gated) + 1) * hidden * self.shared_intermediate + 2 * hidden * self.latent
+        return self.matrices * hidden * self.shared_intermediate + 2 * hidden * self.latent
 
     def of_router(self, hidden: int) -> int:
         """Parameters that every device of a tensor-parallel group has."""

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from libra.cost.adapters import training_bytes, version_bytes
 from libra.cost.device import SwitchCost
 from libra.cost.lines import prefill_line
-from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import fabric, weight_sync
 from libra.cost.whole_iterations import whole_iterations
@@ -44,8 +44,8 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
     """
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
-    state = model.trained_parameters * recipe.training_bytes.total
-    load = weight_sync(rollout_quantization(recipe).version_bytes(model), 1, 1, slowest).stall
+    state = model.trained_parameters * training_bytes(recipe, model).total
+    load = weight_sync(version_bytes(recipe, model), 1, 1, slowest).stall
     return SwitchCost(
         engine_start=ENGINE_START + load, trainer_join=TRAINER_START + state / slowest.network, weight_load=load
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.cost.adapters import reference_of, training_bytes
 from libra.cost.engine_memory import held_bytes
 from libra.cost.quantization import rollout_quantization
 from libra.cost.train_memory import training_memory
@@ -48,8 +49,8 @@ def _trainer(plan: Plan, request: ClusterRequest, group: DeviceGroup) -> DeviceM
         plan.layout,
         recipe.max_length,
         there,
-        recipe.training_bytes,
-        recipe.reference,
+        training_bytes(recipe, request.model),
+        reference_of(recipe),
         recipe.execution,
     )
     parts = {

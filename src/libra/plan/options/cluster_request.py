@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from libra.config.recipe import Recipe
+from libra.cost.adapters import training_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
@@ -237,7 +238,7 @@ class ClusterRequest:
     def switch_seconds(self) -> float:
         """Seconds of one change of colocated devices between training and generation: training state, spread over all
         devices, goes to the host, and an engine's weights come from it."""
-        state = self.model.trained_parameters * self.recipe.training_bytes.total / self.cluster.devices
+        state = self.model.trained_parameters * training_bytes(self.recipe, self.model).total / self.cluster.devices
         weights = rollout_quantization(self.recipe).version_bytes(self.model)
         weights /= min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)

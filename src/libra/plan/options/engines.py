@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from libra.config.recipe import Recipe
+from libra.cost.adapters import version_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile
@@ -141,7 +142,7 @@ def shape_options(
     longest = max([1.0, *(cls.context_sum / cls.generated for cls in served if cls.generated)])
     mean = mean_context(served)
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
-    weights = rollout_quantization(recipe).version_bytes(model)
+    weights = version_bytes(recipe, model)
     option = partial(
         EngineOption,
         shape=shape,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.recipe import Recipe
-from libra.cost.quantization import rollout_quantization
+from libra.cost.adapters import reference_of, training_bytes, version_bytes
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
@@ -188,8 +188,8 @@ def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[
     return Work(
         model=model,
         batch=batch_of(classes, recipe.batch),
-        state=recipe.training_bytes,
-        reference=recipe.reference,
+        state=training_bytes(recipe, model),
+        reference=reference_of(recipe),
         gpu=nodes.gpu,
         rates=training_rates(nodes.gpu, recipe.dtype, recipe.execution),
         fabric=fabric(nodes),
@@ -213,8 +213,7 @@ def _tail_seconds(
 def _publish_seconds(work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass) -> float:
     trainers = layout.devices / nodes.gpus
     engines = 0.0 if nodes.count == 1 else max(1.0, nodes.count - trainers)
-    version = rollout_quantization(recipe).version_bytes(work.model)
-    return weight_sync(version, trainers, engines, work.fabric).publish
+    return weight_sync(version_bytes(recipe, work.model), trainers, engines, work.fabric).publish
 
 
 def _total(columns: Mapping[str, Array]) -> Array:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from libra.config.recipe import Recipe
+from libra.cost.adapters import version_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.longest import MemberSeconds
@@ -204,7 +205,7 @@ def _option(
     members = MemberSeconds.of(alone, [_recomputed(cls) for cls in classes]).corrected(factors)
     one = token / min(prefill.tp, decode.tp)  # seconds to send a token's KV, with no other transfer
     members = members.more(waits=[cls.prefill * one for cls in classes])
-    weights = quantization.version_bytes(model)
+    weights = version_bytes(recipe, model)
     return EngineOption(
         shape=pair.shape,
         pool=pair.decode.pool,

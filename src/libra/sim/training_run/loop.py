@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from itertools import count
 
+from libra.cost.adapters import version_bytes
 from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric, weight_sync
 from libra.plan.plan import Plan
@@ -100,7 +101,7 @@ class PosttrainingRun:
         self._interruptions = 0
         link = fabric(training_nodes(self._plan))
         quantization = rollout_quantization(self._recipe)
-        self._stall = weight_sync(quantization.version_bytes(request.model), 1, 1, link).stall
+        self._stall = weight_sync(version_bytes(self._recipe, request.model), 1, 1, link).stall
         network = planned_network(request)
         kv_bytes = quantization.kv_bytes_per_token(request.model, context=self._recipe.max_length)
 

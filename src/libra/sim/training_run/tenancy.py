@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from libra.cost.adapters import version_bytes
 from libra.cost.engine_memory import BLOCK, held_bytes
 from libra.cost.quantization import rollout_quantization
 from libra.lend.certificate import Certificate
@@ -84,7 +85,7 @@ def tenancy_of(
     Raises ValueError if another engine serves than the certified one, or `serving` lacks a pool.
     """
     lent, request = beside_lent(plan), plan.of_cluster
-    version = rollout_quantization(request.recipe).version_bytes(request.model)
+    version = version_bytes(request.recipe, request.model)
     devices, weights = {}, 0.0
     for number, (name, engine) in enumerate(sorted(lent.items())):
         pool, certificate = engine.lender.pool, engine.certificate

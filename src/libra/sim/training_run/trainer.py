@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from libra.config.recipe import Recipe
+from libra.cost.adapters import reference_of, training_bytes
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_passes import Work
@@ -49,8 +50,8 @@ class TrainingPrice:
         work = Work(
             model=self.model,
             batch=batch_of_lengths(lengths),
-            state=self.recipe.training_bytes,
-            reference=self.recipe.reference,
+            state=training_bytes(self.recipe, self.model),
+            reference=reference_of(self.recipe),
             gpu=self.nodes.gpu,
             rates=training_rates(self.nodes.gpu, self.recipe.dtype, self.recipe.execution),
             fabric=fabric(self.nodes),

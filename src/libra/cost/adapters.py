@@ -1,0 +1,72 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): what is trained, stored and published with them.
+
+An adapter of rank r on a matrix of n inputs and m outputs has r (n + m) parameters. The matrices themselves are frozen:
+they have no gradients and no optimiser state, their backward pass computes gradients of activations alone, and engines
+get the adapters as an update. A reference model is the policy without adapters, which takes no memory.
+"""
+
+from __future__ import annotations
+
+from libra.config.recipe import Recipe, TrainingBytes
+from libra.cost.quantization import rollout_quantization
+from libra.cost.train_memory import Reference
+from libra.hardware.layers import LayerKind
+from libra.hardware.mlp import MLP
+from libra.hardware.model import ModelSpec
+
+_PUBLISHED_BYTES = 2  # of one parameter of an adapter
+
+
+def adapter_parameters(model: ModelSpec, rank: int, attention_only: bool = False) -> int:
+    """Parameters of adapters on all matrices of all layers, or on those of attention and states alone. Embeddings, the
+    output head, norms and routers have none."""
+    return sum(count * _of_layer(kind, model.hidden, rank, attention_only) for kind, count in model.counted)
+
+
+def _of_layer(kind: LayerKind, hidden: int, rank: int, attention_only: bool) -> int:
+    mixer = () if kind.mixer is None else kind.mixer.matrices(hidden)
+    sides = sum(matrix.inputs + matrix.outputs for matrix in mixer)
+    if attention_only or kind.mlp is None:
+        return rank * sides
+    if isinstance(kind.mlp, MLP):
+        return rank * (sides + kind.mlp.matrices * (hidden + kind.mlp.intermediate))
+    experts = kind.mlp
+    routed = experts.count * (experts.width(hidden) + experts.intermediate)
+    shared = hidden + experts.shared_intermediate if experts.shared_intermediate else 0
+    around = 2 * (hidden + experts.latent) if experts.latent else 0
+    return rank * (sides + experts.matrices * (routed + shared) + around)
+
+
+def trained_parameters(recipe: Recipe, model: ModelSpec) -> int:
+    """Parameters that a step changes: all, or those of the adapters."""
+    if recipe.lora_rank is None:
+        return model.trained_parameters
+    return adapter_parameters(model, recipe.lora_rank, recipe.lora_targets == "attention")
+
+
+def training_bytes(recipe: Recipe, model: ModelSpec) -> TrainingBytes:
+    """Bytes that training keeps for one parameter of the model. With adapters, their weights, gradients and optimiser
+    state are spread over all parameters."""
+    whole = recipe.training_bytes
+    if recipe.lora_rank is None:
+        return whole
+    share = trained_parameters(recipe, model) / model.trained_parameters
+    return TrainingBytes(
+        weights=whole.weights,
+        gradients=share * whole.gradients,
+        states=share * (whole.states + whole.weights),
+        compute=whole.compute,
+        trained=share,
+    )
+
+
+def reference_of(recipe: Recipe) -> Reference:
+    """The reference model as training stores it."""
+    return "base" if recipe.lora_rank is not None and recipe.reference != "none" else recipe.reference
+
+
+def version_bytes(recipe: Recipe, model: ModelSpec) -> float:
+    """Bytes that one update of the weights sends."""
+    if recipe.lora_rank is None:
+        return rollout_quantization(recipe).version_bytes(model)
+    return float(_PUBLISHED_BYTES * trained_parameters(recipe, model))
