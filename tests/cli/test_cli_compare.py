@@ -65,6 +65,7 @@ def test_policies_are_compared_in_whole_runs_of_a_plan(tmp_path: Path) -> None:
         (("cmlfq", "sticky", "--cold", "--learn-from", LOG), "--cold and --learn-from contradict each other"),
         (("cmlfq", "sticky", "--steps", 3), "--steps is for whole runs of a plan"),
         (("cmlfq", "quickest"), "quickest"),
+        (("cmlfq", "sticky", "--learn-from", "/dev/null"), "/dev/null"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(arguments: tuple[object, ...], words: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from libra.route.custom import load_policy, restore_policy
+from libra.route.custom import PolicyError, load_policy, restore_policy
 from libra.route.policy import InstanceView, TurnRequest, View
+from libra.trajectory import Trajectory, Turn
 
 FLEET = View(tuple(InstanceView(str(number), 0, 100, number) for number in range(3)), (100,), 10)
 MINE = """
@@ -40,8 +42,38 @@ def test_a_class_of_a_file_places_and_comes_back(file: str) -> None:
     placement = policy.place(TurnRequest("t", "p", 10, 10), FLEET)
     assert placement is not None and placement.instance == "0"
     again = restore_policy(f"{file}:Mine", policy.snapshot())
-    assert type(again) is type(policy) is type(load_policy(f"{file}:Mine"))  # the file ran once
     assert again.snapshot() == policy.snapshot()
+    assert deepcopy(again).snapshot() == policy.snapshot()
+
+
+FAILING = r"""
+from libra.route.baselines import LeastLoaded
+
+class Raises(LeastLoaded):
+    NAME = "raises"
+    def place(self, request, fleet):
+        raise KeyError("gone")
+    def finished(self, trajectory):
+        raise ValueError("two\nlines")
+
+class Says(LeastLoaded):
+    NAME = "says"
+    def place(self, request, fleet):
+        return "a100-77"
+"""
+
+
+def test_a_failure_names_policy_method_and_error(tmp_path: Path) -> None:
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING, encoding="utf-8")
+    turn = TurnRequest("t", "p", 10, 10)
+    raises = load_policy(f"{path}:Raises")
+    with pytest.raises(PolicyError, match=rf"^policy {path}:Raises: place raised KeyError: 'gone'$"):
+        raises.place(turn, FLEET)
+    with pytest.raises(PolicyError, match=r"finished raised ValueError: two lines$"):
+        raises.finished(Trajectory("t", "p", None, 10, (Turn(1, None, None, 0),), None, 0, True))
+    with pytest.raises(PolicyError, match="place returned 'a100-77'; return a Placement, or None"):
+        load_policy(f"{path}:Says").place(turn, FLEET)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ def compare_clusters(
     """The plans of all clusters for the same job."""
     shape = load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
-    _, recipe = assume(clusters[0], recipe, what_if)
+    changed, recipe = assume(clusters[0], recipe, what_if)
+    if changed != clusters[0]:
+        raise ValueError("--what-if changes nodes or GPUs, which --compare offers: name them there")
     recipe, _, evidence = _gathered(inputs, shape, recipe, notes)
     told = set[str]()
 

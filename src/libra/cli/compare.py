@@ -134,6 +134,8 @@ def _subject(
     if not log:
         raise ValueError(f"{trajectories}: no trajectory is finished; give a log with at least one")
     learned = () if cold else log if learn_from is None else tuple(read_trajectories(learn_from, told_before))
+    if learn_from is not None and not any(it.finished for it in learned):
+        raise ValueError(f"{learn_from}: no trajectory is finished, so a policy learns nothing from it; or give --cold")
     if on.suffix == ".json":
         return WholeRuns(plan, log, learned, 4 if steps is None else steps)
     return Rollouts(deployment, log, learned, concurrency)

@@ -56,7 +56,6 @@ def export(
     from libra.export.table import launch_file, launch_format, launched
     from libra.export.vllm import file_lines
     from libra.plan.plan import parse_plan
-    from libra.route.cmlfq import CMLFQ
 
     if output == STDOUT:
         output = None
@@ -69,11 +68,11 @@ def export(
         if plan.suffix in _ENGINES:
             if framework != "vllm":
                 raise ConfigError(f"{plan}: a file of engines is for --for vllm only; give a plan.json of libra plan")
-            comment, lines = file_lines(plan)
+            comment, lines, router = file_lines(plan)
             if launch is None:
                 answer |= {"format": "sh", "text": comment + script(lines)}
             else:
-                answer |= {"format": launch_format(launch), "text": launched(lines, CMLFQ.NAME, launch)}
+                answer |= {"format": launch_format(launch), "text": launched(lines, router, launch)}
         else:
             found = parse_plan(read_input(plan), where=str(plan))
             made = exported(found, framework) if launch is None else launch_file(found, launch)

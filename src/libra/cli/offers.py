@@ -50,13 +50,18 @@ class Buying:
 
     def costs(self) -> dict[str, float]:
         """Dollars for an hour of one GPU, by name."""
-        found = {}
+        found: dict[str, float] = {}
         for part in self.cost.split(",") if self.cost else ():
-            name, _, amount = part.partition("=")
+            name, _, amount = (it.strip() for it in part.partition("="))
             try:
-                found[name.strip()] = float(amount.strip().removeprefix("$"))
+                dollars = float(amount.removeprefix("$"))
             except ValueError:
-                raise ValueError(f"--cost {part.strip()}: give NAME=DOLLARS for an hour of one GPU") from None
+                dollars = 0.0
+            if not name or not 0 < dollars < inf:
+                raise ValueError(f"--cost {part.strip()}: give NAME=DOLLARS for an hour of one GPU, above 0")
+            if name.casefold() in map(str.casefold, found):
+                raise ValueError(f"--cost {part.strip()}: {name} has a cost already; give each name once")
+            found[name] = dollars
         return found
 
 
@@ -90,6 +95,7 @@ def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buyi
         for line in offer_sentences(found):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         console.print(offers_table(found))
+    notes += [f"{it.name}: no plan exists: {it.refusal}" for it in found.offers if it.refusal]
     tell_notes(notes, err=buying.as_json)
     if not found.in_time:
         raise typer.Exit(3)

@@ -21,9 +21,9 @@ def emit(split: DeviceSplit) -> str:
     return script(serve_lines(split, {}, {}))
 
 
-def file_lines(path: Path | str) -> tuple[str, list[ServeLine]]:
-    """A comment, and a line for each engine of a file of engines, packed onto nodes in the order of the file. Raises
-    `ConfigError` where the file says what no line of vLLM does."""
+def file_lines(path: Path | str) -> tuple[str, list[ServeLine], str]:
+    """A comment, a line for each engine of a file of engines, packed onto nodes in the order of the file, and the
+    file's router. Raises `ConfigError` where the file says what no line of vLLM does."""
     path = Path(path)
     file = read_section(path, EnginesFile, "examples/engines.yaml")
     bucketed = any(section.bucket for section in file.engines)
@@ -34,7 +34,11 @@ def file_lines(path: Path | str) -> tuple[str, list[ServeLine]]:
         except ValueError as error:
             raise ConfigError(f"{path}: engines[{index}].{error}") from None
     gpus = sum(len(line.gpus) for line in lines)
-    return f"# {path.name}: engines on {gpus} GPUs, one a line. Written by libra export --for vllm.\n", lines
+    return (
+        f"# {path.name}: engines on {gpus} GPUs, one a line. Written by libra export --for vllm.\n",
+        lines,
+        file.route,
+    )
 
 
 def _lines(section: EngineSection, first_node: int, bucketed: bool) -> Iterator[ServeLine]:

@@ -39,6 +39,8 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
         if match is None:
             raise ValueError(f"{part.strip()!r} is no offer; give NAME:GPUS or NAME:FIRST..LAST, as in h100:8..64")
         name, first, last = match[1], int(match[2]), int(match[3] or match[2])
+        if not 0 < first <= last:
+            raise ValueError(f"{part.strip()}: give at least 1 GPU, and the smaller number first")
         nodes = _class_of(file, name)
         if nodes is None:
             nodes = _rented(name, first, last)
@@ -71,7 +73,7 @@ def _class_of(file: Cluster | None, name: str) -> NodeClass | None:
 def _rented(name: str, first: int, last: int) -> NodeClass:
     """Nodes of a known GPU; fewer GPUs than a node has are one smaller node."""
     gpu = gpu_of(name, "offer")
-    gpus = first if 0 < first == last < _NODE else _NODE
+    gpus = first if first == last < _NODE else _NODE
     return NodeClass(name, 1, gpus, gpu, gpu.link, gpus * _network(gpu))
 
 
@@ -84,10 +86,8 @@ def _network(gpu: GPU) -> float:
 def _sizes(nodes: NodeClass, first: int, last: int) -> list[int]:
     """Numbers of GPUs from `first` to `last`: all that are whole nodes, or `MOST_SIZES` of them, evenly by ratio."""
     for size in (first, last):
-        if size < 1 or size % nodes.gpus:
+        if size % nodes.gpus:
             raise ValueError(f"{nodes.name}: {size} GPUs are not whole nodes of {nodes.gpus}; give a multiple of it")
-    if last < first:
-        raise ValueError(f"{nodes.name}: {first}..{last} is empty; give the smaller number first")
     low, high = first // nodes.gpus, last // nodes.gpus
     if high - low < MOST_SIZES:
         counts = list(range(low, high + 1))

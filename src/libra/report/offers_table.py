@@ -74,7 +74,7 @@ def _named(what: str, offer: OfferedCluster, found: Comparison) -> str:
 
 def _row(offer: OfferedCluster, found: Comparison) -> tuple[str, ...]:
     if offer.plan is None:
-        return (offer.name, *[MISSING] * 4, offer.refusal)
+        return (offer.name, *[MISSING] * 4, "no plan")
     about = "" if offer.plan.simulated is not None else "~"
     verdicts = [
         word

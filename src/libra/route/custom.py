@@ -8,12 +8,68 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from libra.route.catalogue import is_path, policy_named, policy_restored
-from libra.route.policy import Policy
+from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest
+from libra.trajectory import Trajectory
 
 _METHODS = ("place", "tool_returned", "bucket_overrun", "finished", "forget", "instance_gone")
+
+
+class PolicyError(ValueError):
+    """A policy of the user's own failed. The message names the policy, the method and the error."""
+
+
+class OwnPolicy:
+    """A policy of the user's own: its failures name it, and its answers are placements or None."""
+
+    def __init__(self, name: str, policy: Any) -> None:
+        self._name, self._policy = name, policy
+
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
+        return self._placement("place", request, fleet)
+
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+        return self._placement("tool_returned", request, returned, fleet)
+
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        return self._placement("bucket_overrun", request, generated_tokens, fleet)
+
+    def finished(self, trajectory: Trajectory) -> None:
+        self._answer("finished", trajectory)
+
+    def forget(self, trajectory_id: str) -> None:
+        self._answer("forget", trajectory_id)
+
+    def instance_gone(self, instance: str) -> None:
+        self._answer("instance_gone", instance)
+
+    def snapshot(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._answer("snapshot")
+        return found
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any]) -> Self:
+        raise NotImplementedError("restore_policy restores a policy of the user's own, which has to be named")
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # a copy that is being made has no policy yet
+            raise AttributeError(attribute)
+        return getattr(self._policy, attribute)
+
+    def _placement(self, method: str, *given: object) -> Placement | None:
+        found = self._answer(method, *given)
+        if found is None or isinstance(found, Placement):
+            return found
+        raise PolicyError(f"policy {self._name}: {method} returned {found!r:.80}; return a Placement, or None")
+
+    def _answer(self, method: str, *given: object) -> Any:
+        try:
+            return getattr(self._policy, method)(*given)
+        except Exception as error:
+            words = " ".join(str(error).split())
+            raise PolicyError(f"policy {self._name}: {method} raised {type(error).__name__}: {words}") from error
 
 
 def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
@@ -38,8 +94,7 @@ def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
         raise ValueError(
             f"policy is {name!r}, which has no {', '.join(lacking)}; it needs the methods of libra.route.policy.Policy"
         )
-    found: Policy = policy
-    return found
+    return OwnPolicy(name, policy)
 
 
 @lru_cache
@@ -63,8 +118,8 @@ def restore_policy(name: str, snapshot: dict[str, Any]) -> Policy:
     of another policy or format."""
     if not is_path(name):
         return policy_restored(name, snapshot)
-    kind = type(load_policy(name))
+    load_policy(name)
     try:
-        return kind.restore(snapshot)
+        return OwnPolicy(name, _class_named(name).restore(snapshot))
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"policy is {name!r}, which cannot be restored: {type(error).__name__}: {error}") from None

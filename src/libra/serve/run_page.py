@@ -31,7 +31,11 @@ let shown = "%d";
 setInterval(async () => {
   const answer = await fetch("version").catch(() => null);
   const state = document.getElementById("live");
-  if (!answer || !answer.ok) { state.textContent = "No answer from libra report: the page is as it was."; return; }
+  if (!answer || !answer.ok) {
+    const why = answer ? (await answer.json()).error.message : "libra report does not answer";
+    state.textContent = "The page is as it was: " + why;
+    return;
+  }
   const newest = await answer.text();
   if (newest === shown) return;
   const page = new DOMParser().parseFromString(await (await fetch("./")).text(), "text/html");

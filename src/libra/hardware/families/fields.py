@@ -11,7 +11,7 @@ from typing import Any
 
 from libra.config.yaml_file import shown
 
-_MOST = 2**40
+_MOST = 2**26  # above any size, context or vocabulary of today
 # Names of fields that give a shape, and of those among them that do not: positions, initial values, training, layers
 # that predict further tokens, which are not part of a model.
 _SHAPE = re.compile(r"dim|size|rank|heads|layers|experts|latent|width|depth|kernel|groups|ratio")

@@ -162,6 +162,10 @@ def deepseek_sparse(fields: Fields) -> Callable[[int], bool]:
     if fields.count("moe_layer_freq", otherwise=1) != 1:
         raise fields.error("moe_layer_freq", "only 1 is known: every layer after first_k_dense_replace has experts")
     first = fields.count("first_k_dense_replace", minimum=0)
+    if first > layers:
+        raise fields.error(
+            "first_k_dense_replace", f"is {first}, and the model has {layers} layers; give 0 to {layers}"
+        )
     return lambda layer: layer >= first
 
 
