@@ -30,12 +30,15 @@ def described_config(engine: DescribedEngine) -> EngineConfig:
             " lower it"
         )
     blocks = section.kv_blocks
+    if blocks is None and section.kv_groups:
+        raise ValueError("kv_groups without kv_blocks: give the blocks of the pool that the groups share")
     if blocks is None:
         blocks = _kv_blocks(engine)
         if blocks * section.block_size < longest:
             raise ValueError(_no_room(engine, blocks * section.block_size))
     given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
     given["speculative"], given["kv_tiers"] = _drafts(engine), ()
+    given["kv_groups"] = tuple(it.group() for it in section.kv_groups)
     if section.enforce_eager:
         if section.capture_sizes:
             raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
