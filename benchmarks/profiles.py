@@ -26,7 +26,9 @@ from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import tables
 from libra.hardware.cluster import GPUS
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 
 GOAL = 0.25
 TPS = (1, 2, 4, 8)
@@ -35,10 +37,10 @@ CONTEXTS = tuple(2**power for power in range(10, 16))  # of the decode, and of t
 CHUNKS = (256, 1024, 2048, 4096, 8192, 16384)
 PREFIXES = (0, 4096, 16384)
 
-QWEN_8B = ModelSpec("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936, False, 40960, qk_norm=True)
-QWEN_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
-QWEN_32B = ModelSpec("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, False, 40960, qk_norm=True)
-QWEN_30B = ModelSpec(
+QWEN_8B = decoder("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936, False, 40960, qk_norm=True)
+QWEN_14B = decoder("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN_32B = decoder("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, False, 40960, qk_norm=True)
+QWEN_30B = decoder(
     name="Qwen3-30B-A3B",
     layers=48,
     hidden=2048,
@@ -50,9 +52,11 @@ QWEN_30B = ModelSpec(
     tied=False,
     max_context=40960,
     qk_norm=True,
-    experts=Experts(count=128, active=8, intermediate=768, shared_intermediate=0, layers=48),
+    experts=Experts(count=128, active=8, intermediate=768, shared_intermediate=0),
 )
-MIXTRAL = ModelSpec("Mixtral-8x7B", 32, 4096, 32, 8, 128, 0, 32000, False, 32768, experts=Experts(8, 2, 14336, 0, 32))
+MIXTRAL = decoder(
+    "Mixtral-8x7B", 32, 4096, 32, 8, 128, 0, 32000, False, 32768, experts=Experts(8, 2, 14336, 0), sparse=32
+)
 EXPERTS = (("A100", QWEN_30B, (1, 2, 4)), ("H100", QWEN_30B, TPS), ("H200", QWEN_30B, TPS))  # no tables of A100 at tp 8
 BEYOND = (("B200", QWEN_14B, TPS), ("A100", MIXTRAL, TPS), ("H100", MIXTRAL, TPS), ("H200", MIXTRAL, TPS))
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from oracles.reshaped import reshaped
 
 from libra.cost.quantization import AS_STORED, Quantization
 from libra.cost.sources.expert_tables import routed_evenly
@@ -15,11 +16,13 @@ from libra.cost.sources.rates import rates
 from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware.cluster import GPU, GPUS
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
 
-QWEN_14B = ModelSpec("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
-QWEN_32B = ModelSpec("Qwen/Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, False, 40960, qk_norm=True)
-QWEN_30B = ModelSpec("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
+QWEN_14B = decoder("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN_32B = decoder("Qwen/Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936, False, 40960, qk_norm=True)
+QWEN_30B = decoder("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0), sparse=48)
 
 
 @pytest.fixture
@@ -93,9 +96,9 @@ def test_what_was_not_measured_is_refused(caplog: pytest.LogCaptureFixture) -> N
     with pytest.raises(NoTablesError, match="no tables for mine"):
         tables(GPU("mine", 8e10, 2e12, 3e14, 3e11, "made up"), QWEN_14B, [1])
     with pytest.raises(NoTablesError, match="latent attention"):
-        tables(GPUS["H200"], replace(QWEN_30B, latent=LatentAttention(1536, 512, 128, 64, 128)), [1])
+        tables(GPUS["H200"], reshaped(QWEN_30B, latent=LatentAttention(32, 1536, 512, 128, 64, 128)), [1])
     with pytest.raises(NoTablesError, match="shared experts"):
-        tables(GPUS["H200"], replace(QWEN_30B, experts=Experts(128, 8, 768, 768, 48)), [1])
+        tables(GPUS["H200"], reshaped(QWEN_30B, experts=Experts(128, 8, 768, 768)), [1])
     with pytest.raises(ValueError, match="14B: tp is 3; it must divide the 40 heads"):
         tables(GPUS["A100"], QWEN_14B, [3])
     assert not [record for record in caplog.records if record.levelno < logging.ERROR]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from oracles.measured import CALIBRATION
+from oracles.reshaped import reshaped
 from oracles.small_cluster import A800, CLUSTER, QWEN_06B, QWEN_14B, RECIPE
 
 from libra.config.cache import cache_directory
@@ -123,7 +124,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
 
 
 OTHERS: list[tuple[str, Cluster, ModelSpec]] = [
-    ("another model", TWO_GPUS, replace(QWEN_06B, layers=27)),
+    ("another model", TWO_GPUS, reshaped(QWEN_06B, layers=27)),
     ("another link", Cluster((replace(TWO_GPUS.nodes[0], intra_bandwidth=100e9),)), QWEN_06B),
     ("another degree", Cluster((replace(A800, gpus=1),)), QWEN_06B),
     ("another GPU", Cluster((replace(TWO_GPUS.nodes[0], gpu=GPUS["H100"]),)), QWEN_06B),

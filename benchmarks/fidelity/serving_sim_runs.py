@@ -108,7 +108,7 @@ def _blocks(memory: Mapping[str, float], perf: Path, model: ModelSpec, tp: int, 
     engine of a GPU, less weights."""
     spec = yaml.safe_load((perf / "hardware.yaml").read_text("utf-8"))["spec"]
     size = memory.get("mem_size") or spec["memory_total_gib"]
-    left = memory["mem_util"] * size * 2**30 - _VALUE * model.device_parameters(tp, ep=dp)
+    left = memory["mem_util"] * size * 2**30 - _VALUE * model.device_parameters(tp, ep=dp).total
     return int(left / (_BLOCK * model.kv_bytes_per_token(_VALUE, tp)))
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from benchmarks.fidelity.layer_tables import price_at
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 
 Pairs = list[tuple[float, float]]
 

@@ -25,7 +25,10 @@ from libra.cost.train_passes import Work
 from libra.cost.train_step import train_step
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPU, GPUS, NodeClass
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.hardware.parallel import ParallelLayout, Recompute, Sharding
 
@@ -76,19 +79,29 @@ def _consecutive(model: ModelSpec) -> ModelSpec:
     """AutoModel's benchmark gate sends a token to consecutive experts, from a multiple of their number on."""
     assert model.experts is not None
     groups = model.experts.count // model.experts.active
-    return replace(model, experts=replace(model.experts, groups=groups, active_groups=1))
+    return _routed(model, replace(model.experts, groups=groups, active_groups=1))
+
+
+def _routed(model: ModelSpec, experts: Experts) -> ModelSpec:
+    return replace(model, kinds=tuple(replace(it, mlp=experts) if it.experts else it for it in model.kinds))
 
 
 def _even(model: ModelSpec) -> ModelSpec:
     """Megatron's forced balance draws experts evenly, without a limit of groups."""
     assert model.experts is not None
-    return replace(model, experts=replace(model.experts, groups=1, active_groups=1))
+    return _routed(model, replace(model.experts, groups=1, active_groups=1))
 
 
 _V3, _Q30, _Q235 = map(load_model, ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"))
 _L8, _L70 = map(load_model, ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"))
 # moonshotai/Kimi-K2-Instruct, config.json: DeepSeek-V3 with more experts and fewer heads, one layer of them dense.
-_K2 = replace(_V3, name="Kimi-K2", heads=64, kv_heads=64, vocab=163840, experts=Experts(384, 8, 2048, 2048, 60))
+_K2 = decoder(
+    *("Kimi-K2", 61, 7168, 64, 64, 192, 18432, 163840, False, 131072),
+    experts=Experts(384, 8, 2048, 2048),
+    sparse=60,
+    latent=LatentAttention(64, 1536, 512, 128, 64, 128),
+    stored=_V3.stored,
+)
 _AUTO, _BRIDGE, _TITAN = "NeMo AutoModel", "Megatron Bridge", "torchtitan"
 _H100, _A100 = GPUS["H100"], GPUS["A100"]
 _FP8 = "the source multiplies in FP8, the price is of bf16"

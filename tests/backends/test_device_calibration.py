@@ -17,7 +17,7 @@ from libra.backends.machine import probe  # noqa: E402
 from libra.cost.sources.rates import Measured  # noqa: E402
 from libra.cost.sources.roofline import roofline  # noqa: E402
 from libra.hardware.cluster import GPUS  # noqa: E402
-from libra.hardware.model import ModelSpec  # noqa: E402
+from libra.hardware.decoder import decoder  # noqa: E402
 
 TINY = Sizes(
     products=((16, 64, 64), (32, 64, 32)),
@@ -48,7 +48,7 @@ def test_a_device_is_measured_in_full() -> None:
     assert date.fromisoformat(calibration.date).year >= 2026
     # Two layers of 2 norms, QKV and output, gated MLP; both embeddings and the last norm.
     assert calibration.training_parameters == 2 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 96) + 2 * 50 * 64 + 64
-    model = ModelSpec("small", 2, 64, 4, 2, 16, 96, 50, False, 4096)
+    model = decoder("small", 2, 64, 4, 2, 16, 96, 50, False, 4096)
     profile = roofline(GPUS["A100"], model, [1], calibration=calibration)
     assert profile.source.startswith(f"calibration: {calibration.device}")
 

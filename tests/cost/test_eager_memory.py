@@ -8,9 +8,11 @@ import weakref
 from typing import Any
 
 import pytest
+from oracles.reshaped import heads_of
 
 from libra.config.recipe import TrainingBytes
 from libra.cost.train_memory import LOGIT_CHUNK, training_memory
+from libra.hardware.decoder import decoder
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout, Recompute
 
@@ -18,8 +20,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 STATES = {torch.bfloat16: TrainingBytes(2, 2, 4), torch.float32: TrainingBytes(4, 4, 8, compute=2)}
-TALL = ModelSpec("tall", 8, 512, 8, 4, 64, 1536, 32_000, True, 40960, qk_norm=True)
-UNTIED = ModelSpec("untied", 4, 1024, 8, 8, 128, 4096, 16_000, False, 40960, qk_norm=True)
+TALL = decoder("tall", 8, 512, 8, 4, 64, 1536, 32_000, True, 40960, qk_norm=True)
+UNTIED = decoder("untied", 4, 1024, 8, 8, 128, 4096, 16_000, False, 40960, qk_norm=True)
 
 
 def counted(model: ModelSpec, dtype: Any, recompute: Recompute, tokens: int) -> float:
@@ -61,9 +63,9 @@ def counted(model: ModelSpec, dtype: Any, recompute: Recompute, tokens: int) -> 
         hidden_size=model.hidden,
         intermediate_size=model.intermediate,
         num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=model.head_dim,
+        num_attention_heads=heads_of(model).heads,
+        num_key_value_heads=heads_of(model).kv_heads,
+        head_dim=heads_of(model).head_dim,
         tie_word_embeddings=model.tied,
         attn_implementation="sdpa",
         use_cache=False,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from oracles.reshaped import reshaped
 
 from libra.config.recipe import Execution, TrainingBytes
 from libra.cost.sources.rates import training_rates
@@ -14,11 +13,12 @@ from libra.cost.train_passes import Work
 from libra.cost.train_step import TrainStep, train_step
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPUS, NodeClass
+from libra.hardware.decoder import decoder
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout, Recompute
 
-NARROW = ModelSpec("narrow", 28, 2048, 16, 8, 128, 6144, 151936, True, 40960, qk_norm=True)
-WIDE = ModelSpec("wide", 28, 8192, 64, 16, 128, 24576, 151936, True, 40960, qk_norm=True)
+NARROW = decoder("narrow", 28, 2048, 16, 8, 128, 6144, 151936, True, 40960, qk_norm=True)
+WIDE = decoder("wide", 28, 8192, 64, 16, 128, 24576, 151936, True, 40960, qk_norm=True)
 BF16 = TrainingBytes(2, 2, 4)
 AUTOCAST = TrainingBytes(4, 4, 8, compute=2)
 H100 = GPUS["H100"]
@@ -73,9 +73,9 @@ def test_flash_attention_3_is_hoppers() -> None:
     ],
 )
 def test_what_a_layer_keeps_of_a_token(state: TrainingBytes, wanted: int) -> None:
-    deeper = replace(NARROW, layers=29)
+    deeper = reshaped(NARROW, layers=29)
     kept = memory(deeper, "eager", state, "none", alone=False) - memory(NARROW, "eager", state, "none", alone=False)
-    layer = NARROW.attention_parameters(1) + NARROW.norm_parameters + NARROW.dense_mlp_parameters
+    layer = NARROW.kinds[0].parameters(NARROW.hidden).total
     copies = 0 if state.compute is None else state.compute
     assert kept - layer * (state.total + copies) == pytest.approx(8192 * wanted)
 

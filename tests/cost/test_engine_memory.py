@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.reshaped import reshaped
 from oracles.small_cluster import QWEN_14B
 
 from libra.cost.engine_memory import BLOCK, context_bytes, expert_workspace, held_bytes, kv_tokens
 from libra.cost.quantization import AS_STORED, KV_FORMATS, Quantization
 from libra.hardware.cluster import GPUS
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 
 A800 = GPUS["A800"].memory
 QUANTIZATIONS = st.builds(
     Quantization, st.sampled_from([None, "fp8", "awq", "modelopt_fp4"]), st.sampled_from([*KV_FORMATS])
 )
-MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
+MOE = decoder("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0), sparse=48)
 
 
 def tokens(
@@ -56,10 +58,10 @@ def test_two_devices_divide_weights_and_kv() -> None:
 
 def test_devices_that_share_a_kv_head_each_keep_all_of_it() -> None:
     # Of two KV heads each of two devices keeps one, and so does each of eight: what eight have more is room.
-    few = replace(QWEN_14B, kv_heads=2)
+    few = reshaped(QWEN_14B, kv_heads=2)
     per_token = 40 * 2 * 1 * 128 * 2
     assert [few.kv_bytes_per_token(2, tp) for tp in (2, 4, 8)] == [per_token] * 3
-    spared = 2 * (few.device_parameters(2) - few.device_parameters(8))
+    spared = 2 * (few.device_parameters(2).total - few.device_parameters(8).total)
     spared += 8192 * 2 * 3 * 17408 * (1 / 2 - 1 / 8) - 6 * 0.16 * 2**30
     assert tokens(8, model=few) - tokens(2, model=few) == pytest.approx(spared / per_token, abs=BLOCK)
 
@@ -100,13 +102,13 @@ def test_two_stages_divide_layers_and_their_kv_by_hand() -> None:
 @pytest.mark.parametrize(("pp", "layers"), [(3, 14), (6, 7), (7, 6), (39, 2), (40, 1)])
 def test_layers_that_do_not_divide_evenly_are_bounded_by_the_fullest_stage(pp: int, layers: int) -> None:
     # Two stages of a model of 2 * layers layers are as full as the fullest of these.
-    assert tokens(1, pp=pp) == tokens(1, pp=2, model=replace(QWEN_14B, layers=2 * layers))
+    assert tokens(1, pp=pp) == tokens(1, pp=2, model=reshaped(QWEN_14B, layers=2 * layers))
 
 
 def test_stages_and_devices_divide_the_same_kv() -> None:
     assert QWEN_14B.kv_bytes_per_token(2, tp=2, pp=4) == 10 * 2 * 4 * 128 * 2
-    latent = LatentAttention(0, 512, 128, 64, 128)
-    assert replace(QWEN_14B, latent=latent).kv_bytes_per_token(2, tp=2, pp=3) == 14 * 576 * 2
+    latent = LatentAttention(40, 0, 512, 128, 64, 128)
+    assert reshaped(QWEN_14B, latent=latent).kv_bytes_per_token(2, tp=2, pp=3) == 14 * 576 * 2
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.reshaped import reshaped
 
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import held_bytes, kv_tokens
@@ -14,12 +13,16 @@ from libra.cost.quantization import AS_STORED, KV_FORMATS, WEIGHT_FORMATS, Quant
 from libra.cost.sources.expert_grids import expert_grid
 from libra.cost.sources.roofline import roofline
 from libra.cost.transfer import fabric
+from libra.hardware.attention import Attention
 from libra.hardware.cluster import GPUS, NodeClass
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 
-DENSE = ModelSpec("dense", 12, 1024, 16, 4, 64, 4096, 32000, False, 40960)
-MOE = ModelSpec("moe", 12, 1024, 16, 4, 64, 4096, 32000, True, 40960, experts=Experts(16, 2, 512, 256, 10))
-LATENT = replace(MOE, name="latent", latent=LatentAttention(0, 128, 64, 32, 64))
+DENSE = decoder("dense", 12, 1024, 16, 4, 64, 4096, 32000, False, 40960)
+MOE = decoder("moe", 12, 1024, 16, 4, 64, 4096, 32000, True, 40960, experts=Experts(16, 2, 512, 256), sparse=10)
+LATENT = reshaped(MOE, name="latent", latent=LatentAttention(16, 0, 128, 64, 32, 64))
 # Bytes of a number, written out: scales of 16 bits or 8 for so many numbers, a zero point of 4 bits in AWQ.
 WEIGHTS = {
     None: 2.0,
@@ -43,21 +46,23 @@ def test_every_format_is_in_the_oracle() -> None:
 
 def matrices(model: ModelSpec, tp: int) -> tuple[float, float]:
     """Numbers of a device in matrices of layers: those that all tokens take, and those of routed experts."""
-    heads, latent = model.heads / tp, model.latent
-    if latent is None:
-        attention = 2 * model.hidden * heads * model.head_dim
-        attention += 2 * model.hidden * max(1, model.kv_heads / tp) * model.head_dim
+    mixer = model.kinds[0].mixer
+    assert isinstance(mixer, Attention | LatentAttention)
+    heads = mixer.heads / tp
+    if isinstance(mixer, Attention):
+        attention = 2 * model.hidden * heads * mixer.head_dim
+        attention += 2 * model.hidden * max(1, mixer.kv_heads / tp) * mixer.head_dim
     else:
-        attention = model.hidden * heads * (latent.nope_dim + latent.rope_dim)
-        attention += model.hidden * (latent.kv_rank + latent.rope_dim)
-        attention += latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
-        attention += heads * latent.value_dim * model.hidden
+        attention = model.hidden * heads * (mixer.nope_dim + mixer.rope_dim)
+        attention += model.hidden * (mixer.kv_rank + mixer.rope_dim)
+        attention += mixer.kv_rank * heads * (mixer.nope_dim + mixer.value_dim)
+        attention += heads * mixer.value_dim * model.hidden
     dense = model.dense_layers * 3 * model.hidden * model.intermediate / tp
     if model.experts is None:
         return model.layers * attention + dense, 0
     experts = model.experts
-    shared = experts.layers * 3 * model.hidden * experts.shared_intermediate / tp
-    routed = experts.layers * experts.count * 3 * model.hidden * experts.intermediate / tp
+    shared = model.sparse_layers * 3 * model.hidden * experts.shared_intermediate / tp
+    routed = model.sparse_layers * experts.count * 3 * model.hidden * experts.intermediate / tp
     return model.layers * attention + dense + shared, routed
 
 
@@ -66,7 +71,7 @@ def test_bytes_are_those_of_the_matrices_and_of_the_rest_in_16_bits(
     model: ModelSpec, stored: Quantization, tp: int
 ) -> None:
     always, routed = matrices(model, tp)
-    rest = 2 * (model.device_parameters(tp) - always - routed)
+    rest = 2 * (model.device_parameters(tp).total - always - routed)
     of_all = 2.0 if stored.quantization == "mxfp4" else WEIGHTS[stored.quantization]
     expected = rest + of_all * always + WEIGHTS[stored.quantization] * routed
     assert stored.weight_bytes(model, tp) == pytest.approx(expected, rel=1e-4)  # norms inside attention
@@ -76,7 +81,8 @@ def test_bytes_are_those_of_the_matrices_and_of_the_rest_in_16_bits(
 
 @given(models, quantizations, st.sampled_from([1, 2, 4, 8]))
 def test_kv_is_so_many_elements(model: ModelSpec, stored: Quantization, tp: int) -> None:
-    elements = 2 * max(1, model.kv_heads / tp) * model.head_dim if model.latent is None else 128 + 32
+    mixer = model.kinds[0].mixer
+    elements = 2 * max(1, mixer.kv_heads / tp) * mixer.head_dim if isinstance(mixer, Attention) else 128 + 32
     assert stored.kv_bytes_per_token(model, tp) == model.layers * elements * KV[stored.kv_cache_dtype]
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from oracles.reshaped import reshaped
 
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import AS_STORED, Quantization
@@ -15,11 +16,13 @@ from libra.cost.sources.layer_kernels import all_reduce_seconds
 from libra.cost.sources.rates import Calibration, Measured, Rates, rates
 from libra.cost.sources.roofline import roofline
 from libra.hardware.cluster import GPU, GPUS
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
 
-QWEN_14B = ModelSpec("14b", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
-QWEN_30B = ModelSpec("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
-DEEPSEEK = ModelSpec(
+QWEN_14B = decoder("14b", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN_30B = decoder("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0), sparse=48)
+DEEPSEEK = decoder(
     name="v2-lite",
     layers=27,
     hidden=2048,
@@ -30,8 +33,9 @@ DEEPSEEK = ModelSpec(
     vocab=102400,
     tied=False,
     max_context=32768,
-    experts=Experts(64, 6, 1408, 2816, 26),
-    latent=LatentAttention(0, 512, 128, 64, 128),
+    experts=Experts(64, 6, 1408, 2816),
+    sparse=26,
+    latent=LatentAttention(16, 0, 512, 128, 64, 128),
 )
 A100 = GPUS["A100"]
 MEASURED = Measured(1.0, 0.1)
@@ -84,7 +88,7 @@ def test_weights_and_cache_are_divided_by_the_degree_once() -> None:
 
 def test_kv_heads_are_replicated_beyond_their_number() -> None:
     r = rates(A100)
-    eight, sixteen = roofline(A100, replace(QWEN_14B, heads=48, intermediate=16384), [8, 16]).engines
+    eight, sixteen = roofline(A100, reshaped(QWEN_14B, heads=48, intermediate=16384), [8, 16]).engines
     read = 40 * 2 * 128 * 2 / r.cache_bandwidth  # of one head, all layers, one token
     for grid in (eight, sixteen):
         more = grid.decode_seconds(64, 65536) - grid.decode_seconds(64, 32768)
@@ -101,7 +105,7 @@ def test_latent_vectors_are_read_whole_on_every_gpu() -> None:
 
 def test_many_heads_over_one_latent_vector_are_bound_by_arithmetic() -> None:
     r = rates(A100)
-    wide = replace(DEEPSEEK, heads=128, kv_heads=128)
+    wide = reshaped(DEEPSEEK, heads=128)
     (grid,) = roofline(A100, wide, [1]).engines
     more = grid.decode_seconds(64, 65536) - grid.decode_seconds(64, 32768)
     assert more == pytest.approx(27 * 64 * 32768 * 128 * 2 * (512 + 64 + 512) / r.linear_flops)
@@ -121,7 +125,7 @@ def test_experts_are_read_as_far_as_tokens_touch_them(batch: int) -> None:
     """The same model with one layer's experts fewer: the difference is the price of one layer of experts."""
     r = rates(A100)
     assert QWEN_30B.experts is not None
-    fewer = replace(QWEN_30B, experts=replace(QWEN_30B.experts, layers=47), intermediate=8)
+    fewer = reshaped(QWEN_30B, sparse=47, intermediate=8)
     seconds, less = (roofline(A100, m, [1]).grid(1).decode_seconds(batch, 256) for m in (QWEN_30B, fewer))
     touched = 128 * (1 - (15 / 16) ** batch)
     weights = 2 * 2048 * (touched * 3 * 768 + 128) / r.bandwidth
@@ -133,7 +137,7 @@ def test_a_full_chunk_of_experts_is_gathered_multiplied_and_summed(tp: int) -> N
     """Every GPU moves all routed tokens twice, in and out; the products are divided."""
     r = rates(A100)
     assert QWEN_30B.experts is not None
-    fewer = replace(QWEN_30B, experts=replace(QWEN_30B.experts, layers=47), intermediate=8)
+    fewer = reshaped(QWEN_30B, sparse=47, intermediate=8)
     seconds, less = (roofline(A100, m, [tp]).grid(tp).prefill_seconds(16384, 0) for m in (QWEN_30B, fewer))
     routed = 16384 * 8
     products = 6 * routed * 2048 * 768 / tp / r.expert_flops
@@ -146,13 +150,13 @@ def test_shared_experts_and_dense_layers_count() -> None:
     assert DEEPSEEK.experts is not None
     gpu = GPUS["H100"]
     seconds = roofline(gpu, DEEPSEEK, [1]).grid(1).decode_seconds(1, 256)
-    without = replace(DEEPSEEK, experts=replace(DEEPSEEK.experts, shared_intermediate=0))
+    without = reshaped(DEEPSEEK, experts=replace(DEEPSEEK.experts, shared_intermediate=0))
     shared = 26 * 2 * 3 * 2048 * 2816 / rates(gpu).bandwidth
     fixed = 26 * (2 * rates(gpu).linear_launch + rates(gpu).pass_launch)
     assert seconds - roofline(gpu, without, [1]).grid(1).decode_seconds(1, 256) == pytest.approx(
         shared + fixed, rel=0.01
     )
-    narrower = replace(DEEPSEEK, intermediate=10944 // 2)
+    narrower = reshaped(DEEPSEEK, intermediate=10944 // 2)
     dense = 2 * 3 * 2048 * 10944 / 2 / rates(gpu).bandwidth
     assert seconds - roofline(gpu, narrower, [1]).grid(1).decode_seconds(1, 256) == pytest.approx(dense, rel=0.01)
 

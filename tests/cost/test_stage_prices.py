@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from oracles.reshaped import reshaped
 
 from libra.cost.afd import afd_refusal, token_copies
 from libra.cost.engine_memory import context_bytes, expert_workspace, ffn_rank_bytes, held_bytes, kv_tokens
 from libra.cost.sources.roofline import roofline, stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables, tables
 from libra.hardware.cluster import GPUS
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 
-MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
-LATENT = ModelSpec(
+MOE = decoder("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0), sparse=48)
+LATENT = decoder(
     *("latent", 61, 7168, 128, 128, 128, 18432, 129280, False, 163840),
-    experts=Experts(256, 8, 2048, 2048, 58),
-    latent=LatentAttention(1536, 512, 128, 64, 128),
+    experts=Experts(256, 8, 2048, 2048),
+    sparse=58,
+    latent=LatentAttention(128, 1536, 512, 128, 64, 128),
 )
 H100 = GPUS["H100"]
 
@@ -92,7 +95,7 @@ def test_tables_part_an_engine_into_the_operators_that_it_has() -> None:
 @pytest.mark.parametrize(
     ("model", "attention", "ffn", "micro_batches", "says"),
     [
-        (replace(MOE, experts=None, intermediate=6144), 4, 4, 2, "afd: moe has no experts"),
+        (reshaped(MOE, experts=None, intermediate=6144), 4, 4, 2, "afd: moe has no experts"),
         (MOE, 40, 16, 2, "afd.attention is 40, no multiple of ffn 16"),
         (MOE, 48, 48, 2, "afd.ffn is 48; it must divide the 128 experts"),
         (MOE, 48, 16, 0, "afd.micro_batches is 0"),

@@ -11,12 +11,26 @@ from hypothesis import strategies as st
 from libra.config.recipe import TrainingBytes
 from libra.cost.train_memory import CONTEXT, FRAGMENTATION, MemoryBreakdown, Reference, training_memory
 from libra.hardware.cluster import GPUS
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout, Recompute, Sharding
 
-QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
-QWEN3_30B = ModelSpec(
-    "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, qk_norm=True, experts=Experts(128, 8, 768, 0, 48)
+QWEN3_14B = decoder("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN3_30B = decoder(
+    "Qwen3-30B-A3B",
+    48,
+    2048,
+    32,
+    4,
+    128,
+    0,
+    151936,
+    False,
+    40960,
+    qk_norm=True,
+    experts=Experts(128, 8, 768, 0),
+    sparse=48,
 )
 ADAMW = TrainingBytes(weights=2, gradients=2, states=12)
 # A data sheet's 80 GB is 80e9 bytes or 80 GiB, by whom one asks: facts hold for both.

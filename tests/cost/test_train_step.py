@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.reshaped import reshaped
 
 import libra.cost.train_step as train_step_module
 from libra.config.recipe import TrainingBytes
@@ -21,12 +22,26 @@ from libra.cost.train_passes import Passes, Work, reached_parts
 from libra.cost.train_step import STEP_ITEMS, pipeline_seconds, step_table, train_step
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPUS, NodeClass
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, LayoutTable, ParallelLayout, Recompute, Sharding
 
-QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
-QWEN3_30B = ModelSpec(
-    "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, qk_norm=True, experts=Experts(128, 8, 768, 0, 48)
+QWEN3_14B = decoder("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN3_30B = decoder(
+    "Qwen3-30B-A3B",
+    48,
+    2048,
+    32,
+    4,
+    128,
+    0,
+    151936,
+    False,
+    40960,
+    qk_norm=True,
+    experts=Experts(128, 8, 768, 0),
+    sparse=48,
 )
 ADAMW = TrainingBytes(weights=2, gradients=2, states=12)
 MIXED = Batch((32000.0, 8000.0, 2000.0), (16.0, 96.0, 400.0))
@@ -49,7 +64,7 @@ FULL_SHARDING = ParallelLayout(1, 1, 8, 1, 1, 40960, "none", "zero3", False)
 
 def mpt(layers: int, hidden: int) -> ModelSpec:
     """MPT's two-matrix MLP of four times the width has the parameters of a gated one of 8/3."""
-    return ModelSpec("mpt", layers, hidden, hidden // 128, hidden // 128, 128, hidden * 8 // 3, 50368, True, 65536)
+    return decoder("mpt", layers, hidden, hidden // 128, hidden // 128, 128, hidden * 8 // 3, 50368, True, 65536)
 
 
 # MosaicML LLM Foundry, scripts/train/benchmarking/README.md, runs of 2,048 tokens: model FLOPs utilisation.
@@ -265,7 +280,7 @@ def test_tokens_are_sent_to_their_experts_and_back(ep: int, seconds: float) -> N
 @pytest.mark.parametrize(("groups", "active"), [(1, 1), (8, 4), (16, 2), (16, 1)])
 @pytest.mark.parametrize("parts", [1, 2, 8, 16, 32])
 def test_a_token_reaches_the_parts_that_draws_do(groups: int, active: int, parts: int) -> None:
-    experts = Experts(64, 4, 16, 0, 1, groups, active)
+    experts = Experts(64, 4, 16, 0, groups, active)
     draw, seen = random.Random(0), 0
     each = 64 // groups
     for _ in range(3000):
@@ -279,7 +294,7 @@ def test_a_token_reaches_the_parts_that_draws_do(groups: int, active: int, parts
 
 def test_tensor_parallel_experts_gather_every_copy() -> None:
     whole, copies = (7 / 8 * 8192 * 2048 * 2 * each / LINK + 7 * 1.8e-6 for each in (1, 8))
-    model = replace(QWEN3_30B, kv_heads=8)
+    model = reshaped(QWEN3_30B, kv_heads=8)
     found = passes(layout(tp=8), model, Batch((8192.0,), (1.0,)))
     assert found.exchange_forward[0] == pytest.approx(48 * (2 * whole + 2 * copies))
 

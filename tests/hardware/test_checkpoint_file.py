@@ -11,20 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.reshaped import reshaped
 
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import AS_STORED, Quantization
 from libra.hardware.checkpoint_file import stored_weights
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.hardware.stored_weights import KeptShares, WeightFormat
 
-DENSE = ModelSpec("dense", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960)
-MOE = ModelSpec("moe", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960, experts=Experts(16, 2, 512, 256, 3))
-LATENT = ModelSpec(
+DENSE = decoder("dense", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960)
+MOE = decoder("moe", 4, 1024, 16, 4, 64, 4096, 32000, False, 40960, experts=Experts(16, 2, 512, 256), sparse=3)
+LATENT = decoder(
     *("latent", 4, 1024, 16, 16, 96, 4096, 32000, False, 40960),
-    experts=Experts(16, 2, 512, 256, 3),
-    latent=LatentAttention(256, 128, 64, 32, 64),
+    experts=Experts(16, 2, 512, 256),
+    sparse=3,
+    latent=LatentAttention(16, 256, 128, 64, 32, 64),
 )
 
 
@@ -126,7 +131,10 @@ def test_mxfp4_is_of_routed_experts() -> None:
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "quantization_config.group_size: expected"),
         ({"quant_method": "compressed-tensors"}, "quantization_config.config_groups: expected"),
         (linear(num_bits=6, type="float"), "quantization_config.config_groups.group_0.weights: .* has no price"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantization_config.quant_algo: .*no price"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quantization_config.quantized_layers: expected an",
+        ),
         (FP8 | {"ignore": ["model"]}, "quantization_config: every matrix of a layer is ignored"),
     ],
 )
@@ -209,7 +217,8 @@ def test_a_config_json_says_how_it_is_stored(tmp_path: Path) -> None:
 def test_engines_store_what_the_checkpoint_does_unless_a_key_says_otherwise() -> None:
     plain = replace(DENSE, stored=None)
     eight = replace(DENSE, stored=stored_weights(FP8 | {"ignore": ["self_attn"]}, DENSE))
-    matrices = {"attention": plain.layers * plain.attention_parameters(), "dense": 4 * plain.dense_mlp_parameters}
+    held = plain.device_parameters()
+    matrices = {"attention": held.mixer, "dense": held.dense}
     saved = Quantization("bf16").weight_bytes(eight) - AS_STORED.weight_bytes(eight)
     assert saved == pytest.approx(matrices["dense"])  # attention keeps 16 bits
     assert Quantization("fp8").weight_bytes(eight) == AS_STORED.weight_bytes(eight)  # its own type
@@ -225,8 +234,8 @@ def test_engines_store_what_the_checkpoint_does_unless_a_key_says_otherwise() ->
     [(1536, 4, False), (1536, 8, True), (2048, 8, False), (2048, 16, False), (1408, 2, True)],
 )
 def test_tensor_parallelism_cuts_no_block(width: int, tp: int, refused: bool) -> None:
-    experts = Experts(16, 2, width, 0, 4)
-    model = replace(MOE, heads=128, kv_heads=16, head_dim=128, intermediate=0, experts=experts)
+    experts = Experts(16, 2, width)
+    model = reshaped(MOE, heads=128, kv_heads=16, head_dim=128, intermediate=0, experts=experts, sparse=4)
     model = replace(model, stored=stored_weights(FP8, model))
     found = AS_STORED.tp_refusal(model, tp)
     assert (found is not None) == refused
@@ -234,3 +243,51 @@ def test_tensor_parallelism_cuts_no_block(width: int, tp: int, refused: bool) ->
         assert found.startswith(f"weight_block_size is 128: tp {tp} cuts moe_intermediate_size {width:,}")
     assert AS_STORED.tp_refusal(model, tp, routed=False) is None
     assert Quantization("bf16").tp_refusal(model, tp) is None
+
+
+def of_layers(name: str, algorithm: str, layers: range = range(4)) -> dict[str, dict[str, str]]:
+    return {f"backbone.layers.{layer}.{name}": {"quant_algo": algorithm} for layer in layers}
+
+
+def test_each_kind_of_matrix_may_have_a_type_of_its_own() -> None:
+    layers = of_layers("mixer.q_proj", "FP8") | of_layers("mixer.o_proj", "FP8")
+    layers |= of_layers("mlp.experts.0.up_proj", "NVFP4") | of_layers("mlp.experts.0.down_proj", "NVFP4")
+    layers |= of_layers("mlp.experts.0.gate_proj", "NVFP4")
+    found = stored_weights({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
+    assert found.bytes_of("experts") == 4.5 / 8
+    assert found.bytes_of("attention") == pytest.approx(
+        0.8 * 1 + 0.2 * 2
+    )  # keys and values have a quarter of the heads
+    assert (found.bytes_of("dense"), found.bytes_of("shared")) == (2, 2)
+    assert (found.product_of("experts"), found.product_of("attention")) == ("fp4", "fp8")
+    assert found.described.startswith("modelopt_mixed (attention of 8 bits; experts of 4 bits; ")
+
+
+def test_modules_that_are_not_named_have_the_type_of_the_method_beside_them() -> None:
+    layers = {f"layers.{layer}.ffn.experts": {"quant_algo": "NVFP4"} for layer in range(4)}
+    found = stored_weights(FP8 | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
+    assert [found.bytes_of(kind) for kind in ("attention", "dense", "shared", "experts")] == [1, 1, 1, 4.5 / 8]
+    assert stored_weights(FP8 | {"expert_dtype": "fp4"}, MOE).bytes_of("experts") == 4.25 / 8
+
+
+def test_two_types_in_one_kind_have_no_price() -> None:
+    layers = of_layers("self_attn.q_proj", "FP8") | of_layers("self_attn.o_proj", "NVFP4")
+    with pytest.raises(ValueError, match="quantized_layers: attention matrices of more than one type have no price"):
+        stored_weights({"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, MOE)
+    with pytest.raises(ValueError, match=r"expert_dtype: 'fp2' has no price; known are fp4 and fp8"):
+        stored_weights(FP8 | {"expert_dtype": "fp2"}, MOE)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["model.layers.*.mlp.shared_experts*"],
+        ["language_model.model.layers.*.mlp.shared_expert.*"],
+        ["*.mlp.shared_experts.*"],
+        ["re:.*shared_experts.*"],
+        [f"model.language_model.layers.{layer}.block_sparse_moe.shared_experts" for layer in range(4)],
+        [f"backbone.layers.{layer}.mixer.shared_experts.{it}" for layer in range(4) for it in ("w1", "w2", "w3")],
+    ],
+)
+def test_publishers_name_modules_in_many_ways(patterns: list[str]) -> None:
+    assert stored_weights(FP8 | {"ignore": patterns}, MOE).kept == KeptShares(shared=1)

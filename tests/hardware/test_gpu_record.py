@@ -10,15 +10,15 @@ from libra.cost.quantization import Quantization
 from libra.cost.sources.rates import published_mfu, rates, training_rates
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import NodeClass
+from libra.hardware.decoder import decoder
 from libra.hardware.gpu import GPU
 from libra.hardware.gpu_record import GPURecord
 from libra.hardware.gpus import GPUS, RECORDS, record_of
-from libra.hardware.model import ModelSpec
 
 MEASURED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200", "L40S"}  # by kernels
 PUBLISHED = {"A100", "A100-40GB", "A800", "H100", "H800", "H200"}  # training runs
 OWN = GPU("mine", 80e9, 2e12, 300e12, 100e9, "a card of our own")
-DENSE = ModelSpec("dense", 12, 1024, 16, 4, 64, 4096, 32000, False, 40960)
+DENSE = decoder("dense", 12, 1024, 16, 4, 64, 4096, 32000, False, 40960)
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)

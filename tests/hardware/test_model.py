@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.reshaped import heads_of, reshaped
 from tables import by_name
 
 from libra.config.run import ConfigError
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.attention import Attention
+from libra.hardware.decoder import decoder
+from libra.hardware.latent import LatentAttention
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model, model_names
 
 # Parameters of the checkpoints: their safetensors indices, and the Hugging Face classes built from the same shapes.
@@ -66,8 +71,7 @@ def test_the_library_is_what_is_published() -> None:
 def test_parameters_are_those_of_the_checkpoint(name: str) -> None:
     model = load_model(name)
     assert (model.name, model.parameters) == (name, PUBLISHED[name])
-    assert model.device_parameters() == PUBLISHED[name]
-    assert model.device_parameters() == PUBLISHED[name]
+    assert model.device_parameters().total == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -81,15 +85,15 @@ Matrix = tuple[int, int, int, str]
 
 def matrices(model: ModelSpec, tp: int) -> Iterator[Matrix]:
     """Every tensor of the model, one by one."""
-    h, n, kv, d = model.hidden, model.heads, model.kv_heads, model.head_dim
+    h, mixer = model.hidden, model.kinds[0].mixer
     yield model.vocab, h, tp, "embedding"
     if not model.tied:
         yield model.vocab, h, tp, "head"
     yield 1, h, 1, "norm"
     for layer in range(model.layers):
         yield 2, h, 1, "norm"
-        if model.latent:
-            m = model.latent
+        if isinstance(mixer, LatentAttention):
+            m, n = mixer, mixer.heads
             if m.q_rank:
                 yield h, m.q_rank, 1, "attention"
                 yield 1, m.q_rank, 1, "norm"
@@ -99,16 +103,18 @@ def matrices(model: ModelSpec, tp: int) -> Iterator[Matrix]:
             yield m.kv_rank, n * (m.nope_dim + m.value_dim), tp, "attention"
             yield n * m.value_dim, h, tp, "attention"
         else:
+            assert isinstance(mixer, Attention)
+            n, kv, d = mixer.heads, mixer.kv_heads, mixer.head_dim
             yield h, n * d, tp, "attention"
             for _ in "kv":
                 yield h, kv * d, min(tp, kv), "attention"
             yield n * d, h, tp, "attention"
-            if model.qkv_bias:
+            if mixer.qkv_bias:
                 yield 1, n * d, tp, "bias"
                 yield 2, kv * d, min(tp, kv), "bias"
-            if model.qk_norm:
+            if mixer.qk_norm == "head":
                 yield 2, d, 1, "norm"
-        if model.experts and layer >= model.layers - model.experts.layers:
+        if model.experts and layer >= model.dense_layers:
             e = model.experts
             yield h, e.count, 1, "router"
             for _ in range(3 * e.count):
@@ -122,21 +128,21 @@ def matrices(model: ModelSpec, tp: int) -> Iterator[Matrix]:
 def models(draw: st.DrawFn) -> ModelSpec:
     layers, kv_heads = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
     size = st.integers(1, 40)
-    experts = latent = None
+    experts = sparse = latent = None
+    heads = kv_heads * draw(st.sampled_from([1, 2, 8]))
     if draw(st.booleans()):
         count = draw(st.sampled_from([2, 4, 8]))
-        experts = Experts(
-            count, draw(st.integers(1, count)), draw(size), draw(st.integers(0, 9)), draw(st.integers(1, layers))
-        )
+        experts = Experts(count, draw(st.integers(1, count)), draw(size), draw(st.integers(0, 9)))
+        sparse = draw(st.integers(1, layers))
     if draw(st.booleans()):
-        latent = LatentAttention(draw(st.integers(0, 9)), draw(size), draw(size), draw(size), draw(size))
-    return ModelSpec(
+        latent = LatentAttention(heads, draw(st.integers(0, 9)), draw(size), draw(size), draw(size), draw(size))
+    return decoder(
         name="random",
         layers=layers,
         hidden=draw(size),
-        heads=kv_heads * draw(st.sampled_from([1, 2, 8])),
+        heads=heads,
         kv_heads=kv_heads,
-        head_dim=latent.nope_dim + latent.rope_dim if latent else draw(size),
+        head_dim=draw(size),
         intermediate=draw(size),
         vocab=draw(size),
         tied=draw(st.booleans()),
@@ -144,6 +150,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         qkv_bias=draw(st.booleans()) and latent is None,
         qk_norm=draw(st.booleans()) and latent is None,
         experts=experts,
+        sparse=sparse,
         latent=latent,
     )
 
@@ -168,7 +175,7 @@ def test_a_device_holds_its_part_of_every_matrix(model: ModelSpec, tp: int, data
         return
     ep = data.draw(st.sampled_from([1, 2] if model.experts else [1]))
     held = sum(r * c / by / (ep if kind == "expert" else 1) for r, c, by, kind in matrices(model, tp))
-    assert model.device_parameters(tp, ep=ep) == pytest.approx(held, rel=1e-12)
+    assert model.device_parameters(tp, ep=ep).total == pytest.approx(held, rel=1e-12)
 
 
 @settings(deadline=None)
@@ -178,15 +185,15 @@ def test_the_heaviest_stage_holds_no_less_than_its_share(model: ModelSpec, stage
         with pytest.raises(ValueError, match=f"pp is {stages}; the model has 1 to {model.layers} pipeline stages"):
             model.device_parameters(pp=stages)
         return
-    held = model.device_parameters(pp=stages)
+    held = model.device_parameters(pp=stages).total
     assert model.parameters / stages <= held <= model.parameters
 
 
 def test_pipeline_stages_of_a_real_model() -> None:
     model = load_model("Qwen/Qwen3-14B")
     layer = (model.parameters - model.embedding_parameters - model.hidden) // model.layers
-    assert model.device_parameters(pp=4) == model.vocab * model.hidden + model.hidden + 10 * layer
-    assert model.device_parameters(pp=3) == model.vocab * model.hidden + model.hidden + 14 * layer
+    assert model.device_parameters(pp=4).total == model.vocab * model.hidden + model.hidden + 10 * layer
+    assert model.device_parameters(pp=3).total == model.vocab * model.hidden + model.hidden + 14 * layer
 
 
 @pytest.mark.parametrize(("name", "ep"), [("Qwen/Qwen3-30B-A3B", 3), ("Qwen/Qwen3-8B", 2), ("Qwen/Qwen3-8B", 0)])
@@ -215,7 +222,8 @@ def test_kv_bytes(name: str, tp: int) -> None:
 def test_flops_of_a_causal_sequence() -> None:
     model, n = load_model("Qwen/Qwen3-8B"), 1000
     linear = sum(2 * n * r * c for r, c, _, kind in matrices(model, 1) if kind not in ("embedding", "norm"))
-    attention = sum(model.layers * model.heads * 2 * 2 * model.head_dim * keys for keys in range(1, n + 1))
+    each = model.layers * heads_of(model).heads * 2 * 2 * heads_of(model).head_dim
+    attention = sum(each * keys for keys in range(1, n + 1))
     assert model.forward_flops(n, n * (n + 1) / 2) == pytest.approx(linear + attention, rel=1e-4)
 
 
@@ -237,19 +245,19 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"hidden": -1}, "hidden is -1"),
     ({"kv_heads": 3}, "kv_heads is 3; it must divide the 40 heads"),
     ({"intermediate": 0}, "intermediate is 0; set it to 1 or more"),
-    ({"experts": Experts(8, 2, 64, 0, layers=41)}, "experts.layers is 41, but there are 40 layers"),
+    ({"experts": Experts(8, 2, 64), "sparse": 41}, "sparse is 41, but there are 40 layers"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
 def test_an_impossible_shape_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(load_model("Qwen/Qwen3-14B"), **changes)
+        reshaped(load_model("Qwen/Qwen3-14B"), **changes)
 
 
 def test_more_active_experts_than_there_are() -> None:
     with pytest.raises(ValueError, match="active is 9, but there are 8 experts"):
-        Experts(count=8, active=9, intermediate=64, shared_intermediate=0, layers=1)
+        Experts(count=8, active=9, intermediate=64, shared_intermediate=0)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-14B", "qwen/qwen3-14b", "Qwen3-14B", "QWEN3-14B"])
@@ -279,9 +287,9 @@ def test_a_file_or_its_directory_is_read(tmp_path: Path) -> None:
 
 
 SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("by architecture", config(model_type=None, architectures=["Qwen3ForCausalLM"]), {"qk_norm": True, "layers": 40}),
+    ("by architecture", config(model_type=None, architectures=["Qwen3ForCausalLM"]), {"qk_norm": "head", "layers": 40}),
     ("own head_dim", config("Qwen/Qwen3-0.6B"), {"head_dim": 128, "hidden": 1024, "heads": 16}),
-    ("head_dim by division", config("Qwen/Qwen2.5-7B"), {"head_dim": 128, "qkv_bias": True, "qk_norm": False}),
+    ("head_dim by division", config("Qwen/Qwen2.5-7B"), {"head_dim": 128, "qkv_bias": True, "qk_norm": "none"}),
     ("head_dim null", {**config("Qwen/Qwen2.5-7B"), "head_dim": None}, {"head_dim": 128}),
     ("head_dim given", config("meta-llama/Llama-3.1-8B", head_dim=64), {"head_dim": 64, "qkv_bias": False}),
     ("untied unless it says so", config(tie_word_embeddings=None), {"tied": False}),
@@ -306,44 +314,46 @@ SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             attention_bias=True,
             use_qk_norm=True,
         ),
-        {"experts": Experts(160, 8, 1536, 1536, 89), "qkv_bias": True, "qk_norm": True, "parameters": 352_797_814_784},
+        {"experts": Experts(160, 8, 1536, 1536), "sparse_layers": 89, "qkv_bias": True, "qk_norm": "head",
+         "parameters": 352_797_814_784},
     ),
     ("mistral", config("meta-llama/Llama-3.1-8B", model_type="mistral"), {"experts": None, "head_dim": 128}),
     ("window that is off", config("Qwen/Qwen2.5-7B", sliding_window=131072), {"max_context": 131072}),
     ("full layers", config(layer_types=["full_attention"] * 40), {"layers": 40}),
     ("every other layer has experts", config("Qwen/Qwen3-30B-A3B", decoder_sparse_step=2),
-     {"experts": Experts(128, 8, 768, 0, 24), "intermediate": 6144}),
+     {"experts": Experts(128, 8, 768), "sparse_layers": 24, "intermediate": 6144}),
     ("some layers have none", config("Qwen/Qwen3-30B-A3B", mlp_only_layers=[0, 47]),
-     {"experts": Experts(128, 8, 768, 0, 46), "intermediate": 6144}),
+     {"experts": Experts(128, 8, 768), "sparse_layers": 46, "intermediate": 6144}),
     ("a layer without experts either way",
      config("Qwen/Qwen3-30B-A3B", decoder_sparse_step=2, mlp_only_layers=[1, 2, 3]),
-     {"experts": Experts(128, 8, 768, 0, 22)}),
+     {"experts": Experts(128, 8, 768), "sparse_layers": 22}),
     ("no layer has experts", config("Qwen/Qwen3-30B-A3B", mlp_only_layers=list(range(48))), {"experts": None}),
     ("all layers have experts", config("mistralai/Mixtral-8x7B-v0.1"), {"intermediate": 0}),
     ("deepseek without compressed queries", config("deepseek-ai/DeepSeek-V2-Lite"),
-     {"latent": LatentAttention(0, 512, 128, 64, 128), "experts": Experts(64, 6, 1408, 2816, 26), "head_dim": 192}),
+     {"mixer": LatentAttention(16, 0, 512, 128, 64, 128), "experts": Experts(64, 6, 1408, 2816), "sparse_layers": 26}),
     ("dense deepseek", config("deepseek-ai/DeepSeek-V2-Lite", first_k_dense_replace=27), {"experts": None}),
     ("no shared expert", config("deepseek-ai/DeepSeek-V3", n_shared_experts=None),
-     {"experts": Experts(256, 8, 2048, 0, 58, 8, 4)}),
+     {"experts": Experts(256, 8, 2048, 0, 8, 4), "sparse_layers": 58}),
 ]  # fmt: skip
 
 
 @by_name("data, fields", SHAPES)
 def test_what_a_configuration_says(tmp_path: Path, data: dict[str, Any], fields: dict[str, Any]) -> None:
     model = load_model(write(tmp_path, data))
-    assert {field: getattr(model, field) for field in fields} == fields
+    mixer = model.kinds[0].mixer
+    of_mixer = {"mixer": mixer} | {it: getattr(mixer, it, None) for it in ("heads", "head_dim", "qkv_bias", "qk_norm")}
+    assert {field: of_mixer[field] if field in of_mixer else getattr(model, field) for field in fields} == fields
 
 
 REFUSED: list[tuple[str, object, str]] = [
-    ("other family", config(model_type="gemma3"),
-     "model_type: unknown architecture 'gemma3'; known are llama, mistral, "),
+    ("other family", config(model_type="rwkv7"), "model_type: unknown architecture 'rwkv7'; known are afmoe, "),
+    ("near family", config(model_type="qwen3_mo"), "model_type: unknown architecture 'qwen3_mo'; did you mean qwen3_m"),
     ("no family", config(model_type=None), "model_type: this field is required; add it"),
-    ("family that is no text", config(model_type=7), "model_type: unknown architecture 7"),
+    ("family that is no text", config(model_type=7), "model_type: expected a name (got 7)"),
     ("other class", config(model_type=None, architectures=["Qwen3MoeForCausalML"]),
      "did you mean Qwen3MoeForCausalLM?"),
     ("a reward model", config(architectures=["Qwen3ForSequenceClassification"]), "architectures: 'Qwen3ForSequence"),
     ("no layers", config(num_hidden_layers=None), "num_hidden_layers: this field is required; add it"),
-    ("no KV heads", config(num_key_value_heads=None), "num_key_value_heads: this field is required; add it"),
     ("no head_dim", config(head_dim=None), "head_dim: this field is required; add it"),
     ("no vocabulary", config(vocab_size=None), "vocab_size: this field is required; add it"),
     ("no limit", config(max_position_embeddings=None), "max_position_embeddings: this field is required"),
@@ -352,23 +362,25 @@ REFUSED: list[tuple[str, object, str]] = [
     ("no rank", config("deepseek-ai/DeepSeek-V3", kv_lora_rank=None), "kv_lora_rank: this field is required"),
     ("no first layer", config("deepseek-ai/DeepSeek-V3", first_k_dense_replace=None),
      "first_k_dense_replace: this field"),
-    ("heads that do not divide", config("Qwen/Qwen2.5-7B", num_attention_heads=30),
+    ("heads that do not divide", config("Qwen/Qwen2.5-7B", num_attention_heads=30, num_key_value_heads=6),
      "head_dim: this field is required, for"),
     ("negative", config(hidden_size=-5120), "hidden_size: expected a whole number of 1 or more (got -5120)"),
     ("fraction", config(hidden_size=5120.0), "hidden_size: expected a whole number of 1 or more (got 5120.0)"),
     ("true", config(hidden_size=True), "hidden_size: expected a whole number of 1 or more (got True)"),
     ("tied to a number", config(tie_word_embeddings=1), "tie_word_embeddings: expected true or false (got 1)"),
-    ("KV heads", config(num_key_value_heads=7), "kv_heads is 7; it must divide the 40 heads"),
-    ("sliding window", config(use_sliding_window=True), "use_sliding_window: attention to a part of the context"),
-    ("mistral's window", config("mistralai/Mixtral-8x7B-v0.1", sliding_window=4096),
-     "sliding_window: attention to a part"),
-    ("window in a layer", config(layer_types=["sliding_attention"]), "layer_types: attention to a part of the context"),
-    ("windows", config("Qwen/Qwen3-8B", model_type="gemma2"), "gemma2 has no price yet, for its sliding_window: some"),
-    ("sinks", config("Qwen/Qwen3-8B", model_type="gpt_oss"), "gpt_oss has no price yet, for its sliding_window: some"),
-    ("states", config("Qwen/Qwen3-8B", model_type="qwen3_next"),
-     "layer_types: layers of linear attention hold a state"),
-    ("pictures", config("Qwen/Qwen3-8B", model_type="qwen2_vl"), "vision_config: a vision tower has parameters"),
-    ("biases", config("meta-llama/Llama-3.1-8B", attention_bias=True), "attention_bias: true is not known for Llama"),
+    ("KV heads", config(num_key_value_heads=7), "num_key_value_heads: kv_heads is 7; it must divide the 40 heads"),
+    ("no width of windows", config(use_sliding_window=True), "sliding_window: this field is required; add it"),
+    ("windows without a width", config(layer_types=["sliding_attention"] * 40), "sliding_window: layer_types names wi"),
+    ("few layer types", config(layer_types=["full_attention"]), "layer_types: expected an entry for each of 40 layers"),
+    ("unknown layer", config("meta-llama/Llama-3.1-8B", layer_types=["rwkv"] * 32), "layer_types: 'rwkv' has no price"),
+    ("lightning", config("Qwen/Qwen3-8B", model_type="minimax_m2", num_local_experts=8, num_experts_per_tok=2,
+                         attn_type_list=[0] * 36), "attn_type_list: lightning attention has no price"),
+    ("no experts in Llama 4", config("Qwen/Qwen3-8B", model_type="llama4_text"), "num_local_experts: this field is"),
+    ("a pattern of letters", config("Qwen/Qwen3-8B", model_type="nemotron_h", hybrid_override_pattern="MX"),
+     "hybrid_override_pattern: expected a text of M * - E (got 'MX')"),
+    ("ratio", config("Qwen/Qwen3-8B", model_type="deepseek_v4", compress_ratios=[7] * 36), "compress_ratios: 7 has no"),
+    ("wrapped", {"model_type": "qwen3_vl", "text_config": config("Qwen/Qwen3-8B", hidden_size=None)},
+     "text_config.hidden_size: this field is required; add it"),
     ("dense layer too far", config("Qwen/Qwen3-30B-A3B", mlp_only_layers=[48]), "mlp_only_layers: expected a list of"),
     ("some layers", config("deepseek-ai/DeepSeek-V3", moe_layer_freq=2), "moe_layer_freq: only 1 is known"),
     ("a list", [], "expected a JSON object, the config.json of a model"),

@@ -8,6 +8,7 @@ from libra.config.recipe import Recipe
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.quantization import rollout_quantization
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.decoder import decoder
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
 from libra.trajectory import Trajectory, Turn
@@ -18,8 +19,8 @@ CLASSES = (SHORT, LONG)
 
 A800 = NodeClass("a800", 2, 8, GPUS["A800"], intra_bandwidth=200e9, inter_bandwidth=25e9)
 CLUSTER = Cluster((A800,))
-QWEN_06B = ModelSpec("Qwen/Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151936, True, 40960, qk_norm=True)
-QWEN_14B = ModelSpec("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN_06B = decoder("Qwen/Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151936, True, 40960, qk_norm=True)
+QWEN_14B = decoder("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 RECIPE = Recipe(batch=64, samples_per_prompt=8, max_length=8192)
 
 

@@ -85,7 +85,7 @@ def test_equal_values_give_equal_bytes_even_when_a_whole_number_of_seconds_is_wr
 
 def test_a_plan_opens_with_its_format_and_ends_with_its_request_and_a_newline() -> None:
     text = dump_plan(PLAN)
-    assert text.startswith('{\n  "format": 5,\n  "allocation": {')
+    assert text.startswith('{\n  "format": 6,\n  "allocation": {')
     assert list(json.loads(text))[-1] == "request"
     assert text.endswith("}\n")
 
@@ -126,7 +126,7 @@ SPOILED = [
     ("not a number", spoil("predicted.step", float("nan")), "predicted.step: Input should be a finite number"),
     ("unknown kind", spoil("request.kind", "cloud"), "request: Input tag 'cloud'"),
     ("no kind", spoil("request.kind", None), "request: Unable to extract tag"),
-    ("older format", spoil("format", 2), "format is 2; this version of libra reads format 5: plan again"),
+    ("older format", spoil("format", 2), "format is 2; this version of libra reads format 6: plan again"),
     ("no format", spoil("format", None), "format is missing"),
 ]
 
@@ -152,7 +152,7 @@ SPOILED_CLUSTER = [
     ("count", spoil("request.cluster.nodes.0.count", 0), "count is 0; set it to 1 or more"),
     ("recipe", spoil("request.recipe.batch", 63), "batch is 63, which 8 samples_per_prompt do not divide"),
     ("key of the recipe", spoil("request.recipe.batches", 64), "request.cluster.recipe.batches"),
-    ("model", spoil("request.model.kv_heads", 3), "kv_heads is 3; it must divide the 16 heads"),
+    ("model", spoil("request.model.kinds.0.mixer.kv_heads", 3), "kv_heads is 3; it must divide the 16 heads"),
     ("profile", spoil("request.profiles.0.engines.0.tp", 0), "EngineGrid.tp is 0"),
     ("layout", spoil("layout.sharding", "zero9"), "layout.sharding"),
     (

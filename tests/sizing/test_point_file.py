@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from oracles.measured import CALIBRATION
+from oracles.reshaped import reshaped
 
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, written
 from libra.cost.host import NO_HOST, default_host
@@ -276,7 +277,7 @@ def test_what_a_file_cannot_say_is_refused_by_name(tmp_path: Path) -> None:
         engines_text(question, point_of(question, candidate, 1.0), "point.yaml")
     usual = Cluster((replace(fast, gpu=GPUS["H100"]),))
     own = question_of(
-        usual, replace(load_model(DENSE), layers=30), question.requests, OBJECTIVES, profile="roofline", host="none"
+        usual, reshaped(load_model(DENSE), layers=30), question.requests, OBJECTIVES, profile="roofline", host="none"
     )
     with pytest.raises(ValueError, match=r"Qwen/Qwen3-8B cannot be written as a file of engines: .* no known model"):
         engines_text(own, point_of(own, candidate, 1.0), "point.yaml")

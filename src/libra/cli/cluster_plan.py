@@ -15,6 +15,7 @@ from libra.config.frameworks import framework_named
 from libra.config.recipe import Recipe, load_recipe
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
+from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model_file import load_model
@@ -46,14 +47,13 @@ def plan_cluster(
     simulated: tuple[float, int | None, int] | None,
 ) -> tuple[Plan, LogEvidence]:
     """`simulated` are seconds, processes and seed of the comparison by simulation; None: none is made."""
-    cluster, shape = load_cluster(where), load_model(model)
+    cluster, shape = load_cluster(where), load_model(model, notes.append)
     recipe = _recipe(request, shape.max_context, framework, notes)
     lenders = load_lenders(where, cluster)
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
     stored = rollout_quantization(recipe).note(shape)
-    if stored is not None:
-        notes.append(stored)
+    notes += [it for it in (stored, unmeasured(shape)) if it is not None]
     recipe, policy = _routed(recipe, router, notes)
     evidence = gather_workload(
         recipe, _read(log, read_workload(log, recipe.max_length, truncate, notes.append)), longest_tool_call

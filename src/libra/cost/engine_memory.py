@@ -44,12 +44,17 @@ def kv_tokens(
     routed: bool = True,
     seqs: int = SAMPLED,
     graphs: bool = True,
+    context: float | None = None,
 ) -> int:
     """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each (`GPU.usable`), of which
     it may use a share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every
     token, so the fullest stage decides. Another engine takes `taken` bytes of each device, and a drafter `kv_beside`
     bytes for each byte of KV. The other arguments are those of `held_bytes`. Raises ValueError where the degrees do not
     divide the model.
+
+    Where layers keep windows or states, tokens are those of sequences of `context` tokens each, by default the longest
+    that the model knows: a sequence's bytes grow ever more slowly with its length, so that a batch of this mean length
+    takes no more.
     """
     held = held_bytes(
         model,
@@ -62,7 +67,7 @@ def kv_tokens(
         graphs=graphs,
     )
     free = memory * utilization - taken - held
-    tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp) * (1 + kv_beside)))
+    tokens = int(max(0.0, free) / (quantization.kv_bytes_per_token(model, tp, pp, context) * (1 + kv_beside)))
     return tokens // BLOCK * BLOCK
 
 
@@ -107,8 +112,8 @@ def expert_workspace(model: ModelSpec, tokens: float, tp: int = 1) -> float:
     if experts is None:
         return 0.0
     width = experts.intermediate / tp
-    rows = min(tokens, _CHUNK) * experts.active
-    return rows * 2 * (max(width, model.hidden) + max(2 * width, model.hidden))
+    rows, through = min(tokens, _CHUNK) * experts.active, experts.width(model.hidden)
+    return rows * 2 * (max(width, through) + max((2 if experts.gated else 1) * width, through))
 
 
 def drafter_memory(
@@ -141,5 +146,5 @@ def ffn_rank_bytes(model: ModelSpec, ranks: int, *, tokens: int, quantization: Q
     experts = model.experts
     assert experts is not None
     rows = tokens * experts.active / ranks
-    activations = rows * 2 * (2 * model.hidden + 3 * experts.intermediate)
+    activations = rows * 2 * (2 * experts.width(model.hidden) + 3 * experts.intermediate)
     return context_bytes() + activations + quantization.matrix_bytes(model, "experts") * model.routed_parameters / ranks

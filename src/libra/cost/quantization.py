@@ -91,27 +91,28 @@ class Quantization:
                 f"quantization is {self.weights(model).name}, which is of routed experts, and {model.name} has none:"
                 " take another one"
             )
-        if self.kv_number(model) == KV_FORMATS["nvfp4"] and model.latent is not None:
+        if self.kv_number(model) == KV_FORMATS["nvfp4"] and model.latent:
             return f"kv_cache_dtype is nvfp4, which is of keys and values; {model.name} has latent ones: take fp8"
         return None
 
     def tp_refusal(self, model: ModelSpec, tp: int, routed: bool = True) -> str | None:
         """Why `tp` devices cannot divide weights stored in square blocks that share a scale; None where they can.
         Without `routed`, whole experts are on other devices."""
-        block, kept = self.weights(model).block, self.weights(model).kept
+        stored = self.weights(model)
+        block, own = stored.block, {it.kind for it in stored.own}
         if not block:
             return None
-        heads = model.heads * model.head_dim
-        widths: dict[str, tuple[MatrixKind, int]] = {"num_attention_heads * head_dim": ("attention", heads)}
-        if model.dense_layers:
-            widths["intermediate_size"] = "dense", model.intermediate
+        widths: list[tuple[str, MatrixKind, int]] = [
+            ("num_attention_heads * head_dim", "attention", it.mixer.width) for it in model.kinds if it.mixer
+        ]
+        widths += [("intermediate_size", "dense", it.dense.intermediate) for it in model.kinds if it.dense]
         if model.experts is not None:
             if routed:
-                widths["moe_intermediate_size"] = "experts", model.experts.intermediate
+                widths.append(("moe_intermediate_size", "experts", model.experts.intermediate))
             if model.experts.shared_intermediate:
-                widths["shared experts"] = "shared", model.experts.shared_intermediate
-        for field, (kind, width) in widths.items():
-            if kept.of(kind) < 1 and width % (tp * block):
+                widths.append(("shared experts", "shared", model.experts.shared_intermediate))
+        for field, kind, width in widths:
+            if stored.kept.of(kind) < 1 and kind not in own and width % (tp * block):
                 remedy = "take a smaller tp, or divide whole experts (ep)" if kind == "experts" else "take a smaller tp"
                 return f"weight_block_size is {block}: tp {tp} cuts {field} {width:,} within a block; {remedy}"
         return None
@@ -124,26 +125,26 @@ class Quantization:
 
     def weight_bytes(self, model: ModelSpec, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
         """Bytes on one device of the heaviest pipeline stage; see `ModelSpec.device_parameters`."""
-        stored, total = self.weights(model), model.device_parameters(tp, pp, ep)
+        stored, held = self.weights(model), model.device_parameters(tp, pp, ep)
         if stored == BF16:
-            return ACTIVATION_BYTES * total
-        parts = {
-            "attention": model.device_attention_parameters(tp, pp),
-            "shared": model.device_shared_parameters(tp, pp),
-            "experts": model.device_routed_parameters(tp, pp, ep),
-        }
-        kept = model.unquantized_parameters(tp, pp)
-        dense = max(0.0, total - kept - sum(parts.values()))
-        quantised = sum(stored.bytes_of(kind) * parts[kind] for kind in ("attention", "shared", "experts"))
-        return ACTIVATION_BYTES * kept + quantised + stored.bytes_of("dense") * dense
+            return ACTIVATION_BYTES * held.total
+        parts: Mapping[MatrixKind, float] = {"attention": held.mixer, "shared": held.shared, "experts": held.routed}
+        quantised = sum(stored.bytes_of(kind) * size for kind, size in parts.items())
+        return ACTIVATION_BYTES * held.plain + quantised + stored.bytes_of("dense") * held.dense
 
     def version_bytes(self, model: ModelSpec) -> float:
-        """Bytes of all weights: what an update sends."""
-        return ACTIVATION_BYTES * model.parameters if self.weights(model) == BF16 else self.weight_bytes(model)
+        """Bytes of all weights that are trained: what an update sends."""
+        if self.weights(model) == BF16:
+            return ACTIVATION_BYTES * model.trained_parameters
+        return self.weight_bytes(model) - ACTIVATION_BYTES * model.tower
 
-    def kv_bytes_per_token(self, model: ModelSpec, tp: int = 1, pp: int = 1) -> float:
+    def kv_bytes_per_token(self, model: ModelSpec, tp: int = 1, pp: int = 1, context: float | None = None) -> float:
         """Bytes in the KV cache of one device; see `ModelSpec.kv_bytes_per_token`."""
-        return model.kv_bytes_per_token(self.kv_number(model).bytes, tp, pp)
+        return model.kv_bytes_per_token(self.kv_number(model).bytes, tp, pp, context)
+
+    def kv_bytes(self, model: ModelSpec, context: float, tp: int = 1, pp: int = 1) -> float:
+        """Bytes of a sequence of `context` tokens on one device; see `ModelSpec.kv_bytes`."""
+        return model.kv_bytes(context, self.kv_number(model).bytes, tp, pp)
 
     # Products
 
@@ -151,7 +152,7 @@ class Quantization:
         """Speed of the GPU's products with matrices of this kind, over bf16; those that keep 16 bits are no faster."""
         stored = self.weights(model)
         kept = stored.kept.of(kind)
-        return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product, 1.0))
+        return 1 / (kept + (1 - kept) / record_of(gpu).faster.get(stored.product_of(kind), 1.0))
 
 
 AS_STORED = Quantization()

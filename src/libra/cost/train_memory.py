@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from libra.config.recipe import Execution, TrainingBytes
+from libra.hardware.attention import Attention
+from libra.hardware.layers import LayerKind
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
 
@@ -80,21 +82,30 @@ class StageParameters:
 
 def stage_parameters(model: ModelSpec, table: LayoutTable) -> StageParameters:
     tp = table.tp
-    layers = np.ceil(model.layers / table.pp)
-    sparse = np.minimum(layers, model.sparse_layers)
-    attention = per_degree(model.attention_parameters, tp) + model.norm_parameters
-    dense_mlp = model.dense_mlp_parameters / tp
-    count = model.experts.count if model.experts else 0
-    routed = model.expert_parameters * count / (table.ep * tp)
-    beside = model.shared_expert_parameters / tp + model.router_parameters
     embedding = model.vocab * model.hidden / tp
-    both = np.where(table.pp > 1, embedding, model.embedding_parameters / tp)
-    return StageParameters(
-        dense=both + model.hidden + layers * attention + (layers - sparse) * dense_mlp + sparse * beside,
-        experts=sparse * routed,
-        layer=attention + (routed + beside if model.sparse_layers else dense_mlp),
-        embedding=embedding,
-    )
+    dense = np.where(table.pp > 1, embedding, model.embedding_parameters / tp) + model.hidden + model.other
+    experts, largest = np.zeros_like(dense), np.zeros_like(dense)
+    for kind, layers in stage_kinds(model, table):
+        held = _beside_routed(kind, model.hidden, tp)
+        routed = kind.parameters(model.hidden).routed / (table.ep * tp)
+        dense, experts = dense + layers * held, experts + layers * routed
+        if kind.experts or not model.experts:  # a layer with experts stands for those without
+            largest = np.maximum(largest, held + routed)
+    return StageParameters(dense, experts, largest, embedding)
+
+
+def _beside_routed(kind: LayerKind, hidden: int, tp: Array) -> Array:
+    """Parameters of one layer besides routed experts, for a column of degrees."""
+    whole = kind.parameters(hidden)
+    held: Array = per_degree(lambda degree: kind.mixer_parameters(hidden, degree), tp) + whole.plain
+    return held + (whole.dense + whole.shared) / tp
+
+
+def stage_kinds(model: ModelSpec, table: LayoutTable) -> list[tuple[LayerKind, Array]]:
+    """Every kind of layer, and a column of its number of layers in the heaviest pipeline stage (`ModelSpec.stage`)."""
+    stages = {int(pp): dict(model.stage(int(pp))) for pp in np.unique(table.pp)}
+    at = table.pp.astype(int).tolist()
+    return [(kind, np.array([stages[pp].get(kind, 0) for pp in at], dtype=float)) for kind in model.kinds]
 
 
 def per_degree(of: Callable[[int], float], degrees: Array) -> Array:
@@ -122,6 +133,7 @@ def memory_columns(
 
     tokens = np.maximum(table.micro_tokens, longest) / table.cp
     layers = np.ceil(model.layers / table.pp)
+    towers = state.weights * model.tower / table.tp  # stored once, and never trained
     of_layer = _eager_bytes_per_token if execution == "eager" else layer_bytes_per_token
     every, kept = of_layer(model, table, state)
     inside_layer = np.where(table.recompute == _FULL, every, 0.0)  # the layer that is being computed again
@@ -136,7 +148,7 @@ def memory_columns(
         outside = tokens * model.hidden * (4 + 3 * state.weights) / table.tp
         # Of the layer that is computed again: the gradient of its gated product.
         inside_layer = inside_layer + np.where(
-            table.recompute == _FULL, state.product * _mlp_width(model) / table.tp, 0.0
+            table.recompute == _FULL, state.product * mlp_width(model) / table.tp, 0.0
         )
         if state.product < state.weights:  # what autocast makes of the weights: with recomputation only of the head's
             head = state.product * parameters.embedding
@@ -167,7 +179,7 @@ def memory_columns(
         "offloaded": np.maximum(0.0, weights - gradients),
     }[reference]
     return {
-        "weights": weights,
+        "weights": weights + towers,
         "gradients": gradients,
         "optimiser": state.states * divided,
         "activations": np.where(first_is_fuller, first, last),
@@ -201,25 +213,19 @@ def training_memory(
 
 
 def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
-    """Activation bytes of one layer and token on one device: of a layer without recomputation, and what is kept."""
+    """Activation bytes of one layer and token on one device: of a layer without recomputation, and what is kept.
+
+    Where layers differ, bytes are a mean over the mixers of all layers. Of MLPs, those with experts stand for all.
+    """
     tp, value = table.tp, state.weights
-    norms, product = 2.0 * model.hidden, 0.0
-    if model.latent is None:
-        query, key = model.heads * model.head_dim / tp, model.kv_heads * model.head_dim / np.minimum(tp, model.kv_heads)
-        heads = 2 * query + 2 * key + (query + key if model.qk_norm else 0)
-    else:
-        latent = model.latent
-        query = model.heads * (latent.nope_dim + latent.rope_dim) / tp
-        compressed = 2.0 * (latent.q_rank + latent.kv_rank) + latent.rope_dim
-        heads = 2 * query + 2 * model.heads * latent.value_dim / tp + compressed
-    if model.experts and model.sparse_layers:
+    norms, product = model.hidden * mean_of(model, lambda kind: float(kind.parts)), mlp_width(model)
+    heads = mean_of(model, lambda kind: kind.mixer.saved(tp) if kind.mixer else np.zeros_like(tp, dtype=float))
+    routed = 0.0
+    if model.experts:
         experts = model.experts
-        product = experts.active * experts.intermediate + experts.shared_intermediate
         # Routed tokens are whole on every tensor-parallel rank, and one copy for each expert they go to.
-        routed = 2.0 * experts.active * model.hidden + 2 * experts.count
-    else:
-        product, routed = float(model.intermediate), 0.0
-    every = value * (2 * model.hidden / tp + norms / tp + heads + routed) + state.product * 3 * product / tp
+        routed = 2.0 * experts.active * experts.width(model.hidden) + 2 * experts.count
+    every = value * (norms / tp + norms / tp + heads + routed) + state.product * 3 * product / tp
     kept = np.where(table.recompute >= _SELECTIVE, every - (value * norms + state.product * product) / tp, every)
     return every, np.where(table.recompute == _FULL, value * model.hidden / tp, kept)
 
@@ -232,17 +238,34 @@ def _eager_bytes_per_token(model: ModelSpec, table: LayoutTable, state: Training
     fused, kept = layer_bytes_per_token(model, table, state)
     inputs = 5 if product < value else 2  # of queries, keys, values, gate and up
     more = model.hidden * (2 * (4 + value) + inputs * product - 4 * value) / tp
-    if model.latent is None:
-        heads = model.heads * model.head_dim / tp + model.kv_heads * model.head_dim / np.minimum(tp, model.kv_heads)
-        more = more + 2 * heads * (product - value)
-        if model.qk_norm:
-            more = more + heads * (4 + product - value)
-    every = fused + more + product * _mlp_width(model) / tp
+    more = more + mean_of(model, lambda kind: _eager_heads(kind, tp, value, product))
+    every = fused + more + product * mlp_width(model) / tp
     return every, np.where(table.recompute == _FULL, kept, kept + every - fused)
 
 
-def _mlp_width(model: ModelSpec) -> float:
-    """Width of the gated product of one token, all its experts together."""
-    if model.experts and model.sparse_layers:
-        return float(model.experts.active * model.experts.intermediate + model.experts.shared_intermediate)
-    return float(model.intermediate)
+def _eager_heads(kind: LayerKind, tp: Array, value: float, product: float) -> Array:
+    """What eager execution keeps of queries and keys beyond fused kernels."""
+    mixer = kind.mixer
+    if not isinstance(mixer, Attention):
+        return np.zeros_like(tp, dtype=float)
+    heads = mixer.heads * mixer.head_dim / tp + mixer.kv_heads * mixer.head_dim / np.minimum(tp, mixer.kv_heads)
+    more: Array = 2 * heads * (product - value)
+    return more if mixer.qk_norm == "none" else more + heads * (4 + product - value)
+
+
+def mean_of(model: ModelSpec, of: Callable[[LayerKind], Any]) -> Any:
+    """The mean over all layers of what `of` gives for each kind."""
+    total: Any = None
+    for kind, count in model.counted:
+        part = of(kind) if len(model.kinds) == 1 else of(kind) * count
+        total = part if total is None else total + part
+    return total if len(model.kinds) == 1 else total / model.layers
+
+
+def mlp_width(model: ModelSpec) -> float:
+    """Mean width of the product inside an MLP of one token, all its experts together, over all layers. Experts stand
+    for the MLPs of layers without them."""
+    experts = model.experts
+    widest = experts.active * experts.intermediate + experts.shared_intermediate if experts else model.intermediate
+    absent = model.count(lambda kind: kind.mlp is None)
+    return float(widest) * (1 - absent / model.layers) if absent else float(widest)

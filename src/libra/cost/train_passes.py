@@ -19,10 +19,11 @@ import numpy as np
 from libra.config.recipe import TrainingBytes
 from libra.cost.sources.rates import TrainingRates
 from libra.cost.train_batch import Batch
-from libra.cost.train_memory import Reference, layer_bytes_per_token
+from libra.cost.train_memory import Reference, layer_bytes_per_token, mean_of, mlp_width, stage_kinds
 from libra.cost.transfer import Fabric, Group, all_gather_seconds, dispatch_seconds, point_to_point_seconds
 from libra.hardware.cluster import GPU
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, Array, LayoutTable
 
 ATTENTION_BACKWARD = 2.5  # FLOPs of FlashAttention's backward, relative to its forward
@@ -73,7 +74,8 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     """
     model, batch, rates, state, fabric = work.model, work.batch, work.rates, work.state, work.fabric
     tp, cp = table.tp, table.cp
-    layers, sparse = _stage_layers(model, table)
+    kinds = stage_kinds(model, table)
+    layers = np.ceil(model.layers / table.pp)
     tokens = batch.tokens / table.dp / cp  # of one rank, on one of its context-parallel devices
     # Ring attention is a kernel and a merge for each part of the keys.
     launches = counts * layers * (OPERATIONS + 2 * (cp - 1)) * LAUNCH
@@ -84,7 +86,7 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         # Backward takes twice the forward and 2.5 times its attention: what attention gains is bounded with both.
         gained = ATTENTION_BACKWARD / 2 * np.maximum(0.0, slower_attention - attention)
         forward, head = np.maximum(forward, least + gained), np.maximum(head, slower_head)
-    product = _product_width(model)
+    product = mlp_width(model)
     again = tokens / tp * state.weights * layers * (4 * model.hidden + 3 * product) / rates.bandwidth
     layer_recompute = np.select(
         [table.recompute == _FULL, table.recompute == _SELECTIVE], [forward + launches + attention, again], 0.0
@@ -94,12 +96,14 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     micro = tokens / counts
     group = Group(tp)
     whole = all_gather_seconds(micro * model.hidden * value, group, fabric)
-    per_layer = np.where(tp > 1, 4 * whole, 0.0)  # gather and scatter, around attention and around the MLP
-    per_sparse = np.zeros(len(table))
-    if model.experts and model.sparse_layers:
-        copies = micro * model.experts.active * model.hidden * value
+    # Gather and scatter, around attention and around the MLP.
+    per_layer = np.where(tp > 1, 2 * mean_of(model, lambda kind: float(kind.parts)) * whole, 0.0)
+    per_sparse, sparse = np.zeros(len(table)), sum(count for kind, count in kinds if kind.experts)
+    if model.experts:
+        width = model.experts.width(model.hidden)
+        copies = micro * model.experts.active * width * value
         reached = partial(reached_parts, model.experts)
-        moved = dispatch_seconds(micro * model.hidden * value / tp, reached, Group(table.ep, tp), fabric)
+        moved = dispatch_seconds(micro * width * value / tp, reached, Group(table.ep, tp), fabric)
         beside = np.where(tp > 1, 2 * whole + 2 * all_gather_seconds(copies, group, fabric), 0.0)
         per_sparse = np.where(table.ep > 1, 2 * moved, 0.0) + beside - per_layer
     next_stage = table.tp * table.cp * table.dp
@@ -125,26 +129,23 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
     )
 
 
-def _stage_layers(model: ModelSpec, table: LayoutTable) -> tuple[Array, Array]:
-    """Layers of the largest pipeline stage, and how many of them have experts at most."""
-    layers = np.ceil(model.layers / table.pp)
-    return layers, np.minimum(layers, model.sparse_layers)
-
-
 def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRates) -> tuple[Array, Array, Array]:
     """Forward seconds of one rank by these rates: of a stage's layers without attention and launches, of its attention,
     and of the language-model head."""
     model, batch, state = work.model, work.batch, work.state
     tp = table.tp
-    layers, sparse = _stage_layers(model, table)
+    layers = np.ceil(model.layers / table.pp)
     tokens = batch.tokens / table.dp / table.cp  # of one rank, on one of its context-parallel devices
-    active = model.experts.active if model.experts else 0
-    dense = layers * (model.attention_parameters() + model.norm_parameters)
-    dense = dense + (layers - sparse) * model.dense_mlp_parameters
-    dense = dense + sparse * (model.shared_expert_parameters + model.router_parameters)
+    mean = batch.context_sum / batch.tokens
+    active, count = (model.experts.active, model.experts.count) if model.experts else (0, 0)
+    dense, sparse = np.zeros(len(table)), np.zeros(len(table))
+    for kind, number in stage_kinds(model, table):
+        of_kind = kind.parameters(model.hidden)
+        dense = dense + number * (of_kind.total - of_kind.routed)
+        sparse = sparse + number * (kind.experts is not None)
     routed = sparse * active * model.expert_parameters
     # A pass reads every expert of the device once per micro-batch, however few tokens come to it.
-    held = sparse * model.expert_parameters * (model.experts.count if model.experts else 0) / (table.ep * tp)
+    held = sparse * model.expert_parameters * count / (table.ep * tp)
     reading = counts * held * state.weights / rates.bandwidth
     experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
     forward = 2 * dense * tokens / tp / rates.linear + experts
@@ -155,7 +156,10 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
         forward = forward + counts * (dense + held) * (state.weights + state.product) / tp / rates.bandwidth
     head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
     keys = batch.context_sum / table.dp
-    attention = model.forward_flops(0, 1) * keys * layers / model.layers / (tp * table.cp) / rates.attention
+    # Where layers differ, each stage is taken to have its share of all attention and states.
+    attention = model.key_flops(mean) * keys * layers / model.layers / (tp * table.cp) / rates.attention
+    if model.token_flops:
+        attention = attention + model.token_flops * tokens * layers / model.layers / tp / rates.attention
     return forward, attention, head
 
 
@@ -176,19 +180,9 @@ def _drawn_parts(parts: Array, count: float, draws: int) -> Array:
     return reached
 
 
-def _product_width(model: ModelSpec) -> float:
-    """Width of the gated product of one layer, all experts that a token takes together."""
-    if model.experts and model.sparse_layers:
-        return model.experts.active * model.experts.intermediate + model.experts.shared_intermediate
-    return model.intermediate
-
-
 def _ring_seconds(model: ModelSpec, table: LayoutTable, micro: Array, value: float, fabric: Fabric) -> Array:
     """Keys and values of one layer and micro-batch, passed once around the context-parallel ring."""
-    if model.latent is None:
-        width = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / table.tp)
-    else:
-        width = (2 * model.latent.nope_dim + model.latent.rope_dim) * model.heads / table.tp
+    width = mean_of(model, lambda kind: kind.mixer.ring(table.tp) if kind.mixer else 0.0 * table.tp)
     group = Group(table.cp, table.tp)
     hop = micro * width * value / group.bandwidth(fabric)
     latency = np.where(table.cp > 1, group.latency(fabric), 0.0)

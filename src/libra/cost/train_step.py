@@ -195,7 +195,8 @@ def _seconds_per_token(work: Work) -> tuple[float, float]:
     model, rates = work.model, work.rates.fused or work.rates  # passes grow with tokens as products do
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
     linear = 3 * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
-    return linear, (1 + ATTENTION_BACKWARD) * model.forward_flops(0, 1) / rates.attention
+    mean = work.batch.context_sum / work.batch.tokens
+    return linear, (1 + ATTENTION_BACKWARD) * model.key_flops(mean) / rates.attention
 
 
 def pipeline_seconds(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> float:

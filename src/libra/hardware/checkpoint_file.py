@@ -6,15 +6,14 @@ Invariant: a configuration is understood or refused by its field. Formats are th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from libra.config.yaml_file import shown
+from libra.hardware.checkpoint_modules import modules, shares
 from libra.hardware.model import ModelSpec
-from libra.hardware.stored_weights import MATRIX_KINDS, KeptShares, MatrixKind, NumberFormat, WeightFormat
+from libra.hardware.stored_weights import MATRIX_KINDS, KeptShares, KindFormat, NumberFormat, WeightFormat
 
 _FIELD = "quantization_config"
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
@@ -26,13 +25,19 @@ def stored_weights(config: object, model: ModelSpec) -> WeightFormat:
     the field."""
     if not isinstance(config, dict):
         raise ValueError(f"{_FIELD}: expected an object (got {shown(config)})")
+    if config.get("quant_algo") == "MIXED_PRECISION":
+        return _mixed(config, model)
     found = _reader(config)(config)
     kept = _kept(config, model)
     if found.kept != KeptShares():  # a method that stores routed experts alone
         kept = replace(found.kept, experts=kept.experts)
-    if all(kept.of(kind) == 1 for kind in MATRIX_KINDS if kind == "attention" or _parameters(model, kind)):
-        raise ValueError(f"{_FIELD}: every matrix of a layer is ignored; leave the field out")
+    _require_some(kept, model)
     return replace(found, kept=kept, kv_cache_dtype=_kv_cache_dtype(config))
+
+
+def _require_some(kept: KeptShares, model: ModelSpec) -> None:
+    if all(kept.of(kind) == 1 for kind in {module.kind for module in modules(model)}):
+        raise ValueError(f"{_FIELD}: every matrix of a layer is ignored; leave the field out")
 
 
 def _reader(config: _Config) -> Callable[[_Config], WeightFormat]:
@@ -50,8 +55,12 @@ def _reader(config: _Config) -> Callable[[_Config], WeightFormat]:
 
 def _fp8(config: _Config) -> WeightFormat:
     block = config.get("weight_block_size")
+    experts = config.get("expert_dtype")
+    if experts not in (None, "fp4", "fp8"):
+        raise ValueError(f"expert_dtype: {shown(experts)} has no price; known are fp4 and fp8")
+    own = (KindFormat("experts", NumberFormat(4, 32, 8), "fp4"),) if experts == "fp4" else ()
     return WeightFormat(
-        "fp8", NumberFormat(8), "fp8", block=0 if block is None else _square("weight_block_size", block)
+        "fp8", NumberFormat(8), "fp8", block=0 if block is None else _square("weight_block_size", block), own=own
     )
 
 
@@ -132,6 +141,7 @@ _ALGORITHMS: Mapping[str, WeightFormat] = {
     "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat("fp8", NumberFormat(8), "fp8"),
     "MXFP8": WeightFormat("mxfp8", NumberFormat(8, 32, 8), "fp8"),
     "NVFP4": WeightFormat("modelopt_fp4", NumberFormat(4, 16, 8), "fp4"),
+    "W4A16_NVFP4": WeightFormat("modelopt_fp4", NumberFormat(4, 16, 8)),
 }
 
 
@@ -139,9 +149,7 @@ def _modelopt(config: _Config) -> WeightFormat:
     algorithm = config.get("quant_algo")
     if algorithm is None and "config_groups" in config:
         return _compressed_tensors(config)
-    if not isinstance(algorithm, str) or algorithm.upper() not in _ALGORITHMS:
-        raise ValueError(f"{_FIELD}.quant_algo: {shown(algorithm)} has no price; known are {', '.join(_ALGORITHMS)}")
-    return _ALGORITHMS[algorithm.upper()]
+    return _ALGORITHMS[_algorithm("quant_algo", algorithm)]
 
 
 def _mxfp4(config: _Config) -> WeightFormat:
@@ -162,8 +170,10 @@ _READERS: Mapping[str, Callable[[_Config], WeightFormat]] = {
 
 def _kv_cache_dtype(config: _Config) -> str:
     """The type of KV that a ModelOpt checkpoint names, as vLLM resolves `kv_cache_dtype: auto`; otherwise 16 bits."""
-    if _reader(config) is not _modelopt:
-        return "auto"
+    return _kv_of_modelopt(config) if _reader(config) is _modelopt else "auto"
+
+
+def _kv_of_modelopt(config: _Config) -> str:
     given = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
     if isinstance(given, dict):
         bits = given.get("num_bits")
@@ -171,7 +181,44 @@ def _kv_cache_dtype(config: _Config) -> str:
     return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(given).upper(), "auto")
 
 
-# Ignored modules
+# Modules
+
+
+def _mixed(config: _Config, model: ModelSpec) -> WeightFormat:
+    """A ModelOpt checkpoint that names the algorithm of each module. Modules that it does not name keep 16 bits, or
+    have the type of the method beside it (fp8)."""
+    layers = config.get("quantized_layers")
+    if not isinstance(layers, dict) or not layers or not all(isinstance(it, dict) for it in layers.values()):
+        raise ValueError(f"{_FIELD}.quantized_layers: expected an object of modules (got {shown(layers)})")
+    by_algorithm: dict[str, list[str]] = {}
+    for name, its in layers.items():
+        by_algorithm.setdefault(_algorithm(f"quantized_layers.{name}.quant_algo", its.get("quant_algo")), []).append(
+            name
+        )
+    named = {algorithm: shares(model, names) for algorithm, names in by_algorithm.items()}
+    beside = _fp8(config) if config.get("quant_method") == "fp8" else None
+    own, kept, there = [], dict.fromkeys(MATRIX_KINDS, 0.0), {module.kind for module in modules(model)}
+    for kind in MATRIX_KINDS:
+        if kind not in there:
+            continue
+        found = [(_ALGORITHMS[algorithm], share.of(kind)) for algorithm, share in named.items() if share.of(kind)]
+        if len(found) > 1:
+            raise ValueError(f"{_FIELD}.quantized_layers: {kind} matrices of more than one type have no price")
+        if found and beside and found[0][1] < 1:
+            raise ValueError(f"{_FIELD}.quantized_layers: {kind} matrices of more than one type have no price")
+        if found:
+            own.append(KindFormat(kind, found[0][0].number, found[0][0].product))
+        kept[kind] = 1 - found[0][1] if found else 0.0 if beside else 1.0
+    shared = KeptShares(**kept)
+    _require_some(shared, model)
+    base = beside or WeightFormat("modelopt_mixed", NumberFormat(16))
+    return replace(base, name="modelopt_mixed", own=tuple(own), kept=shared, kv_cache_dtype=_kv_of_modelopt(config))
+
+
+def _algorithm(place: str, name: object) -> str:
+    if not isinstance(name, str) or name.upper() not in _ALGORITHMS:
+        raise ValueError(f"{_FIELD}.{place}: {shown(name)} has no price; known are {', '.join(_ALGORITHMS)}")
+    return name.upper()
 
 
 def _kept(config: _Config, model: ModelSpec) -> KeptShares:
@@ -181,80 +228,7 @@ def _kept(config: _Config, model: ModelSpec) -> KeptShares:
         if not isinstance(given, list) or not all(isinstance(it, str) for it in given):
             raise ValueError(f"{_FIELD}.{name}: expected a list of names (got {shown(given)})")
         patterns += given
-    if not patterns:
-        return KeptShares()
-    ignored = _matcher(patterns)
-    shares: dict[str, float] = {}
-    for kind in MATRIX_KINDS:
-        sizes = [(size, ignored(name)) for name, size in _matrices(model, kind)]
-        total = sum(size for size, _ in sizes)
-        shares[kind] = sum(size for size, kept in sizes if kept) / total if total else 0.0
-    return KeptShares(**shares)
-
-
-def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """A test whether a module is ignored: a pattern names it, a module above it, or a part of its path (`self_attn`).
-    A pattern with `re:` is a regular expression, one with `*` a wildcard."""
-    plain: set[str] = set()
-    expressions: list[re.Pattern[str]] = []
-    wildcards: list[str] = []
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                expressions.append(re.compile(pattern[3:]))
-            except re.error as error:
-                raise ValueError(f"{_FIELD}.ignore: {shown(pattern)} is no regular expression: {error}") from None
-        elif "*" in pattern:
-            wildcards.append(pattern.replace("language_model.", ""))
-        else:
-            plain.add(pattern.replace("language_model.", ""))
-
-    def ignored(name: str) -> bool:
-        parts = name.split(".")
-        spans = ((start, end) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
-        return (
-            any(".".join(parts[start:end]) in plain for start, end in spans)
-            or any(fnmatchcase(name, it) or fnmatchcase(name, f"{it}.*") for it in wildcards)
-            or any(it.match(name) for it in expressions)
-        )
-
-    return ignored
-
-
-def _matrices(model: ModelSpec, kind: MatrixKind) -> Iterator[tuple[str, int]]:
-    """Names and sizes of the model's matrices of one kind, as Hugging Face calls them; the first layers are taken to be
-    those without experts, and one routed expert stands for all of its layer."""
-    first = model.dense_layers
-    layers = {"attention": range(model.layers), "dense": range(first)}.get(kind, range(first, model.layers))
-    inside = {"dense": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts.0"}
-    for layer in layers:
-        if kind == "attention":
-            for name, size in _attention(model).items():
-                yield f"model.layers.{layer}.self_attn.{name}", size
-        elif size := _parameters(model, kind):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                yield f"model.layers.{layer}.{inside[kind]}.{name}", size
-
-
-def _parameters(model: ModelSpec, kind: MatrixKind) -> int:
-    """Parameters of one layer's MLP matrices of this kind; 0 where the model has none."""
-    sizes = {
-        "dense": model.dense_mlp_parameters if model.dense_layers else 0,
-        "shared": model.shared_expert_parameters,
-        "experts": model.expert_parameters,
-    }
-    return sizes.get(kind, 0)
-
-
-def _attention(model: ModelSpec) -> dict[str, int]:
-    latent = model.latent
-    if latent is None:
-        query, key = model.hidden * model.heads * model.head_dim, model.hidden * model.kv_heads * model.head_dim
-        return {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}
-    query = model.heads * (latent.nope_dim + latent.rope_dim)
-    compressed = {"q_a_proj": model.hidden * latent.q_rank, "q_b_proj": latent.q_rank * query}
-    return (compressed if latent.q_rank else {"q_proj": model.hidden * query}) | {
-        "kv_a_proj_with_mqa": model.hidden * (latent.kv_rank + latent.rope_dim),
-        "kv_b_proj": latent.kv_rank * model.heads * (latent.nope_dim + latent.value_dim),
-        "o_proj": model.heads * latent.value_dim * model.hidden,
-    }
+    try:
+        return shares(model, patterns) if patterns else KeptShares()
+    except ValueError as error:
+        raise ValueError(f"{_FIELD}.ignore: {error}") from None

@@ -1,110 +1,115 @@
 """Shape of a language model, and its parameters, FLOPs and KV bytes, by arithmetic on its layers.
 
 Invariant: a `ModelSpec` is complete and possible, and its parameter counts are exact: those of the checkpoint.
-`model_file` reads shapes.
+`model_file` reads shapes; `decoder` makes those whose layers all have the same attention.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from libra.hardware.attention import Attention
+from libra.hardware.checks import require_at_least
+from libra.hardware.latent import LatentAttention
+from libra.hardware.layers import LayerKind, LayerParameters
+from libra.hardware.mlp import Experts
 from libra.hardware.stored_weights import WeightFormat
-
-_MATRICES = 3  # of a gated MLP: gate, up, down
-
-
-def require_at_least(minimum: int, **fields: int) -> None:
-    """Raise ValueError naming the first of `fields` that is below `minimum`."""
-    for field, value in fields.items():
-        if value < minimum:
-            raise ValueError(f"{field} is {value}; set it to {minimum} or more")
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Mixture of experts. `layers` of the model's layers route each token to `active` of `count` experts."""
-
-    count: int
-    active: int
-    intermediate: int  # width of one expert
-    shared_intermediate: int  # width of the experts that every token takes; 0 where there are none
-    layers: int
-    groups: int = 1  # equal parts of the experts
-    active_groups: int = 1  # groups that have all experts of one token
-
-    def __post_init__(self) -> None:
-        require_at_least(1, groups=self.groups, active_groups=self.active_groups)
-        require_at_least(1, count=self.count, active=self.active, intermediate=self.intermediate, layers=self.layers)
-        require_at_least(0, shared_intermediate=self.shared_intermediate)
-        if self.active > self.count:
-            raise ValueError(f"active is {self.active}, but there are {self.count} experts; lower it")
-        if self.count % self.groups or self.active_groups > self.groups:
-            raise ValueError(
-                f"groups is {self.groups} and active_groups {self.active_groups}; take groups that divide the"
-                f" {self.count} experts, and as many or fewer of them"
-            )
-        if self.active * self.groups > self.count * self.active_groups:
-            raise ValueError(f"active is {self.active}, more than {self.active_groups} groups have; lower it")
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one compressed KV vector a token and layer."""
-
-    q_rank: int  # 0: queries are not compressed
-    kv_rank: int
-    nope_dim: int  # per head, without position
-    rope_dim: int  # per head, with position; one key of it is shared by all heads
-    value_dim: int  # per head
-
-    def __post_init__(self) -> None:
-        require_at_least(0, q_rank=self.q_rank)
-        require_at_least(
-            1, kv_rank=self.kv_rank, nope_dim=self.nope_dim, rope_dim=self.rope_dim, value_dim=self.value_dim
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Layer shapes of a decoder-only transformer with gated MLPs (three matrices each).
+    """A decoder-only language model: kinds of layers, and the kind of each layer in order.
 
     Raises ValueError where a shape is impossible. Not part of it: layers that predict further tokens (DeepSeek-V3's MTP
     module), which policy-gradient training does not run, and its bias on expert scores, which no gradient trains.
     """
 
     name: str
-    layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int  # of queries and keys
-    intermediate: int  # of the dense layers; 0 where every layer has experts
     vocab: int
     tied: bool  # input and output embeddings are one matrix
     max_context: int  # tokens
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: Experts | None = None
-    latent: LatentAttention | None = None
+    kinds: tuple[LayerKind, ...]
+    order: tuple[int, ...]  # index in `kinds` of each layer
+    tower: int = 0  # parameters of towers for pictures and sound, and of their projectors: in memory, never trained
+    other: int = 0  # parameters besides layers, embeddings, the last norm and towers
     stored: WeightFormat | None = None  # of the checkpoint; None: 16 bits
 
     def __post_init__(self) -> None:
-        require_at_least(1, layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
-        require_at_least(1, head_dim=self.head_dim, vocab=self.vocab, max_context=self.max_context)
-        require_at_least(1 if self.dense_layers else 0, intermediate=self.intermediate)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads is {self.kv_heads}; it must divide the {self.heads} heads")
-        if self.sparse_layers > self.layers:
-            raise ValueError(f"experts.layers is {self.sparse_layers}, but there are {self.layers} layers; lower it")
+        require_at_least(1, layers=len(self.order), hidden=self.hidden, vocab=self.vocab, max_context=self.max_context)
+        require_at_least(0, tower=self.tower, other=self.other)
+        if set(self.order) != set(range(len(self.kinds))):
+            raise ValueError(f"order names other kinds than the {len(self.kinds)} of the model; name each of them")
+        if len({kind.experts for kind in self.kinds if kind.experts}) > 1:
+            raise ValueError("layers have experts of different shapes, and only one shape has a price")
+
+    # Layers
+
+    @property
+    def layers(self) -> int:
+        return len(self.order)
+
+    @property
+    def counted(self) -> tuple[tuple[LayerKind, int], ...]:
+        """Every kind, with its number of layers."""
+        return tuple((kind, self.order.count(index)) for index, kind in enumerate(self.kinds))
+
+    def count(self, chosen: Callable[[LayerKind], bool]) -> int:
+        """Number of layers of the kinds that `chosen` accepts."""
+        return sum(count for kind, count in self.counted if chosen(kind))
+
+    def stage(self, pp: int, weight: Callable[[LayerKind], float] | None = None) -> tuple[tuple[LayerKind, int], ...]:
+        """Kinds and numbers of the ceil(layers / pp) consecutive layers that weigh most: by default, that have most
+        parameters. All pipeline stages are taken to be as deep."""
+        deep = -(-self.layers // pp)
+        if len(self.kinds) == 1:
+            return ((self.kinds[0], deep),)
+        each = [weight(kind) if weight else kind.parameters(self.hidden).total for kind in self.kinds]
+        sums = (0.0, *accumulate(each[index] for index in self.order))
+        start = max(range(self.layers - deep + 1), key=lambda first: sums[first + deep] - sums[first])
+        found = Counter(self.order[start : start + deep])
+        return tuple((kind, found[index]) for index, kind in enumerate(self.kinds))
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of all layers that have some; None: every MLP is dense."""
+        return next((kind.experts for kind in self.kinds if kind.experts), None)
 
     @property
     def sparse_layers(self) -> int:
         """Layers with experts."""
-        return self.experts.layers if self.experts else 0
+        return self.count(lambda kind: kind.experts is not None)
 
     @property
     def dense_layers(self) -> int:
-        return self.layers - self.sparse_layers
+        """Layers with an MLP that every token takes."""
+        return self.count(lambda kind: kind.dense is not None)
+
+    @property
+    def intermediate(self) -> int:
+        """Width of the widest MLP that every token takes; 0 where there is none."""
+        return max((kind.dense.intermediate for kind in self.kinds if kind.dense), default=0)
+
+    @property
+    def latent(self) -> bool:
+        """Whether a layer keeps compressed vectors instead of keys and values."""
+        return any(isinstance(kind.mixer, LatentAttention) for kind in self.kinds)
+
+    @property
+    def plain_attention(self) -> Attention | None:
+        """The attention of all layers, where it is the same in all, sees every key and has no part but projections,
+        biases of queries, keys and values, and norms of a head's width; None otherwise."""
+        mixers = {kind.mixer for kind in self.kinds}
+        first = next(iter(mixers))
+        if len(mixers) > 1 or not isinstance(first, Attention):
+            return None
+        plain = Attention(first.heads, first.kv_heads, first.head_dim, qkv_bias=first.qkv_bias, qk_norm=first.qk_norm)
+        return first if first == plain and first.qk_norm != "layer" else None
+
+    # Parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -112,24 +117,9 @@ class ModelSpec:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
-    def norm_parameters(self) -> int:
-        """The two norms of one layer; every device of a tensor-parallel group has them."""
-        return 2 * self.hidden
-
-    @property
-    def dense_mlp_parameters(self) -> int:
-        """The MLP of one dense layer."""
-        return _MATRICES * self.hidden * self.intermediate
-
-    @property
     def expert_parameters(self) -> int:
         """One routed expert of one layer; 0 without experts."""
-        return _MATRICES * self.hidden * self.experts.intermediate if self.experts else 0
-
-    @property
-    def shared_expert_parameters(self) -> int:
-        """The experts of one layer that every token takes."""
-        return _MATRICES * self.hidden * self.experts.shared_intermediate if self.experts else 0
+        return self.experts.of_one(self.hidden) if self.experts else 0
 
     @property
     def routed_parameters(self) -> int:
@@ -137,69 +127,34 @@ class ModelSpec:
         return self.sparse_layers * self.expert_parameters * (self.experts.count if self.experts else 0)
 
     @property
-    def router_parameters(self) -> int:
-        """The router of one layer; every device of a tensor-parallel group has it."""
-        return self.hidden * self.experts.count if self.experts else 0
-
-    def attention_parameters(self, tp: int = 1) -> float:
-        """The attention of one layer, on one of `tp` devices: heads are divided, what all heads share is repeated.
-
-        KV heads are repeated where there are fewer than devices (Megatron-LM and vLLM); with latent attention the
-        down-projections are.
-        """
-        kv_devices = min(tp, self.kv_heads)
-        if self.latent is None:
-            query = self.heads * self.head_dim
-            key_value = 2 * self.kv_heads * self.head_dim
-            bias = query / tp + key_value / kv_devices if self.qkv_bias else 0
-            norms = 2 * self.head_dim if self.qk_norm else 0
-            return self.hidden * (2 * query / tp + key_value / kv_devices) + bias + norms
-        latent = self.latent
-        query = self.heads * (latent.nope_dim + latent.rope_dim)
-        key_value = self.heads * (latent.nope_dim + latent.value_dim)
-        down = self.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank  # with its norm
-        if latent.q_rank:
-            down += self.hidden * latent.q_rank + latent.q_rank
-        up = query * (latent.q_rank or self.hidden) + key_value * latent.kv_rank
-        return down + (up + self.heads * latent.value_dim * self.hidden) / tp
-
-    @property
     def parameters(self) -> int:
         """All parameters: those that the checkpoint holds."""
-        return self._parameters(self.experts.count if self.experts else 0)
+        return self.trained_parameters + self.tower
+
+    @property
+    def trained_parameters(self) -> int:
+        """The parameters of the language model, without towers."""
+        layers = sum(count * int(kind.parameters(self.hidden).total) for kind, count in self.counted)
+        return self.embedding_parameters + self.hidden + self.other + layers
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses, both embeddings included, as model cards count them."""
-        return self._parameters(self.experts.active if self.experts else 0)
-
-    def _parameters(self, experts: int) -> int:
-        sparse = experts * self.expert_parameters + self.shared_expert_parameters + self.router_parameters
-        return (
-            self.embedding_parameters
-            + self.hidden
-            + self.layers * (int(self.attention_parameters()) + self.norm_parameters)
-            + self.dense_layers * self.dense_mlp_parameters
-            + self.sparse_layers * sparse
-        )
+        idle = self.experts.count - self.experts.active if self.experts else 0
+        return self.trained_parameters - self.sparse_layers * idle * self.expert_parameters
 
     def tp_refusal(self, tp: int) -> str | None:
         """Why the model cannot be divided over `tp` devices; None where it can."""
         if tp < 1:
             return f"tp is {tp}; it is 1 or more"
-        if self.heads % tp:
-            return f"tp is {tp}; it must divide the {self.heads} heads"
-        if self.kv_heads % tp and tp % self.kv_heads:
-            return f"tp is {tp}; it must divide the {self.kv_heads} KV heads or be a multiple of them"
-        return None
+        return next((why for kind in self.kinds if kind.mixer and (why := kind.mixer.tp_refusal(tp))), None)
 
-    def device_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
+    def device_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> LayerParameters:
         """Parameters on one device of the heaviest pipeline stage.
 
-        `tp` devices divide every layer's heads and MLPs and the embeddings; `ep` of the data-parallel replicas also
-        divide the routed experts. The heaviest stage is taken to have ceil(layers / pp) layers, the heaviest of all,
-        and, of several stages, one of the two embeddings: the first stage has one, the last the other.
-        Raises ValueError where the degrees do not divide the model.
+        `tp` devices divide every layer's heads and MLPs, embeddings and towers; `ep` of the data-parallel replicas also
+        divide the routed experts. Of several stages, one has one of the two embeddings: the first stage has one, the
+        last the other. Raises ValueError where the degrees do not divide the model.
         """
         refusal = self.tp_refusal(tp)
         if refusal:
@@ -209,59 +164,71 @@ class ModelSpec:
         count = self.experts.count if self.experts else 1
         if ep < 1 or count % ep:
             raise ValueError(f"ep is {ep}; it must divide the {count} experts")
-        layers = -(-self.layers // pp)
-        experts = (self.expert_parameters * count / ep + self.shared_expert_parameters) / tp + self.router_parameters
-        kinds = ((self.dense_mlp_parameters / tp, self.dense_layers), (experts, self.sparse_layers))
-        (heavy, most), (light, _) = sorted(kinds, reverse=True)
         embedding = self.embedding_parameters if pp == 1 else self.vocab * self.hidden
-        return (
-            embedding / tp
-            + self.hidden
-            + layers * (self.attention_parameters(tp) + self.norm_parameters)
-            + min(layers, most) * heavy
-            + max(0, layers - most) * light
-        )
+        found = LayerParameters(plain=embedding / tp + self.hidden + self.other + self.tower / tp)
+        for kind, layers in self.stage(pp, lambda kind: kind.parameters(self.hidden, tp, ep).total):
+            found = found + kind.parameters(self.hidden, tp, ep) * layers
+        return found
 
-    def device_attention_parameters(self, tp: int = 1, pp: int = 1) -> float:
-        """The part of `device_parameters` in attention."""
-        return -(-self.layers // pp) * self.attention_parameters(tp)
+    # A sequence
 
-    def device_shared_parameters(self, tp: int = 1, pp: int = 1) -> float:
-        """The part of `device_parameters` in experts that every token takes."""
-        return min(-(-self.layers // pp), self.sparse_layers) * self.shared_expert_parameters / tp
+    def kv_bytes(self, context: float, number: float, tp: int = 1, pp: int = 1) -> float:
+        """Bytes that a sequence of `context` tokens has in the memory of one of `tp` devices: all layers of the
+        pipeline stage that has most. `number` is the bytes of a number of KV.
 
-    def device_routed_parameters(self, tp: int = 1, pp: int = 1, ep: int = 1) -> float:
-        """The part of `device_parameters` in routed experts."""
-        layers = min(-(-self.layers // pp), self.sparse_layers)
-        return layers * self.expert_parameters * (self.experts.count if self.experts else 0) / ep / tp
-
-    def unquantized_parameters(self, tp: int = 1, pp: int = 1) -> float:
-        """The part of `device_parameters` that no quantisation narrows: embeddings, output head, norms of layers and
-        routers."""
-        layers = -(-self.layers // pp)
-        embedding = self.embedding_parameters if pp == 1 else self.vocab * self.hidden
-        routers = min(layers, self.sparse_layers) * self.router_parameters
-        return embedding / tp + self.hidden + layers * self.norm_parameters + routers
-
-    def kv_bytes_per_token(self, dtype_bytes: float, tp: int = 1, pp: int = 1) -> float:
-        """Bytes that one token of context takes in the KV cache of one of `tp` devices: all layers of the pipeline
-        stage that has most, ceil(layers / pp).
-
-        A latent vector belongs to all heads, so every device keeps it; so does each device that shares a KV head.
+        Full attention grows with each token, windows stop at their width, states have one size, and an indexer adds its
+        keys.
         """
-        layers = -(-self.layers // pp)
-        if self.latent is not None:
-            return layers * (self.latent.kv_rank + self.latent.rope_dim) * dtype_bytes
-        return layers * 2 * max(1.0, self.kv_heads / tp) * self.head_dim * dtype_bytes
+
+        def weight(kind: LayerKind) -> float:
+            return kind.kv_bytes(context, number, tp)
+
+        return sum(layers * weight(kind) for kind, layers in self.stage(pp, weight))
+
+    @property
+    def even(self) -> bool:
+        """Whether each token of a context adds the same bytes, at any length."""
+        return all(part.grows for kind in self.kinds for part in kind.kept())
+
+    def kv_bytes_per_token(self, number: float, tp: int = 1, pp: int = 1, context: float | None = None) -> float:
+        """`kv_bytes` for each token of a sequence of `context` tokens, by default of the longest that the model knows.
+        The same at any length where the model is `even`."""
+        if self.even:
+            return self.kv_bytes(1, number, tp, pp)
+        length = max(1.0, self.max_context if context is None else context)
+        return self.kv_bytes(length, number, tp, pp) / length
 
     def forward_flops(self, tokens: float, context_sum: float) -> float:
         """FLOPs of a forward pass over `tokens` tokens, logits of each included.
 
-        `context_sum` is the sum over these tokens of the keys each sees: n * (n + 1) / 2 for a causal sequence of n.
+        `context_sum` is the sum over these tokens of the keys up to each: n * (n + 1) / 2 for a causal sequence of n.
         Two per multiplied parameter and token, and per head, layer and key 2 for each dimension of the key and of the
-        value (Narayanan et al. 2021, arXiv 2104.04473, appendix; there without the causal mask). Backward is twice it.
+        value (Narayanan et al. 2021, arXiv 2104.04473, appendix; there without the causal mask), of the keys that the
+        layer's attention sees. Backward is twice it.
         """
         vocabulary = self.vocab * self.hidden
         multiplied = self.active_parameters - self.embedding_parameters + vocabulary
-        dims = 2 * self.head_dim if self.latent is None else self.head_dim + self.latent.value_dim
-        return 2.0 * multiplied * tokens + 2.0 * dims * self.heads * self.layers * context_sum
+        mean = context_sum / tokens if tokens else 0.0
+        return (2.0 * multiplied + self.token_flops) * tokens + self.key_flops(mean) * context_sum
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs of a forward pass for each token, besides its parameters: those of states."""
+        return sum(count * kind.mixer.token_flops for kind, count in self.counted if kind.mixer)
+
+    def key_flops(self, mean: float = 0.0) -> float:
+        """FLOPs of a forward pass for each key of a token that has `mean` on average, also of keys beyond reach; 0: all
+        are within reach."""
+        return sum(count * kind.key_flops(mean) for kind, count in self.counted)
+
+
+def arranged(layers: Sequence[LayerKind]) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """`kinds` and `order` of a model with these layers, in order."""
+    kinds = tuple(dict.fromkeys(layers))
+    index = {kind: number for number, kind in enumerate(kinds)}
+    return kinds, tuple(index[kind] for kind in layers)
+
+
+def mixers(model: ModelSpec) -> Iterator[tuple[LayerKind, int]]:
+    """Kinds with a mixer, and their numbers of layers."""
+    return ((kind, count) for kind, count in model.counted if kind.mixer is not None)

@@ -1,35 +1,47 @@
 """Shapes of models by name, or from a Hugging Face config.json.
 
-Invariant: a configuration is understood or refused. A needed field that is missing, an architecture that is not known
-and a variant that would be priced wrongly (a sliding window, say) are each refused by the name of the field; only
-what the Hugging Face classes themselves default in every family is defaulted here. `quantization_config` says how the
-weights are stored (`libra.hardware.checkpoint_file`). Other fields that change no shape are not read.
+Invariant: a configuration is understood or refused. A needed field that is missing, a family that is not known and a
+part without a price are each refused by the name of the field. Defaults are those of the family's class
+(`libra.hardware.families.known`). A field that was not read and that may change the shape is named in a note.
+`quantization_config` says how the weights are stored (`libra.hardware.checkpoint_file`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from libra.config.input_file import read_input
 from libra.config.yaml_file import ConfigError, nearest, refusal, shown, unknown
 from libra.hardware.checkpoint_file import stored_weights
-from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.families.fields import Fields
+from libra.hardware.families.known import FAMILIES, WRAPPED
+from libra.hardware.families.shape import by_shape
+from libra.hardware.families.stack import Family
+from libra.hardware.families.towers import tower_parameters
+from libra.hardware.model import ModelSpec, arranged
+
+_WRAPPERS = ("text_config", "language_config", "llm_config", "thinker_config")
+Note = Callable[[str], None]
 
 
-def load_model(path_or_name: str | Path) -> ModelSpec:
+def _silent(text: str) -> None:
+    pass
+
+
+def load_model(path_or_name: str | Path, note: Note = _silent) -> ModelSpec:
     """Load a config.json, a directory that holds one, or a model that ships with Libra (`model_names`) by its name, in
-    any case and with or without its organisation. Files on disk come first. Raises `ConfigError`."""
+    any case and with or without its organisation. Files on disk come first. `note` gets a line for each part of the
+    file that is not read. Raises `ConfigError`."""
     path = Path(path_or_name)
     if path.is_dir():
         path /= "config.json"
     elif not path.exists() and path.suffix != ".json":
-        return _from_library(str(path_or_name))
+        return _from_library(str(path_or_name), note)
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     try:
         text = read_input(path).decode()
@@ -37,7 +49,7 @@ def load_model(path_or_name: str | Path) -> ModelSpec:
         raise refusal(path, f"{error.strerror}: give an existing config.json, or a directory that holds one") from None
     except UnicodeDecodeError as error:
         raise refusal(path, f"not UTF-8 text (byte {error.start}): give a config.json") from None
-    return _parse(text, path, name)
+    return _parse(text, path, name, note)
 
 
 def model_names() -> tuple[str, ...]:
@@ -50,7 +62,7 @@ def _name_of(file: str) -> str:
     return file.removesuffix(".json").replace("--", "/")
 
 
-def _from_library(given: str) -> ModelSpec:
+def _from_library(given: str, note: Note) -> ModelSpec:
     names = model_names()
     by_name = {name.casefold(): name for name in names} | {_short(name): name for name in names}
     name = by_name.get(given.casefold())
@@ -63,7 +75,8 @@ def _from_library(given: str) -> ModelSpec:
             " config.json"
         )
     file = f"{name.replace('/', '--')}.json"
-    return _parse((files("libra.hardware") / "models" / file).read_text(encoding="utf-8"), Path(file), name)
+    text = (files("libra.hardware") / "models" / file).read_text(encoding="utf-8")
+    return _parse(text, Path(file), name, note)
 
 
 def _short(name: str) -> str:
@@ -76,7 +89,7 @@ def _numbers(name: str) -> list[str]:
     return re.findall(r"\d+(?:\.\d+)?", name)
 
 
-def _parse(text: str, path: Path, name: str) -> ModelSpec:
+def _parse(text: str, path: Path, name: str, note: Note) -> ModelSpec:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,18 +97,41 @@ def _parse(text: str, path: Path, name: str) -> ModelSpec:
     if not isinstance(data, dict):
         raise refusal(path, "expected a JSON object, the config.json of a model")
     try:
-        spec = _spec(_Fields(data), name)
-        given = data.get("quantization_config")
+        top = Fields(data)
+        spec = _spec(top, name, note)
+        for text in _unread(top):
+            note(f"{name}: {text}")
+        given = _quantization(data)
         given = _beside(path) if given is None else given
         return spec if given is None else replace(spec, stored=stored_weights(given, spec))
     except ValueError as error:
         raise refusal(path, str(error)) from None
 
 
+def _unread(top: Fields) -> Iterator[str]:
+    """Notes on fields that may change the shape: those that were not read, and those that the family's class filled."""
+    unread, assumed = list(top.unread()), [f"{field} {value}" for field, value in top.assumed()]
+    if unread:
+        yield f"not read: {', '.join(unread)}; check the parameters if one of them changes the shape"
+    if assumed:
+        yield f"not given, and as the family's class has it: {', '.join(assumed)}"
+
+
+def _quantization(data: dict[str, object]) -> object:
+    """The value of `quantization_config`, of the file or of the configuration that it wraps; DeepSeek-V4 says beside it
+    that experts have another type."""
+    inside = (data.get(field) for field in _WRAPPERS)
+    every = (data, *(it for it in inside if isinstance(it, dict)))
+    found = next((it["quantization_config"] for it in every if it.get("quantization_config") is not None), None)
+    experts = data.get("expert_dtype")
+    return {**found, "expert_dtype": experts} if isinstance(found, dict) and experts is not None else found
+
+
 def _beside(path: Path) -> object:
-    """The quantisation that ModelOpt writes into `hf_quant_config.json` beside an older config.json; None: no file."""
-    file = path.with_name("hf_quant_config.json")
-    if path.name != "config.json" or not file.is_file():
+    """The quantisation that ModelOpt writes into `hf_quant_config.json` beside an older config.json, or beside one
+    with a prefix. None: no file."""
+    file = path.with_name(f"{path.name.removesuffix('config.json')}hf_quant_config.json")
+    if not path.name.endswith("config.json") or not file.is_file():
         return None
     try:
         data = json.loads(read_input(file))
@@ -104,198 +140,62 @@ def _beside(path: Path) -> object:
     return data.get("quantization") if isinstance(data, dict) else data
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of a configuration. Raises ValueError that opens with the field's name."""
+def _spec(top: Fields, name: str, note: Note) -> ModelSpec:
+    fields, inner = top, None
+    while (inside := next((found for it in _WRAPPERS if (found := fields.part(it)) is not None), None)) is not None:
+        top, fields = fields, inside
+        inner = fields.value("model_type")
 
-    data: dict[str, Any]
+    def tell(text: str) -> None:
+        note(f"{name}: {text}")
 
-    def given(self, field: str) -> bool:
-        return self.data.get(field) is not None
-
-    def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
-        """A whole number. `otherwise` is its value where the field is not given; None: it is required."""
-        if otherwise is not None and not self.given(field):
-            return otherwise
-        if not self.given(field):
-            raise ValueError(f"{field}: this field is required; add it")
-        value = self.data[field]
-        if type(value) is not int or not minimum <= value <= 2**40:
-            raise ValueError(f"{field}: expected a whole number of {minimum} or more (got {shown(value)})")
-        return value
-
-    def flag(self, field: str) -> bool:
-        """A truth value; False where it is not given, as in the Hugging Face classes of every family known here."""
-        value = self.data.get(field)
-        if value not in (None, True, False) or type(value) is int:
-            raise ValueError(f"{field}: expected true or false (got {shown(value)})")
-        return bool(value)
-
-    def names(self, field: str) -> list[str]:
-        value = self.data.get(field) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{field}: expected a list of names (got {shown(value)})")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    architecture: str
-    experts: Callable[[_Fields], Experts | None] | None = None  # None: every layer is dense
-    latent: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    own_head_dim: bool = False  # head_dim is required: hidden_size / num_attention_heads is not its default
-    window_switch: bool = False  # sliding_window is used only with use_sliding_window
-    optional_bias: bool = False  # attention_bias says whether QKV have biases; the output projection has none
-    optional_norm: bool = False  # use_qk_norm says whether queries and keys have norms
-
-
-def _qwen3_experts(fields: _Fields) -> Experts | None:
-    layers = fields.count("num_hidden_layers")
-    step = fields.count("decoder_sparse_step")
-    dense = fields.data.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise ValueError(f"mlp_only_layers: expected a list of layers from 0 to {layers - 1} (got {shown(dense)})")
-    sparse = layers // step - sum((i + 1) % step == 0 for i in set(dense))
-    if sparse == 0:
-        return None
-    return Experts(
-        count=fields.count("num_experts"),
-        active=fields.count("num_experts_per_tok"),
-        intermediate=fields.count("moe_intermediate_size"),
-        shared_intermediate=0,
-        layers=sparse,
+    family = _family(top, fields, top.value("model_type"), inner, tell)
+    fields.with_defaults(family.defaults)
+    stack = family.read(fields)
+    kinds, order = arranged(stack.layers)
+    tied = "tie_word_embeddings"
+    above = top.flag(tied) if fields is not top and top.given(tied) else None
+    hidden = fields.count("hidden_size")
+    spec = ModelSpec(
+        name=name,
+        hidden=hidden,
+        vocab=fields.count("vocab_size"),
+        tied=fields.flag(tied) if above is None else above,
+        max_context=fields.count("max_position_embeddings"),
+        kinds=kinds,
+        order=order,
+        tower=tower_parameters(top, hidden, tell),
+        other=stack.other,
     )
+    unread = None if family.known else next(fields.unread(), None)
+    if unread is not None:
+        raise ValueError(f"{unread}: this field may change the shape, and its family is unknown: it has no price")
+    return spec
 
 
-def _mixtral_experts(fields: _Fields) -> Experts:
-    return Experts(
-        count=fields.count("num_local_experts"),
-        active=fields.count("num_experts_per_tok"),
-        intermediate=fields.count("intermediate_size"),
-        shared_intermediate=0,
-        layers=fields.count("num_hidden_layers"),
-    )
-
-
-def _deepseek_experts(fields: _Fields) -> Experts | None:
-    layers = fields.count("num_hidden_layers")
-    first = fields.count("first_k_dense_replace", minimum=0)
-    if fields.count("moe_layer_freq", otherwise=1) != 1:
-        raise ValueError("moe_layer_freq: only 1 is known: every layer after first_k_dense_replace has experts")
-    if first >= layers:
-        return None
-    width = fields.count("moe_intermediate_size")
-    shared = fields.count("n_shared_experts", minimum=0, otherwise=0)
-    return Experts(
-        count=fields.count("n_routed_experts"),
-        active=fields.count("num_experts_per_tok"),
-        intermediate=width,
-        shared_intermediate=width * shared,
-        layers=layers - first,
-        groups=fields.count("n_group", otherwise=1),
-        active_groups=fields.count("topk_group", otherwise=1),
-    )
-
-
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
-    "mistral": _Family("MistralForCausalLM"),
-    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, window_switch=True),
-    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True, own_head_dim=True, window_switch=True),
-    "qwen3_moe": _Family("Qwen3MoeForCausalLM", _qwen3_experts, qk_norm=True, own_head_dim=True, window_switch=True),
-    "mixtral": _Family("MixtralForCausalLM", _mixtral_experts),
-    "glm4_moe": _Family(
-        "Glm4MoeForCausalLM", _deepseek_experts, own_head_dim=True, optional_bias=True, optional_norm=True
-    ),
-    "deepseek_v2": _Family("DeepseekV2ForCausalLM", _deepseek_experts, latent=True),
-    "deepseek_v3": _Family("DeepseekV3ForCausalLM", _deepseek_experts, latent=True),
-}
-
-_WINDOWS = "some layers hold only a window of the context, so KV does not grow by the same bytes with every token"
-_UNPRICED = {  # families whose shape has parts without a price
-    "gemma2": f"sliding_window: {_WINDOWS}; and layers have four norms",
-    "gemma3_text": f"sliding_window: {_WINDOWS}; and layers have four norms",
-    "gpt_oss": f"sliding_window: {_WINDOWS}; and heads have sinks, experts and their router biases, weights four bits",
-    "qwen3_next": "layer_types: layers of linear attention hold a state for each sequence instead of KV for each token,"
-    " and have other matrices",
-    "qwen2_vl": "vision_config: a vision tower has parameters and FLOPs besides those of the language model",
-    "qwen2_5_vl": "vision_config: a vision tower has parameters and FLOPs besides those of the language model",
-}
-
-
-def _family(fields: _Fields) -> _Family:
-    kind, architectures = fields.data.get("model_type"), fields.names("architectures")
-    if kind is None and not architectures:
-        raise ValueError("model_type: this field is required; add it")
-    if kind is None:
-        by_architecture = {family.architecture: family for family in _FAMILIES.values()}
+def _family(top: Fields, fields: Fields, kind: object, inner: object, note: Note) -> Family:
+    """The family of a configuration `fields`, which names itself `inner` where it is wrapped."""
+    architectures = fields.names("architectures")
+    named = inner if inner is not None else WRAPPED.get(kind, kind) if isinstance(kind, str) else kind
+    if named is None and not architectures:
+        raise fields.error("model_type", "this field is required; add it")
+    if named is None:
+        by_architecture = {it: family for family in FAMILIES.values() for it in family.architectures}
         if architectures[0] not in by_architecture:
-            raise ValueError(f"architectures: {unknown('architecture', architectures[0], by_architecture)}")
+            raise fields.error("architectures", unknown("architecture", architectures[0], by_architecture))
         return by_architecture[architectures[0]]
-    if isinstance(kind, str) and kind in _UNPRICED:
-        raise ValueError(f"model_type: {kind} has no price yet, for its {_UNPRICED[kind]}")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise ValueError(f"model_type: unknown architecture {shown(kind)}; known are {', '.join(_FAMILIES)}")
-    family = _FAMILIES[kind]
-    if architectures and family.architecture not in architectures:
-        raise ValueError(
-            f"architectures: {shown(architectures[0])} is not known; only {family.architecture} of {kind} is"
+    if not isinstance(named, str):
+        raise fields.error("model_type", f"expected a name (got {shown(named)})")
+    if named not in FAMILIES:
+        shaped = by_shape(fields)
+        if shaped is None:
+            raise fields.error("model_type", unknown("architecture", named, FAMILIES))
+        note(f"the family {named} is unknown: read by its fields; norms and biases may be missing")
+        return shaped
+    family = FAMILIES[named]
+    if fields is top and named == kind and architectures and not set(architectures) & set(family.architectures):
+        raise fields.error(
+            "architectures",
+            f"{shown(architectures[0])} is not known; only {' and '.join(family.architectures)} of {named} is",
         )
     return family
-
-
-def _refuse_variants(fields: _Fields, family: _Family) -> None:
-    for field in ("attention_bias", "mlp_bias"):
-        if fields.flag(field) and not (field == "attention_bias" and family.optional_bias):
-            raise ValueError(f"{field}: true is not known for {family.architecture}; only models without it are")
-    windowed = fields.flag("use_sliding_window") if family.window_switch else fields.given("sliding_window")
-    layers = fields.names("layer_types")
-    if windowed or any(kind != "full_attention" for kind in layers):
-        field = "layer_types" if not windowed else "use_sliding_window" if family.window_switch else "sliding_window"
-        raise ValueError(f"{field}: attention to a part of the context is not known; only full attention is")
-
-
-def _spec(fields: _Fields, name: str) -> ModelSpec:
-    family = _family(fields)
-    _refuse_variants(fields, family)
-    experts = None if family.experts is None else family.experts(fields)
-    layers, hidden, heads = (fields.count(f) for f in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    latent = _latent(fields) if family.latent else None
-    if latent is not None:
-        head_dim = latent.nope_dim + latent.rope_dim
-    elif fields.given("head_dim") or family.own_head_dim:
-        head_dim = fields.count("head_dim")
-    elif hidden % heads:
-        raise ValueError(
-            f"head_dim: this field is required, for {heads} heads do not divide hidden_size {hidden}; add it"
-        )
-    else:
-        head_dim = hidden // heads
-    return ModelSpec(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=fields.count("num_key_value_heads"),
-        head_dim=head_dim,
-        intermediate=0 if experts and experts.layers == layers else fields.count("intermediate_size"),
-        vocab=fields.count("vocab_size"),
-        tied=fields.flag("tie_word_embeddings"),
-        max_context=fields.count("max_position_embeddings"),
-        qkv_bias=family.qkv_bias or (family.optional_bias and fields.flag("attention_bias")),
-        qk_norm=family.qk_norm or (family.optional_norm and fields.flag("use_qk_norm")),
-        experts=experts,
-        latent=latent,
-    )
-
-
-def _latent(fields: _Fields) -> LatentAttention:
-    return LatentAttention(
-        q_rank=fields.count("q_lora_rank", otherwise=0),
-        kv_rank=fields.count("kv_lora_rank"),
-        nope_dim=fields.count("qk_nope_head_dim"),
-        rope_dim=fields.count("qk_rope_head_dim"),
-        value_dim=fields.count("v_head_dim"),
-    )

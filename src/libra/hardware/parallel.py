@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.hardware.model import require_at_least
+from libra.hardware.checks import require_at_least
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["zero1", "zero2", "zero3"]

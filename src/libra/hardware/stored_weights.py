@@ -49,6 +49,15 @@ class KeptShares:
 
 
 @dataclass(frozen=True, slots=True)
+class KindFormat:
+    """Numbers of one kind of matrix, where they differ from those of the others."""
+
+    kind: MatrixKind
+    number: NumberFormat
+    product: Product = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One way to store weights. `name` is vLLM's where it has one."""
 
@@ -58,23 +67,30 @@ class WeightFormat:
     kept: KeptShares = field(default=KeptShares())
     block: int = 0  # width of square blocks that share a scale, which tensor parallelism may not cut; 0: none
     kv_cache_dtype: str = "auto"  # type of KV that the checkpoint asks for
+    own: tuple[KindFormat, ...] = ()  # kinds of matrices with other numbers
 
     @property
     def whole(self) -> bool:
-        """Whether no matrix of a layer keeps 16 bits."""
-        return self.kept == KeptShares()
+        """Whether all matrices of a layer have the same numbers, and none keeps 16 bits."""
+        return self.kept == KeptShares() and not self.own
 
     @property
     def described(self) -> str:
         """The name, and the kinds of matrices that keep 16 bits."""
         kept = [kind for kind in MATRIX_KINDS if self.kept.of(kind)]
         parts = [kind if self.kept.of(kind) == 1 else f"{self.kept.of(kind):.0%} of {kind}" for kind in kept]
-        return f"{self.name} ({', '.join(parts)} in 16 bits)" if kept else self.name
+        inside = [f"{it.kind} of {it.number.bits} bits" for it in self.own if self.kept.of(it.kind) < 1]
+        inside += [f"{', '.join(parts)} in 16 bits"] if kept else []
+        return f"{self.name} ({'; '.join(inside)})" if inside else self.name
+
+    def product_of(self, kind: MatrixKind) -> Product:
+        """Type in which matrices of this kind are multiplied."""
+        return next((it.product for it in self.own if it.kind == kind), self.product)
 
     def bytes_of(self, kind: MatrixKind) -> float:
         """Mean bytes of a weight of this kind."""
-        kept = self.kept.of(kind)
-        return kept * _PLAIN_BITS / 8 + (1 - kept) * self.number.bytes
+        kept, number = self.kept.of(kind), next((it.number for it in self.own if it.kind == kind), self.number)
+        return kept * _PLAIN_BITS / 8 + (1 - kept) * number.bytes
 
 
 BF16 = WeightFormat("bf16", NumberFormat(_PLAIN_BITS))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from libra.hardware.model import require_at_least
+from libra.hardware.checks import require_at_least
 
 ONE_DEVICE = "one device"  # the layout of a replica that is not spread over devices
 

@@ -44,7 +44,7 @@ def switch_cost(request: ClusterRequest) -> SwitchCost:
     """
     recipe, model = request.recipe, request.model
     slowest = min((fabric(nodes) for nodes in request.cluster.nodes), key=lambda links: links.network)
-    state = model.parameters * recipe.training_bytes.total
+    state = model.trained_parameters * recipe.training_bytes.total
     load = weight_sync(rollout_quantization(recipe).version_bytes(model), 1, 1, slowest).stall
     return SwitchCost(
         engine_start=ENGINE_START + load, trainer_join=TRAINER_START + state / slowest.network, weight_load=load

@@ -65,7 +65,8 @@ def _engine(request: ClusterRequest, group: DeviceGroup) -> DeviceMemory:
     quantization, tp = rollout_quantization(recipe), group.devices
     weights = quantization.weight_bytes(model, tp)
     held = held_bytes(model, tp, batched_tokens=recipe.max_batched_tokens, quantization=quantization)
-    kv = engine_kv_tokens(model, nodes, recipe, tp) * quantization.kv_bytes_per_token(model, tp)
+    token = quantization.kv_bytes_per_token(model, tp, context=recipe.max_length)
+    kv = engine_kv_tokens(model, nodes, recipe, tp) * token
     parts = {"weights": weights, "KV cache": kv, "activations": held - weights}
     return _memory(group.name, nodes.gpu.memory, parts)
 

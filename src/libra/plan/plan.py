@@ -31,7 +31,7 @@ from libra.plan.problem import STRICT, InfeasiblePlanError, Problem
 from libra.plan.simulated import Finalist, RehearsedStep
 from libra.plan.solution import Prediction, Proof, Solution
 
-FORMAT = 5
+FORMAT = 6
 
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest

@@ -82,7 +82,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from libra.hardware.model import require_at_least
+from libra.hardware.checks import require_at_least
 from libra.plan.allocation import Allocation
 from libra.plan.stays import Lines, Stays
 

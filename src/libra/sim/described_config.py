@@ -93,6 +93,7 @@ def _kv_blocks(engine: DescribedEngine) -> int:
         routed=section.afd is None and not divided,
         seqs=section.max_num_seqs,
         graphs=not section.enforce_eager,
+        context=engine.longest,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
 

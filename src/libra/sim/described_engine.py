@@ -13,6 +13,7 @@ from libra.config.recipe import Recipe
 from libra.config.units import RATES, quantity
 from libra.config.yaml_file import ConfigError
 from libra.cost.quantization import Quantization
+from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.cluster_file import gpu_of
 from libra.hardware.model import ModelSpec
@@ -58,7 +59,7 @@ class DescribedEngine:
     @property
     def kv_bytes(self) -> float:
         """KV bytes of a token, on all devices together."""
-        return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp)
+        return self.tp * self.quantization.kv_bytes_per_token(self.model, self.tp, context=self.longest)
 
     @property
     def recipe(self) -> Recipe:
@@ -84,7 +85,7 @@ def described_engine(
 ) -> DescribedEngine:
     """The engine of a section, whose key is `key`. Raises ValueError that opens with the key."""
     try:
-        model = load_model(section.model)
+        model = load_model(section.model, note)
     except ConfigError as error:
         raise ValueError(f"{key}.model: {error}") from None
     gpu = gpu_of(section.gpu, f"{key}.gpu")
@@ -103,9 +104,9 @@ def described_engine(
     refused = engine.quantization.tp_refusal(model, engine.tp, routed=not whole_experts)
     if refused is not None:
         raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
-    stored = engine.quantization.note(model)
-    if stored is not None:
-        note(stored)
+    for told in (engine.quantization.note(model), unmeasured(model)):
+        if told is not None:
+            note(told)
     return engine
 
 

@@ -16,7 +16,7 @@ from libra.cost.grid import EngineGrid
 from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.engines import engine_kv_tokens
+from libra.plan.options.engines import batch_kv_tokens, engine_kv_tokens
 from libra.plan.options.menu import LentEngine
 from libra.plan.options.pairs import kv_rate
 from libra.plan.options.request import PlanningRequest
@@ -99,7 +99,8 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
 
 def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[EngineSpec, ...]:
     made: dict[tuple[int, str], tuple[EngineConfig, IterationCost]] = {}
-    kv_bytes = rollout_quantization(request.recipe).kv_bytes_per_token(request.model)
+    recipe = request.recipe
+    kv_bytes = rollout_quantization(recipe).kv_bytes_per_token(request.model, context=recipe.max_length)
     beside = {it.shape: it for it in request.menu().lent} if plan.loans else {}
     engines = []
     for group in plan.placement:
@@ -122,9 +123,10 @@ def _of_cluster(plan: Plan, request: ClusterRequest, granted: bool) -> tuple[Eng
 
 def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> tuple[EngineConfig, IterationCost]:
     recipe, nodes = request.recipe, request.cluster.node_class(group.pool)
-    kv = engine_kv_tokens(request.model, nodes, recipe, group.devices)
+    kv = batch_kv_tokens(request.model, nodes, recipe, group.devices, request.classes)
+    longest = engine_kv_tokens(request.model, nodes, recipe, group.devices)
     config = EngineConfig(
-        max_model_len=min(kv, recipe.max_length),
+        max_model_len=min(longest, recipe.max_length),
         kv_blocks=kv // BLOCK,
         block_size=BLOCK,
         max_num_seqs=min(max_num_seqs, recipe.max_batched_tokens) if group.role == "prefill" else max_num_seqs,

@@ -170,7 +170,9 @@ class Bounds:
 
     def _kv_bytes(self, candidate: ServingCandidate) -> Array:
         tp = candidate.pools[-1].shape.tensor_parallel_size
-        size: Array = self._work.new * tp * AS_STORED.kv_bytes_per_token(self.question.model, tp)
+        size: Array = (
+            self._work.new * tp * AS_STORED.kv_bytes_per_token(self.question.model, tp, context=self.question.longest)
+        )
         return size
 
     def _transfer(self, candidate: ServingCandidate) -> Array:

@@ -75,6 +75,7 @@ def configuration(question: SizingQuestion, shape: EngineSetup) -> EngineConfig:
         kv_beside=beside,
         routed=shape.apart is None and shape.parallel is None,
         seqs=shape.max_num_seqs,
+        context=question.longest,
     )
     if shape.apart is not None:
         _require_ffn_memory(question, shape, shape.apart)
@@ -121,7 +122,7 @@ def tiers_for(question: SizingQuestion, shape: EngineSetup, key: str) -> tuple[K
 def _kv_bytes(question: SizingQuestion, shape: EngineSetup) -> float:
     """KV bytes of a token, on all devices together."""
     tp = shape.tensor_parallel_size
-    return tp * AS_STORED.kv_bytes_per_token(question.model, tp)
+    return tp * AS_STORED.kv_bytes_per_token(question.model, tp, context=question.longest)
 
 
 def grid_of(question: SizingQuestion, shape: EngineSetup) -> EngineGrid:

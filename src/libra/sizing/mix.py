@@ -175,7 +175,7 @@ def single_engines(
         raise NoMixError(f"nothing on the menu serves any rate: {first}: {why.reason}; add larger engines")
     slowest = min(fabric(nodes).network / nodes.gpus for nodes in question.cluster.nodes)
     tokens = sum(it.prompt_tokens for it in question.requests) / len(question.requests)
-    kv = tokens * AS_STORED.kv_bytes_per_token(question.model)
+    kv = tokens * AS_STORED.kv_bytes_per_token(question.model, context=question.longest)
     found: dict[tuple[str, EngineSetup], tuple[ServingOption, EngineSetup]] = {}  # by role, and shape without tiers
     with simulator(alone, jobs, _served) as simulate:
         for done, (single, served) in enumerate(simulate(asking), start=1):

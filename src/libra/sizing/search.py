@@ -11,6 +11,7 @@ from pathlib import Path
 
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
+from libra.cost.unmeasured import unmeasured
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model import ModelSpec
@@ -87,7 +88,10 @@ def question_of(
 ) -> SizingQuestion:
     """The question of `search`, read from files where paths are given, with the menu's classes of the cluster."""
     there = menu.cluster(cluster if isinstance(cluster, Cluster) else load_cluster(cluster))
-    shape = model if isinstance(model, ModelSpec) else load_model(model)
+    shape = model if isinstance(model, ModelSpec) else load_model(model, note)
+    told = unmeasured(shape)
+    if told is not None:
+        note(told)
     recorded = read_requests(requests, note) if isinstance(requests, Path | str) else tuple(requests)
     recipe = Recipe(batch=1, samples_per_prompt=1, max_length=shape.max_context)
     profiles = engine_profiles(there, shape, recipe, profile, note, host)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from oracles.reshaped import reshaped
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
 from tables import by_name
 
@@ -22,7 +23,9 @@ from libra.cost.rollout import EngineTiming
 from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.engines import engine_options
@@ -38,7 +41,7 @@ MIDDLE = replace(
     SHORT, share=0.1, peak_context=2000, mean_context=1800.0, generated=250.0, context_sum=250_000.0, tool_seconds=6.0
 )
 THREE = (replace(SHORT, share=0.65), MIDDLE, LONG)
-MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
+MOE = decoder("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0), sparse=48)
 
 
 def profile_of(model: ModelSpec, nodes: NodeClass = A800) -> EngineProfile:
@@ -64,7 +67,7 @@ DEGREES = [
     ("twelve GPUs", QWEN_14B, replace(A800, gpus=12), (1, 2, 4)),
     ("one GPU", QWEN_14B, replace(A800, gpus=1), (1,)),
     ("sixteen heads", QWEN_06B, replace(A800, gpus=32), (1, 2, 4, 8, 16)),
-    ("KV heads in threes", replace(QWEN_06B, heads=12, kv_heads=6), A800, (1, 2)),
+    ("KV heads in threes", reshaped(QWEN_06B, heads=12, kv_heads=6), A800, (1, 2)),
 ]
 
 

@@ -17,19 +17,33 @@ from libra.cost.train_passes import Work
 from libra.cost.train_step import train_step
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPUS, NodeClass
-from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.decoder import decoder
+from libra.hardware.mlp import Experts
+from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
 from libra.plan.options.layouts import Layouts, priced_step, rejected_layouts, training_layouts
 from libra.plan.options.menu import Rejected
 
-QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
-QWEN3_30B = ModelSpec(
-    "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, qk_norm=True, experts=Experts(128, 8, 768, 0, 48)
+QWEN3_14B = decoder("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN3_30B = decoder(
+    "Qwen3-30B-A3B",
+    48,
+    2048,
+    32,
+    4,
+    128,
+    0,
+    151936,
+    False,
+    40960,
+    qk_norm=True,
+    experts=Experts(128, 8, 768, 0),
+    sparse=48,
 )
-SMALL = ModelSpec("small", 6, 2048, 12, 4, 128, 8192, 151936, True, 40960)
-SMALL_MOE = ModelSpec("small-moe", 6, 2048, 12, 4, 128, 0, 151936, True, 40960, experts=Experts(12, 2, 1024, 0, 6))
+SMALL = decoder("small", 6, 2048, 12, 4, 128, 8192, 151936, True, 40960)
+SMALL_MOE = decoder("small-moe", 6, 2048, 12, 4, 128, 0, 151936, True, 40960, experts=Experts(12, 2, 1024, 0), sparse=6)
 
 
 def nodes(count: int = 6, gpus: int = 8, gpu: str = "A800", inter: float = 25e9) -> NodeClass:

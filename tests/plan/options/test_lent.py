@@ -70,7 +70,7 @@ def test_the_planner_counts_on_nothing_that_no_certificate_covers(
         # Both engines fit, with all that serving was seen to hold, and some step fits into a grant.
         reserve = (certificate.envelope.context + certificate.envelope.queued) * QWEN_06B.kv_bytes_per_token(2, 1, 1)
         rollout = engine.kv_tokens * QWEN_06B.kv_bytes_per_token(2, 1, 1)
-        weights = 2 * 2 * QWEN_06B.device_parameters()
+        weights = 2 * 2 * QWEN_06B.device_parameters().total
         assert reserve + rollout + weights < SERVING.nodes.gpu.memory * RECIPE.gpu_memory_utilization
         assert profile.grid(1).prefill_seconds(BLOCK, engine.holds) <= certificate.longest_grant
         assert profile.grid(1).decode_seconds(1, engine.holds) <= certificate.longest_grant

@@ -66,7 +66,7 @@ def expert_grid(
             pass  # they have one shape only; the source says what it is
     far = gpus > fabric.gpus
     if exchange is None:
-        size, active = ACTIVATION_BYTES * model.hidden, model.experts.active
+        size, active = ACTIVATION_BYTES * model.experts.width(model.hidden), model.experts.active
         exchange = tuple(exchange_seconds(way, tokens, size, active, gpus, fabric) for tokens in _AXIS)
         exchange_source = f"modelled at {fabric.link / 1e9:.0f} GB/s in a node"
         if far:

@@ -39,7 +39,7 @@ def routed_evenly(gpu: GPU, model: ModelSpec, profile: EngineProfile, quantizati
     engines = []
     for grid in profile.engines:
         decode, prefill = (
-            (model.experts.layers * _evenly(gpu, model, grid.tp, axis, quantization))[:, None] + np.array(table)
+            (model.sparse_layers * _evenly(gpu, model, grid.tp, axis, quantization))[:, None] + np.array(table)
             for axis, table in ((grid.batches, grid.decode), (grid.chunks, grid.prefill))
         )
         decode, prefill = (tuple(map(tuple, table.tolist())) for table in (decode, prefill))
@@ -78,6 +78,8 @@ def _experts(gpu: GPU, model: ModelSpec, tp: int, ep: int, quantization: Quantiz
 
     experts = model.experts
     assert experts is not None
+    if not experts.gated or experts.latent:
+        raise NoTablesError(f"{model.name} has experts that the tables are not sampled for; use a roofline")
     shape = (model.hidden, experts.intermediate, experts.active, experts.count, tp, ep)
     mode = MoEQuantMode[table_modes(gpu, quantization, model).get("moe_quant_mode", "bfloat16")]
     return MoE("experts", 1.0, *shape, mode, routing, 1)

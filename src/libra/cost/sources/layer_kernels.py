@@ -10,6 +10,8 @@ second all-reduce.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,9 @@ from libra.cost.grid import Array
 from libra.cost.quantization import ACTIVATION_BYTES, Quantization
 from libra.cost.sources.rates import Rates
 from libra.hardware.cluster import GPU
+from libra.hardware.context import ALL, Read
+from libra.hardware.layers import LayerKind, Mixer
+from libra.hardware.mlp import MLP
 from libra.hardware.model import ModelSpec
 from libra.hardware.stored_weights import MATRIX_KINDS
 
@@ -100,73 +105,128 @@ class LayerKernels:
         return ACTIVATION_BYTES * elements / self.reached.bandwidth + self.reached.pass_launch
 
     def decode_attention(self, tokens: Array, cached: Array) -> Array:
-        """One layer: reads all KV of the batch. Latent attention is absorbed (DeepSeek-V2, section 2.1): its one
-        compressed vector serves all heads, and no degree divides it."""
-        model, reached = self.model, self.reached
-        if model.latent is None:
-            read = 2 * self.kv_heads * model.head_dim
-            flops = 4 * model.heads / self.tp * model.head_dim
-            projections = np.zeros_like(tokens)
-        else:
-            latent = model.latent
-            read = latent.kv_rank + latent.rope_dim
-            flops = 2 * model.heads / self.tp * (2 * latent.kv_rank + latent.rope_dim)
-            heads = model.heads / self.tp
-            projections = self.linear(tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
-        seconds = np.maximum(
-            cached * self.stored.kv_bytes * read / reached.cache_bandwidth, cached * flops / reached.linear_flops
-        )
+        """The mixers of all layers, for one token of each of `tokens` sequences that have `cached` tokens together."""
+        return self._over_mixers(lambda mixer: self._decode(mixer, tokens, cached))
+
+    def prefill_attention(self, tokens: Array, prefix: Array) -> Array:
+        """The mixers of all layers, for `tokens` new tokens of a sequence that has `prefix` before them."""
+        return self._over_mixers(lambda mixer: self._prefill(mixer, tokens, prefix))
+
+    def _over_mixers(self, seconds: Callable[[Mixer], Array]) -> Array:
+        counts = Counter[Mixer]()
+        for kind, count in self.model.counted:
+            if kind.mixer is not None:
+                counts[kind.mixer] += count
+        return _summed(count * seconds(mixer) for mixer, count in counts.items())
+
+    def _decode(self, mixer: Mixer, tokens: Array, cached: Array) -> Array:
+        """One layer: reads all keys of the batch that its attention sees, or reads and writes all states. Latent
+        attention is absorbed (DeepSeek-V2, section 2.1): its one compressed vector serves all heads, and no degree
+        divides it."""
+        reached, reads, again = self.reached, mixer.reads(self.tp), mixer.decompressed(self.tp)
+        projections = np.zeros_like(tokens) if again is None else self.linear(tokens, *again)
+        if not reads:
+            states = sum(part.state for part in mixer.kept(self.tp))
+            return 2 * tokens * states / reached.bandwidth + reached.decode_launch + 0.0 * cached
+        seconds = _summed(self._read_seconds(it, tokens, cached) for it in reads)
         attention: Array = seconds + reached.decode_launch + projections
         return attention
 
-    def prefill_attention(self, tokens: Array, prefix: Array) -> Array:
-        """One layer: causal, so that a token attends to the prefix and to half of its own chunk."""
-        model, reached = self.model, self.reached
-        if model.latent is None:
-            per_pair = 4 * model.head_dim
-            projections = np.zeros_like(tokens * prefix)
-        else:
-            latent = model.latent
-            per_pair = 2 * (latent.nope_dim + latent.rope_dim + latent.value_dim)
-            heads = model.heads / self.tp  # the cached vectors are decompressed again for every chunk
-            projections = self.linear(tokens + prefix, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
-        flops = model.heads / self.tp * per_pair * tokens * (prefix + tokens / 2)
-        attention: Array = flops / reached.attention_flops + reached.attention_launch + projections
+    def _read_seconds(self, read: Read, tokens: Array, cached: Array) -> Array:
+        seen = cached if read.reach == ALL else tokens * read.reach.seen(cached / tokens)
+        moved = seen * (self.stored.kv_bytes * read.numbers + read.plain)
+        seconds: Array = np.maximum(moved / self.reached.cache_bandwidth, seen * read.flops / self.reached.linear_flops)
+        return seconds
+
+    def _prefill(self, mixer: Mixer, tokens: Array, prefix: Array) -> Array:
+        """One layer: causal, so that a token attends to the prefix and to half of its own chunk. Latent attention
+        decompresses the cached vectors again for every chunk, unless an indexer chooses among them."""
+        reads, again = mixer.reads(self.tp), mixer.decompressed(self.tp)
+        flops = mixer.token_flops / self.tp * tokens + 0.0 * prefix
+        for it in reads:
+            flops = flops + it.pair_flops * it.reach.pairs(tokens, prefix)
+        projections = np.zeros_like(flops)
+        if again is not None:
+            whole = len(reads) == 1 and reads[0].reach == ALL
+            projections = self.linear(tokens + prefix if whole else tokens + 0.0 * prefix, *again)
+        attention: Array = flops / self.reached.attention_flops + self.reached.attention_launch + projections
         return attention
 
     def rest(self, tokens: Array, logits: Array) -> Array:
         """All layers without their attention, for `tokens` tokens, and the output head for `logits` of them."""
-        model = self.model
-        reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
-        norm = self.pass_over(4 * tokens * model.hidden)  # the residual and the layer's output, read and written
-        each = 2 * norm + 2 * reduce + self._projections(tokens)
-        experts = 0 if model.experts is None else model.experts.layers
-        seconds: Array = model.layers * each + self.head(logits)
-        if model.layers > experts:
-            seconds = seconds + (model.layers - experts) * self._mlp(tokens, model.intermediate, self.stored.dense)
-        if model.experts is not None:
-            seconds = seconds + experts * self._experts(tokens)
+        alike = Counter[tuple[Mixer | None, int, int]]()
+        for kind, count in self.model.counted:
+            alike[kind.mixer, kind.norms, kind.parts] += count
+        seconds = _summed(
+            count * (norms * self._norm(tokens) + parts * self._reduce(tokens) + self._projections(mixer, tokens))
+            for (mixer, norms, parts), count in alike.items()
+        )
+        seconds = seconds + self.head(logits)
+        for mlp, count in self._dense():
+            seconds = seconds + count * self._mlp(tokens, mlp.intermediate, self.stored.dense, mlp.gated)
+        if self.model.experts is not None:
+            seconds = seconds + self.model.sparse_layers * self._experts(tokens)
         return seconds
 
-    def beside_experts(self, tokens: Array) -> Array:
-        """One layer with experts, without the experts and its attention: the work of an attention rank where FFN ranks
-        have the experts. The all-reduce after the experts is not part of it."""
-        model, experts = self.model, self.model.experts
-        assert experts is not None
-        reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
-        seconds = 2 * self.pass_over(4 * tokens * model.hidden) + reduce + self._projections(tokens)
+    def _dense(self) -> Iterator[tuple[MLP, int]]:
+        """MLPs that every token takes, and their numbers of layers."""
+        counts = Counter[MLP]()
+        for kind, count in self.model.counted:
+            if kind.dense is not None:
+                counts[kind.dense] += count
+        return iter(counts.items())
+
+    def _reduce(self, tokens: Array) -> Array:
+        return all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * self.model.hidden)
+
+    def _norm(self, tokens: Array) -> Array:
+        return self.pass_over(4 * tokens * self.model.hidden)  # the residual and the layer's output, read and written
+
+    @property
+    def expert_width(self) -> int:
+        """Width of the tokens that routed experts get."""
+        assert self.model.experts is not None
+        return self.model.experts.width(self.model.hidden)
+
+    def decode_beside_experts(self, tokens: Array, cached: Array) -> Array:
+        """The layers with experts, without these, and those without an MLP, as in `decode_attention`: the work of an
+        attention rank where FFN ranks have the experts."""
+        return self._beside(tokens, lambda mixer: self._decode(mixer, tokens, cached))
+
+    def prefill_beside_experts(self, tokens: Array, prefix: Array) -> Array:
+        return self._beside(tokens, lambda mixer: self._prefill(mixer, tokens, prefix))
+
+    def _beside(self, tokens: Array, attention: Callable[[Mixer], Array]) -> Array:
+        each = []
+        for kind, count in self.model.counted:
+            if kind.dense is not None:
+                continue
+            seconds = self._beside_experts(kind, tokens)
+            each.append(count * (seconds if kind.mixer is None else attention(kind.mixer) + seconds))
+        return _summed(each)
+
+    def _beside_experts(self, kind: LayerKind, tokens: Array) -> Array:
+        """One layer, without routed experts and attention. The all-reduce after the experts is not part of it."""
+        reduce, experts = self._reduce(tokens), kind.experts
+        seconds = kind.norms * self._norm(tokens)
+        if kind.mixer is not None:
+            seconds = seconds + reduce + self._projections(kind.mixer, tokens)
+        if experts is None:
+            return seconds
         seconds = seconds + self.router(tokens)
+        if experts.latent:
+            seconds = seconds + self._latent(tokens)
         if experts.shared_intermediate:
-            seconds = seconds + self._mlp(tokens, experts.shared_intermediate, self.stored.shared) + reduce
+            seconds = seconds + self._mlp(tokens, experts.shared_intermediate, self.stored.shared, experts.gated)
+            seconds = seconds + reduce
         return seconds
 
     def outside(self, tokens: Array) -> Array:
         """MLPs of the layers without experts, and the output head."""
-        model = self.model
         seconds = self.head(tokens)
-        if model.dense_layers:
-            reduce = all_reduce_seconds(self.reached, self.link, self.tp, ACTIVATION_BYTES * tokens * model.hidden)
-            seconds = seconds + model.dense_layers * (self._mlp(tokens, model.intermediate, self.stored.dense) + reduce)
+        for mlp, count in self._dense():
+            reduce = self._reduce(tokens)
+            seconds = seconds + count * (self._mlp(tokens, mlp.intermediate, self.stored.dense, mlp.gated) + reduce)
         return seconds
 
     def head(self, logits: Array) -> Array:
@@ -180,51 +240,55 @@ class LayerKernels:
     def experts_of(self, tokens: Array, ranks: int) -> Array:
         """The experts of one layer on one of `ranks` GPUs that divide them, as in `_experts`. All ranks together have
         `tokens` tokens, and routing is taken to be uniform."""
-        model, experts = self.model, self.model.experts
+        experts = self.model.experts
         assert experts is not None
         touched = experts.count / ranks * (1 - (1 - experts.active / experts.count) ** tokens)
-        routed = tokens * experts.active / ranks
-        seconds = 2 * self.pass_over(2 * routed * model.hidden) + self.pass_over(3 * routed * experts.intermediate)
-        for inputs, outputs in ((model.hidden, 2 * experts.intermediate), (experts.intermediate, model.hidden)):
+        routed, width = tokens * experts.active / ranks, self.expert_width
+        wide = 2 if experts.gated else 1
+        seconds = 2 * self.pass_over(2 * routed * width) + self.pass_over((wide + 1) * routed * experts.intermediate)
+        for inputs, outputs in ((width, wide * experts.intermediate), (experts.intermediate, width)):
             seconds = seconds + self._grouped(routed, touched, inputs, outputs)
         return seconds
 
-    @property
-    def kv_heads(self) -> float:
-        """KV heads on each GPU: one or more, even where there are more GPUs than heads."""
-        return max(1.0, self.model.kv_heads / self.tp)
+    def _projections(self, mixer: Mixer | None, tokens: Array) -> Array:
+        if mixer is None:
+            return np.zeros_like(tokens)
+        return _summed(self.linear(tokens, *shape) for shape in mixer.products(self.model.hidden, self.tp))
 
-    def _projections(self, tokens: Array) -> Array:
-        model, heads = self.model, self.model.heads / self.tp
-        if model.latent is None:
-            before = self.linear(tokens, model.hidden, (heads + 2 * self.kv_heads) * model.head_dim)
-            return before + self.linear(tokens, heads * model.head_dim, model.hidden)
-        latent = model.latent
-        queries = heads * (latent.nope_dim + latent.rope_dim)
-        compressed = latent.kv_rank + latent.rope_dim  # on every GPU, like the compressed queries
-        if latent.q_rank:
-            before = self.linear(tokens, model.hidden, latent.q_rank + compressed)
-            before = before + self.linear(tokens, latent.q_rank, queries)
-        else:
-            before = self.linear(tokens, model.hidden, queries + compressed)
-        return before + self.linear(tokens, heads * latent.value_dim, model.hidden)
+    def _latent(self, tokens: Array) -> Array:
+        """The projections around routed experts, which every GPU has."""
+        hidden, width = self.model.hidden, self.expert_width
+        down = self._product(tokens, hidden, width, self.stored.shared)
+        return down + self._product(tokens, width, hidden, self.stored.shared)
 
-    def _mlp(self, tokens: Array, intermediate: float, matrix: _Matrix) -> Array:
+    def _mlp(self, tokens: Array, intermediate: float, matrix: _Matrix, gated: bool = True) -> Array:
         share, hidden = intermediate / self.tp, self.model.hidden
-        up, down = self._product(tokens, hidden, 2 * share, matrix), self._product(tokens, share, hidden, matrix)
-        return up + self.pass_over(3 * tokens * share) + down
+        wide = 2 if gated else 1
+        up, down = self._product(tokens, hidden, wide * share, matrix), self._product(tokens, share, hidden, matrix)
+        return up + self.pass_over((wide + 1) * tokens * share) + down
 
     def _experts(self, tokens: Array) -> Array:
         """Grouped products that read each expert they touch once, between a gather of the tokens by expert and their
         weighted sum, which every GPU does in full; routing is taken to be uniform."""
-        model, experts = self.model, self.model.experts
+        experts = self.model.experts
         assert experts is not None
         touched = experts.count * (1 - (1 - experts.active / experts.count) ** tokens)
-        routed, share = tokens * experts.active, experts.intermediate / self.tp
-        moved = 2 * self.pass_over(2 * routed * model.hidden)
-        seconds = self.router(tokens) + moved + self.pass_over(3 * routed * share)
-        for inputs, outputs in ((model.hidden, 2 * share), (share, model.hidden)):
+        routed, share, width = tokens * experts.active, experts.intermediate / self.tp, self.expert_width
+        moved, wide = 2 * self.pass_over(2 * routed * width), 2 if experts.gated else 1
+        seconds = self.router(tokens) + moved + self.pass_over((wide + 1) * routed * share)
+        for inputs, outputs in ((width, wide * share), (share, width)):
             seconds = seconds + self._grouped(routed, touched, inputs, outputs)
+        if experts.latent:
+            seconds = seconds + self._latent(tokens)
         if experts.shared_intermediate:
-            seconds = seconds + self._mlp(tokens, experts.shared_intermediate, self.stored.shared)
+            seconds = seconds + self._mlp(tokens, experts.shared_intermediate, self.stored.shared, experts.gated)
         return seconds
+
+
+def _summed(seconds: Iterable[Array]) -> Array:
+    """The sum; at least one is given."""
+    every = iter(seconds)
+    total = next(every)
+    for more in every:
+        total = total + more
+    return total

@@ -89,8 +89,8 @@ def stage_roofline(
     sparse = model.sparse_layers
     batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
     chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
-    decode = sparse * (layers.decode_attention(batch, batch * context) + layers.beside_experts(batch))
-    prefill = sparse * (layers.prefill_attention(chunk, prefix) + layers.beside_experts(chunk))
+    decode = layers.decode_beside_experts(batch, batch * context)
+    prefill = layers.prefill_beside_experts(chunk, prefix)
     tokens = np.array(TOKENS, dtype=float)
     other = reached if ffn_gpu is None or ffn_gpu == gpu else rates(ffn_gpu)
     stored = StoredNumbers.on(ffn_gpu or gpu, quantization, model)
@@ -105,7 +105,7 @@ def stage_roofline(
         head=tuple(layers.head(tokens).tolist()),
         experts=tuple(experts.tolist()),
         ffn=ffn,
-        token_bytes=ACTIVATION_BYTES * model.hidden * token_copies(model, ffn),
+        token_bytes=ACTIVATION_BYTES * layers.expert_width * token_copies(model, ffn),
         source=source if other is reached else f"{source}; FFN: {other.source}",
     )
 
@@ -122,8 +122,8 @@ def _grid(reached: Rates, model: ModelSpec, tp: int, stored: StoredNumbers, link
     layers = LayerKernels(reached, model, tp, stored, link)
     batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
     chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
-    decode = model.layers * layers.decode_attention(batch, batch * context) + layers.rest(batch, batch)
-    prefill = model.layers * layers.prefill_attention(chunk, prefix) + layers.rest(chunk, np.ones_like(chunk))
+    decode = layers.decode_attention(batch, batch * context) + layers.rest(batch, batch)
+    prefill = layers.prefill_attention(chunk, prefix) + layers.rest(chunk, np.ones_like(chunk))
     return EngineGrid(tp, BATCHES, CONTEXTS, _table(decode), CHUNKS, PREFIXES, _table(prefill))
 
 

@@ -248,32 +248,36 @@ def _rows(seconds: Array) -> tuple[tuple[float, ...], ...]:
 
 def _configuration(model: ModelSpec) -> dict[str, object]:
     """The config.json that describes the model to the tables. Raises `NoTablesError` where it would not."""
-    if model.latent is not None:
+    if model.latent:
         raise NoTablesError(
             f"{model.name} has latent attention, which the tables have for single models only; use a roofline"
         )
+    attention, experts = model.plain_attention, model.experts
+    gated = all(kind.dense is None or kind.dense.gated for kind in model.kinds) and (experts is None or experts.gated)
+    if attention is None or not gated or (experts is not None and experts.latent):
+        raise NoTablesError(f"{model.name} has layers that the tables are not sampled for; use a roofline")
     common: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
         "intermediate_size": model.intermediate,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_context,
         "tie_word_embeddings": model.tied,
         "torch_dtype": "bfloat16",
     }
-    if model.experts is None:
+    if experts is None:
         return common
-    if model.experts.layers != model.layers or model.experts.shared_intermediate:
+    if model.sparse_layers != model.layers or experts.shared_intermediate:
         raise NoTablesError(f"{model.name} has dense layers or shared experts besides its experts; use a roofline")
     return common | {
         "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": model.experts.count,
-        "num_experts_per_tok": model.experts.active,
-        "moe_intermediate_size": model.experts.intermediate,
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.active,
+        "moe_intermediate_size": experts.intermediate,
     }
 
 

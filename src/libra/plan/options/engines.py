@@ -35,9 +35,17 @@ from libra.plan.problem import EngineOption
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
-def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, taken: float = 0.0) -> int:
-    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 if the weights leave no room. `taken` bytes of each
-    GPU belong to another engine."""
+def engine_kv_tokens(
+    model: ModelSpec,
+    nodes: NodeClass,
+    recipe: Recipe,
+    tp: int,
+    taken: float = 0.0,
+    *,
+    context: float | None = None,
+) -> int:
+    """Tokens that the KV cache of an engine of `tp` GPUs holds, in sequences of `context` tokens each, by default
+    `max_length`; 0 if the weights leave no room. `taken` bytes of each GPU belong to another engine."""
     return kv_tokens(
         model,
         nodes.gpu.usable,
@@ -46,7 +54,23 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
         batched_tokens=recipe.max_batched_tokens,
         quantization=rollout_quantization(recipe),
         taken=taken,
+        context=recipe.max_length if context is None else context,
     )
+
+
+def batch_kv_tokens(
+    model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int, classes: Sequence[TrajectoryClass]
+) -> int:
+    """Tokens that the KV cache of an engine of `tp` GPUs holds while it decodes a batch of these classes: at least a
+    trajectory of `max_length` by itself, if that fits."""
+    alone = min(engine_kv_tokens(model, nodes, recipe, tp), recipe.max_length)
+    return max(alone, engine_kv_tokens(model, nodes, recipe, tp, context=mean_context(classes)))
+
+
+def mean_context(classes: Sequence[TrajectoryClass]) -> float:
+    """Mean tokens of context of the sequences that decode at one time."""
+    generated = sum(cls.share * cls.generated for cls in classes)
+    return sum(cls.share * cls.context_sum for cls in classes) / generated if generated else 1.0
 
 
 def engine_options(
@@ -77,8 +101,8 @@ def engine_options(
         if tp not in known:
             rejected.append(Rejected(shape, "no times", f"the profile has no times for it ({profile.source})"))
             continue
-        kv = engine_kv_tokens(model, nodes, recipe, tp)
-        holds = min(kv, longest_context)
+        kv = batch_kv_tokens(model, nodes, recipe, tp, classes)
+        holds = min(engine_kv_tokens(model, nodes, recipe, tp), longest_context)
         if holds < classes[0].peak_context:
             weights = quantization.weight_bytes(model, tp)
             rejected.append(
@@ -115,8 +139,7 @@ def shape_options(
     engine = priced_engine(recipe, classes, grid if slowed == 1 else grid.slowed(slowed), kv, holds, running)
     timing, max_num_seqs = engine.timing, engine.max_num_seqs
     longest = max([1.0, *(cls.context_sum / cls.generated for cls in served if cls.generated)])
-    generated = sum(cls.share * cls.generated for cls in served)
-    mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
+    mean = mean_context(served)
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
     weights = rollout_quantization(recipe).version_bytes(model)
     option = partial(

@@ -17,7 +17,7 @@ from libra.cost.device import DeviceProfile, slowed
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.longest import MemberSeconds
 from libra.cost.rollout import EngineTiming, concurrency, measured_timing, seats_taken, work
-from libra.hardware.model import require_at_least
+from libra.hardware.checks import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.menu import Menu, check_classes, reach

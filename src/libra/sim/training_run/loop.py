@@ -102,7 +102,7 @@ class PosttrainingRun:
         quantization = rollout_quantization(self._recipe)
         self._stall = weight_sync(quantization.version_bytes(request.model), 1, 1, link).stall
         network = planned_network(request)
-        kv_bytes = quantization.kv_bytes_per_token(request.model)
+        kv_bytes = quantization.kv_bytes_per_token(request.model, context=self._recipe.max_length)
 
         def cluster(specs: tuple[EngineSpec, ...]) -> SimCluster:
             return SimCluster(

@@ -118,7 +118,9 @@ def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) ->
             f"{lent.lender.pool}: the serving engine leaves {-beside / 1e9:.1f} GB too little for the weights of"
             f" {model.name} beside it: lower its gpu_memory_utilization, or its kv_blocks"
         )
-    return KVTerms(block, int(quantization.kv_bytes_per_token(model, tp) * tp * BLOCK), beside)
+    return KVTerms(
+        block, int(quantization.kv_bytes_per_token(model, tp, context=recipe.max_length) * tp * BLOCK), beside
+    )
 
 
 def _watched(certificate: Certificate, recall: RecallPolicy) -> SharingRule:

@@ -1,0 +1,87 @@
+"""Parts of a context that a layer sees, keeps and reads.
+
+Invariant: amounts are of one layer and one device; `number` is the bytes of a number in the engine's type of KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Keys that a token sees: all before it, the last `tokens`, or those of its own chunk of `tokens` tokens.
+
+    Of a chunk, tokens that are past the first one are taken to see half on average.
+    """
+
+    tokens: int = 0  # 0: all
+    chunked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or (self.chunked and not self.tokens):
+            raise ValueError(f"reach.tokens is {self.tokens}; set it to 1 or more, or to 0 for all keys without chunks")
+
+    @property
+    def _far(self) -> float:
+        return self.tokens / 2 if self.chunked else float(self.tokens)
+
+    def seen(self, context: Array) -> Array:
+        """Keys that the next token sees after `context` tokens."""
+        return np.where(context < self.tokens, context, self._far) if self.tokens else context
+
+    def pairs(self, new: Array, prefix: Array) -> Array:
+        """Sum of the keys that `new` tokens see after `prefix` tokens, each its own half included."""
+        if not self.tokens:
+            every: Array = new * (prefix + new / 2)
+            return every
+        growing = np.clip(self.tokens - prefix, 0, new)
+        limited: Array = growing * (prefix + growing / 2) + (new - growing) * self._far
+        return limited
+
+    def share(self, mean: float) -> float:
+        """Keys that tokens see, over the `mean` number of tokens up to each: of sequences of 2 * `mean` tokens."""
+        if not self.tokens or mean <= 0:
+            return 1.0
+        length = np.array(2.0 * mean)
+        return float(self.pairs(length, np.zeros(()))) / (2.0 * mean * mean)
+
+
+ALL = Reach()
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """Memory of one sequence: what each token adds while it is within reach, and a state of one size."""
+
+    numbers: float = 0.0  # of a token, in the type of KV
+    plain: float = 0.0  # bytes of a token whose type the engine does not choose
+    reach: Reach = ALL
+    state: float = 0.0  # bytes, at any length
+
+    def bytes(self, context: float, number: float) -> float:
+        """Bytes of a sequence of `context` tokens. A window's blocks that a running prefill still needs are not part of
+        it: `max_num_batched_tokens` more for one sequence."""
+        tokens = min(context, self.reach.tokens) if self.reach.tokens else context
+        return tokens * (self.numbers * number + self.plain) + self.state
+
+    @property
+    def grows(self) -> bool:
+        """Whether every token adds the same bytes, at any length."""
+        return not self.reach.tokens and not self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Keys and values that attention reads for one token."""
+
+    numbers: float  # of a key with its value, in the type of KV
+    flops: float  # for each key of a decoding sequence
+    pair_flops: float  # for each pair of a token and a key in a prefill
+    reach: Reach = ALL
+    plain: float = 0.0  # bytes of a key whose type the engine does not choose

@@ -1,0 +1,42 @@
+"""Models whose layers all have the same attention, and gated MLPs or experts: most of those before 2025."""
+
+from __future__ import annotations
+
+from libra.hardware.attention import Attention
+from libra.hardware.latent import LatentAttention
+from libra.hardware.layers import LayerKind, Mixer
+from libra.hardware.mlp import MLP, Experts
+from libra.hardware.model import ModelSpec, arranged
+from libra.hardware.stored_weights import WeightFormat
+
+
+def decoder(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    vocab: int,
+    tied: bool,
+    max_context: int,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    experts: Experts | None = None,
+    sparse: int | None = None,
+    latent: LatentAttention | None = None,
+    stored: WeightFormat | None = None,
+) -> ModelSpec:
+    """A model of `layers` layers, of which the last `sparse` (by default all) have `experts`, and the others an MLP of
+    width `intermediate`. `latent` replaces the attention of `heads`. Raises ValueError where the shape is impossible.
+    """
+    attention = Attention(heads, kv_heads, head_dim, qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")
+    mixer: Mixer = latent or attention
+    last = (layers if sparse is None else sparse) if experts else 0
+    if last > layers:
+        raise ValueError(f"sparse is {last}, but there are {layers} layers; lower it")
+    first = [LayerKind(mixer, MLP(intermediate)) for _ in range(layers - last)]
+    kinds, order = arranged([*first, *[LayerKind(mixer, experts)] * last])
+    return ModelSpec(name, hidden, vocab, tied, max_context, kinds, order, stored=stored)

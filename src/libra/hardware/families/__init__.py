@@ -1,0 +1,1 @@
+"""Readers of configurations, family by family."""

@@ -1,0 +1,139 @@
+"""Fields of a configuration, and a record of those that were read.
+
+Invariant: an error opens with the field's path, and a field that may change a shape is either read or named as unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from libra.config.yaml_file import shown
+
+_MOST = 2**40
+# Names of fields that give a shape, and of those among them that do not: positions, initial values, training, layers
+# that predict further tokens, which are not part of a model.
+_SHAPE = re.compile(r"dim|size|rank|heads|layers|experts|latent|width|depth|kernel|groups|ratio")
+_HARMLESS = re.compile(
+    r"nextn|mtp|rotary|rope|init|window_layers|chunk_size_feed|ep_size|expand|vocab_size_|scale|scaling|routing|dropout"
+    r"|image|video|audio|vision|aux|use_mamba|duration|time_step|orig|pruned|residual|sinkhorn|norm_topk|hash|per_tok$"
+    r"|token_id|output_|pretraining|return_|fp32|beam|ignore|freq$|offset$|batch|group_size|capacity|deepstack|tensor_para"
+)
+
+
+class Fields:
+    """The fields of one object of a configuration. `defaults` are those of the family's class."""
+
+    def __init__(self, data: Mapping[str, Any], path: str = "", defaults: Mapping[str, Any] | None = None) -> None:
+        self.data, self.path, self._defaults = data, path, dict(defaults or {})
+        self._read: set[str] = set()
+        self._assumed: dict[str, Any] = {}
+        self._parts: list[Fields] = []
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Let fields that are absent have these values."""
+        self._defaults = {**self._defaults, **defaults}
+
+    def value(self, field: str) -> Any:
+        """The value as it is; None where it is absent."""
+        self._read.add(field)
+        given = self.data.get(field)
+        if given is None and field in self._defaults:
+            self._assumed[field] = given = self._defaults[field]
+        return given
+
+    def given(self, field: str) -> bool:
+        return self.value(field) is not None
+
+    def error(self, field: str, text: str) -> ValueError:
+        """An error on the field."""
+        return ValueError(f"{self.path}{field}: {text}")
+
+    def first(self, *names: str) -> str:
+        """The first of these names that is given, or the first of all."""
+        found = [name for name in names if self.given(name)]
+        return found[0] if found else names[0]
+
+    def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
+        """A whole number. `otherwise` is its value where the field is not given; None: it is required."""
+        value = self.value(field)
+        if value is None:
+            if otherwise is None:
+                raise self.error(field, "this field is required; add it")
+            return otherwise
+        if type(value) is not int or not minimum <= value <= _MOST:
+            raise self.error(field, f"expected a whole number of {minimum} or more (got {shown(value)})")
+        return value
+
+    def flag(self, field: str, otherwise: bool = False) -> bool:
+        """A truth value; `otherwise` where it is not given."""
+        value = self.value(field)
+        if value not in (None, True, False) or type(value) is int:
+            raise self.error(field, f"expected true or false (got {shown(value)})")
+        return otherwise if value is None else bool(value)
+
+    def word(self, field: str, known: Sequence[str], otherwise: str) -> str:
+        value = self.value(field)
+        if value is None:
+            return otherwise
+        if value not in known:
+            raise self.error(field, f"{shown(value)} has no price; known are {', '.join(known)}")
+        return str(value)
+
+    def names(self, field: str) -> list[str]:
+        value = self.value(field) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(field, f"expected a list of names (got {shown(value)})")
+        return value
+
+    def numbers(self, field: str) -> list[int] | None:
+        """A list of whole numbers; None where it is not given."""
+        value = self.value(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(it) is int and abs(it) <= _MOST for it in value):
+            raise self.error(field, f"expected a list of whole numbers (got {shown(value)})")
+        return value
+
+    def pattern(self, field: str, length: int) -> list[Any] | None:
+        """A list with an entry for each of `length` layers, perhaps of more; None where it is not given."""
+        value = self.value(field)
+        if value is None:
+            return None
+        if not isinstance(value, list | str) or len(value) < length:
+            raise self.error(field, f"expected an entry for each of {length} layers (got {shown(value)})")
+        return list(value)[:length]
+
+    def part(self, field: str, whole: bool = True) -> Fields | None:
+        """The object in a field; None where it is not given. Only of a `whole` one, fields that are not read matter."""
+        value = self.value(field)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(field, f"expected an object (got {shown(value)})")
+        found = Fields(value, f"{self.path}{field}.")
+        if whole:
+            self._parts.append(found)
+        return found
+
+    def refuse(self, field: str, why: str) -> None:
+        """Raise ValueError if the field is given and neither false, 0 nor empty."""
+        if self.value(field):
+            raise self.error(field, f"{shown(self.value(field))} has no price: {why}")
+
+    def unread(self) -> Iterator[str]:
+        """Paths of fields that may change a shape and that were not read."""
+        for name, value in self.data.items():
+            if name not in self._read and value and _SHAPE.search(name) and not _HARMLESS.search(name):
+                yield f"{self.path}{name}"
+        for part in self._parts:
+            yield from part.unread()
+
+    def assumed(self) -> Iterator[tuple[str, Any]]:
+        """Paths and values of fields that give a shape and that the family's class filled in."""
+        for name, value in self._assumed.items():
+            if _SHAPE.search(name):
+                yield f"{self.path}{name}", value
+        for part in self._parts:
+            yield from part.assumed()

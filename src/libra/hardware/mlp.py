@@ -1,0 +1,95 @@
+"""MLPs of a layer: one that every token takes, and a mixture of experts.
+
+Invariant: an MLP is possible, and its parameters are those of the checkpoint, without the bias on expert scores, which
+no gradient trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from libra.hardware.checks import require_at_least
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """Two matrices, or three where the product is gated."""
+
+    intermediate: int
+    gated: bool = True
+    bias: bool = False
+    kind: Literal["mlp"] = "mlp"
+
+    def __post_init__(self) -> None:
+        require_at_least(1, intermediate=self.intermediate)
+
+    def parameters(self, hidden: int) -> int:
+        bias = _inner(self.gated) * self.intermediate + hidden if self.bias else 0
+        return (_inner(self.gated) + 1) * hidden * self.intermediate + bias
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture of experts: each token goes to `active` of `count` experts."""
+
+    count: int
+    active: int
+    intermediate: int  # width of one expert
+    shared_intermediate: int = 0  # width of the experts that every token takes; 0 where there are none
+    groups: int = 1  # equal parts of the experts
+    active_groups: int = 1  # groups that have all experts of one token
+    gated: bool = True
+    latent: int = 0  # width to which tokens are projected for routed experts; 0: the model's own
+    bias: bool = False  # of each routed expert
+    router_bias: bool = False
+    shared_gate: bool = False  # a learned weight of the shared experts
+    beside: bool = False  # checkpoints call the shared ones the MLP of the layer, and keep routed ones beside it
+    other: int = 0  # parameters of a layer besides: norms and scales; every device has them
+    kind: Literal["experts"] = "experts"
+
+    def __post_init__(self) -> None:
+        require_at_least(1, groups=self.groups, active_groups=self.active_groups)
+        require_at_least(1, count=self.count, active=self.active, intermediate=self.intermediate)
+        require_at_least(0, shared_intermediate=self.shared_intermediate, latent=self.latent, other=self.other)
+        if self.active > self.count:
+            raise ValueError(f"active is {self.active}, but there are {self.count} experts; lower it")
+        if self.count % self.groups or self.active_groups > self.groups:
+            raise ValueError(
+                f"groups is {self.groups} and active_groups {self.active_groups}; take groups that divide the"
+                f" {self.count} experts, and as many or fewer of them"
+            )
+        if self.active * self.groups > self.count * self.active_groups:
+            raise ValueError(f"active is {self.active}, more than {self.active_groups} groups have; lower it")
+
+    def width(self, hidden: int) -> int:
+        """Width of the tokens that routed experts get."""
+        return self.latent or hidden
+
+    def of_one(self, hidden: int) -> int:
+        """Parameters of one routed expert."""
+        width = self.width(hidden)
+        bias = _inner(self.gated) * self.intermediate + width if self.bias else 0
+        return (_inner(self.gated) + 1) * width * self.intermediate + bias
+
+    def of_shared(self, hidden: int) -> int:
+        """Parameters that every token takes: of shared experts, and of the projections around routed ones."""
+        return (_inner(self.gated) + 1) * hidden * self.shared_intermediate + 2 * hidden * self.latent
+
+    def of_router(self, hidden: int) -> int:
+        """Parameters that every device of a tensor-parallel group has."""
+        return (
+            hidden * self.count
+            + (self.count if self.router_bias else 0)
+            + (hidden if self.shared_gate else 0)
+            + self.other
+        )
+
+    def parameters(self, hidden: int, routed: int) -> int:
+        """Parameters of a layer with `routed` of its routed experts."""
+        return routed * self.of_one(hidden) + self.of_shared(hidden) + self.of_router(hidden)
+
+
+def _inner(gated: bool) -> int:
+    """Matrices that widen a token."""
+    return 2 if gated else 1
