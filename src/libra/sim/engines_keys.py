@@ -183,7 +183,8 @@ class EngineSection(RanksSection):
     speculative: SpeculativeSection | None = None
     afd: AfdSection | None = None
     kv_tiers: tuple[KVTierSection, ...] = ()  # the nearest first
-    kv_groups: tuple[KVGroupSection, ...] = ()  # none: all layers read the whole context
+    kv_groups: tuple[KVGroupSection, ...] = ()  # none: those that vLLM forms out of the model's layers
+    disable_hybrid_kv_cache_manager: _Flag = False  # every layer keeps the whole context
     role: RoleName = "colocated"
     kv_load_failure_policy: FailurePolicy = "fail"
     num_reserved_decode_tokens: _Index | None = None  # None: 512 where KV is pushed, otherwise none
