@@ -188,7 +188,9 @@ class Even(Generation):
         super().__init__()
         self._size = block_size
         self._starts = tuple(starts)
-        self._needs = [self._starts.count(tokens) for tokens in range(block_size)]
+        self._needs = [0] * block_size
+        for start in starts:
+            self._needs[start] += 1
         self._phases = [0] * block_size  # blocks that requests need in iterations of this remainder
         self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
 

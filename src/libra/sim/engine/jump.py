@@ -72,7 +72,9 @@ def count_stretch(state: EngineState) -> list[Request]:
     before = pool.blocks - pool.blank - pool.findable
     if state.trace is not None:
         _tell(state)
-    take_blocks(state, steps)
+    if steps > state.taken:
+        pool.grow(state.running, generation, state.under_way, state.taken, steps)
+        state.taken = steps
     state.held_ticks += (before + pool.blocks - pool.blank - pool.findable) * (end - state.seen)
     state.seen = end
     state.busy_ticks += end - state.start

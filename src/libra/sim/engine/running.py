@@ -104,9 +104,10 @@ def _batch(
     batch, context = state.batch(generation.count), generation.context
     if fits and (not partials or (demand + blocks <= pool.free and partials[0] is next(reversed(state.running)))):
         pool.grow(state.running, generation, state.under_way, 0, 1)
-        for partial, chunk in parts.items():
+        if parts:
+            partial = partials[0]
             pool.slide(partial, partial.computed, state.under_way)
-            pool.extend(partial, partial.computed + chunk, blocks)
+            pool.extend(partial, partial.computed + parts[partial], blocks)
         return batch, context, parts, left, _ENOUGH
     preempted, rows, parts = make_room(state)
     members = [it for it in state.members() if it not in state.partials and it not in state.ending]
