@@ -115,10 +115,11 @@ class BlockPool:
         taken: int,
         steps: int,
         free: int,
+        enough: int,
     ) -> int:
         """Number of the next `steps` iterations for which `free` blocks suffice, in addition to those of the first
-        `taken` ones."""
-        return generation.affordable(steps, free + generation.demand(taken) if taken else free)
+        `taken` ones. They do for `enough`, even if no running request lets go of any."""
+        return enough
 
     def steady(
         self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, steps: int, wanted: int

@@ -176,10 +176,8 @@ class GroupPool(BlockPool):
         taken: int,
         steps: int,
         free: int,
+        enough: int,
     ) -> int:
-        enough = super().affordable(running, generation, under_way, taken, steps, free)
-        if enough == steps:
-            return steps
         firsts: dict[tuple[Request, int], int] = {}
         for step, _, request in self._steps.events(running, generation, under_way, taken, steps):
             computed, holding = generation.computed(request) + step, self._held[request]

@@ -35,7 +35,10 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
             if state.tiers.watched and not state.tiers.prompt_only:
                 steps = min(steps, min(_full_in(state, state.tiers, request) for request in _generating(state)))
             free = min(free, state.tiers.quiet(generation.demand(steps)))
-        steps = state.pool.affordable(state.running, generation, state.under_way, taken, steps, free)
+        enough = generation.affordable(steps, free + generation.demand(taken) if taken else free)
+        if enough < steps:
+            enough = state.pool.affordable(state.running, generation, state.under_way, taken, steps, free, enough)
+        steps = enough
         if generation.asks:
             steps = generation.steps_to_ask(steps)
     state.taken, state.steps = taken, steps

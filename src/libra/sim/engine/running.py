@@ -217,7 +217,7 @@ def nothing_fits(state: EngineState) -> AssertionError:
 
 def complete(state: EngineState) -> list[Request]:
     """End the planned iterations. Returns the requests that finished with them, in order."""
-    now, flight = state.end, state.flight
+    flight = state.flight
     generation = flight.generation
     if state.steps:
         done = count_stretch(state)
@@ -230,36 +230,45 @@ def complete(state: EngineState) -> list[Request]:
     if generation.asks:
         for request in generation.reached():
             tell_asked(state, request, generation.generated(request))
-    if not flight.finishing:
-        for request in done:
-            tokens, known = stop_generating(state, request)
-            finish(state, request, tokens, known, now)
-        return done
-    finishing, flight.finishing = flight.finishing, []
-    return [request for request in _in_order(done, finishing) if _ends(state, request, now, request in finishing)]
+    finishing = flight.finishing
+    if done and finishing and finishing[0].admission < done[-1].admission:
+        return _complete_in_order(state, done)
+    for request in done:
+        _end(state, request)
+    if finishing:
+        flight.finishing = []
+        done += [request for request in finishing if _ends_with_prompt(state, request)]
+    return done
 
 
-def _in_order(done: list[Request], finishing: list[Request]) -> list[Request]:
-    """Requests that end, and those whose prompts are complete, in the order of their admission. A prompt that waited
-    for budget comes before requests that generate."""
-    both = [*done, *finishing]
-    if done and finishing[0].admission < done[-1].admission:
-        both.sort(key=lambda it: it.admission)
-    return both
+def _complete_in_order(state: EngineState, done: list[Request]) -> list[Request]:
+    """As `complete`, in the order of admission, where a prompt that waited for budget comes before requests that
+    generate."""
+    finishing, state.flight.finishing = state.flight.finishing, []
+    both = sorted([*done, *finishing], key=lambda it: it.admission)
+    ended: list[Request] = []
+    for request in both:
+        if request not in finishing:
+            _end(state, request)
+        elif not _ends_with_prompt(state, request):
+            continue
+        ended.append(request)
+    return ended
 
 
-def _ends(state: EngineState, request: Request, now: int, prefilled: bool) -> bool:
-    """Whether a request ends: one that generated its last token, or whose prompt is complete and is followed by no
-    other token than the first."""
-    if not prefilled:
-        tokens, known = stop_generating(state, request)
-        finish(state, request, tokens, known, now)
-        return True
+def _end(state: EngineState, request: Request) -> None:
+    """End a request that has generated its last token."""
+    tokens, known = stop_generating(state, request)
+    finish(state, request, tokens, known, state.end)
+
+
+def _ends_with_prompt(state: EngineState, request: Request) -> bool:
+    """Whether a request whose prompt is complete ends with its first token; otherwise let it generate."""
     if request.first_token is None:
-        tell_first_token(request, now)
+        tell_first_token(request, state.end)
     request.generated += 1
     if request.generated == request.output_tokens:
-        finish(state, request, state.slots(request), request.target, now)
+        finish(state, request, state.slots(request), request.target, state.end)
         return True
     if request.generated == request.ask_at:
         tell_asked(state, request, request.generated)
