@@ -49,7 +49,7 @@ SEED = 0  # of the first random schedule
 SCHEDULES = (
     *("sync", "async", "pull", "pull-async", "pd", "pd-async", "pd-fails", "pd-fails-async"),
     *("pd-drafts", "pd-tiers"),
-    *("drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
+    *("hybrid", "hybrid-async", "drafts", "drafts-async", "both", "dp", "dp-async", "dp-drafts", "dp-drafts-async"),
     *("tiers", "tiers-async", "tiers-drafts"),
 )
 KIND_CASES = 1000

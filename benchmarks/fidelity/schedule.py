@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from benchmarks.fidelity.async_groups import vllm_ranks_ahead
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
+from benchmarks.fidelity.hybrid import with_groups
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
 from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls, vllm_pulls_ahead
 from benchmarks.fidelity.random_workloads import async_case, random_case
@@ -36,7 +37,7 @@ Pairs = Literal["pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd
 Groups = Literal["dp", "dp-async", "dp-drafts", "dp-drafts-async"]
 Tiers = Literal["tiers", "tiers-async", "tiers-drafts"]
 Pulls = Literal["pull", "pull-async", "both"]
-Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", Groups, Tiers]
+Kind = Literal["sync", "async", Pulls, Pairs, "drafts", "drafts-async", "hybrid", "hybrid-async", Groups, Tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ class Summary:
 
 def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
     """The random case of a seed, with one engine."""
-    config, requests = async_case(seed) if kind in ("async", "drafts-async") else random_case(seed)
+    config, requests = async_case(seed) if kind.endswith("async") else random_case(seed)
+    if kind.startswith("hybrid"):
+        config = with_groups(config, seed)
     return with_drafts(config, seed) if kind in ("drafts", "drafts-async") else config, requests
 
 

@@ -39,12 +39,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
@@ -53,6 +61,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.fidelity.pull_connector import PullConnector, pull_config
 from benchmarks.fidelity.tier_connector import TierConnector
+from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.speculative import Draws
@@ -141,7 +150,8 @@ class VllmEngine:
         """`kv_role` adds a connector that pulls KV, or keeps it to be pulled. A tier has vLLM's own connector; with
         both, that of the role comes first."""
         self.scheduler = _make_scheduler(config, kv_role)
-        self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
+        hashed = self.scheduler.hash_block_size
+        self._hasher = get_request_block_hasher(hashed, sha256) if config.enable_prefix_caching else None
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
         self._speculative = config.speculative
@@ -406,22 +416,16 @@ def _make_scheduler(config: EngineConfig, kv_role: str | None) -> Scheduler:
     if config.speculative is not None:
         vllm_config.speculative_config.method = config.speculative.method
     vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # vLLM turns it off for a CPU
+    if config.enable_prefix_caching and any(group.kind == "state" for group in config.kv_groups):
+        cache_config.mamba_cache_mode = "align"
+    kv_cache_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=_groups(config))
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     scheduler = (AsyncScheduler if config.async_scheduling else Scheduler)(
         vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec(
-                    ["attention"],
-                    _attention(config.block_size),
-                    # As vLLM finds out from the layers of a model with MTP.
-                    is_eagle_group=config.speculative is not None and config.speculative.method == "mtp",
-                )
-            ],
-        ),
+        kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=config.block_size,
+        block_size=block_size,
+        hash_block_size=hash_block_size,
     )
     _check_settings(config, scheduler)
     return scheduler
@@ -464,6 +468,28 @@ def _tier(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+def _groups(config: EngineConfig) -> list[KVCacheGroupSpec]:
+    if config.kv_groups:
+        specs = [_spec(group, config) for group in config.kv_groups]
+        return [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    # As vLLM finds out from the layers of a model with MTP.
+    mtp = config.speculative is not None and config.speculative.method == "mtp"
+    return [KVCacheGroupSpec(["attention"], _attention(config.block_size), is_eagle_group=mtp)]
+
+
+def _spec(group: KVGroup, config: EngineConfig) -> KVCacheSpec:
+    size, shape = group.block_size, {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    if group.kind == "window":
+        return SlidingWindowSpec(block_size=size, sliding_window=group.tokens, **shape)
+    if group.kind == "chunk":
+        return ChunkedLocalAttentionSpec(block_size=size, attention_chunk_size=group.tokens, **shape)
+    if group.kind == "state":
+        mode = "align" if config.enable_prefix_caching else "none"
+        size = size if config.enable_prefix_caching else config.max_model_len
+        return MambaSpec(block_size=size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+    return _attention(size)
+
+
 def _attention(block_size: int) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
@@ -495,7 +521,7 @@ def _check_settings(config: EngineConfig, scheduler: Scheduler) -> None:
     """vLLM changes settings that do not suit its platform; then the schedule would answer another question."""
     asked_and_set = {
         "kv_blocks": (config.kv_blocks, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()),
-        "block_size": (config.block_size, scheduler.kv_cache_manager.block_pool.hash_block_size),
+        "block_size": (config.block_size, scheduler.block_size if config.enable_prefix_caching else config.block_size),
         "max_model_len": (config.max_model_len, scheduler.max_model_len),
         "max_num_seqs": (config.max_num_seqs, scheduler.max_num_active_reqs),
         "max_num_batched_tokens": (config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),

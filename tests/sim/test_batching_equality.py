@@ -224,7 +224,8 @@ def test_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = ("pd", "pd-async", "pd-fails", "pd-fails-async", "pd-drafts", "pd-tiers")
     ranks = ("dp", "dp-async", "dp-drafts", "dp-drafts-async")
     tiers = ("tiers", "tiers-async", "tiers-drafts")
-    for kind in ("async", "pull", "pull-async", *pairs, "drafts", "drafts-async", "both", *ranks, *tiers):
+    kinds = ("async", "hybrid", "hybrid-async", "pull", "pull-async", "drafts", "drafts-async", "both")
+    for kind in (*kinds, *pairs, *ranks, *tiers):
         other = summary(compare(range(2000, 2000 + VLLM_CASES // 10), kind))
         assert other.difference is None
         assert other.preemptions > 0 and other.hits > 0

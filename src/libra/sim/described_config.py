@@ -6,12 +6,15 @@ Invariant: an impossible configuration is refused in a line that opens with the 
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import lcm
 
 from libra.config.yaml_file import ConfigError
-from libra.cost.engine_memory import BLOCK, drafter_memory, kv_tokens
+from libra.cost.engine_memory import BLOCK, drafter_memory, held_bytes, kv_tokens
 from libra.cost.graphs import capture_sizes
+from libra.hardware.kv_layers import GroupedLayers
 from libra.hardware.model_file import load_model
 from libra.sim.described_engine import DescribedEngine
+from libra.sim.described_groups import grouped_layers, told
 from libra.sim.described_tiers import tiers_of
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.speculative import Speculative
@@ -29,13 +32,20 @@ def described_config(engine: DescribedEngine) -> EngineConfig:
             f"pipeline_parallel_size is {section.pipeline_parallel_size}; {model.name} has {model.layers} layers:"
             " lower it"
         )
-    blocks = section.kv_blocks
+    blocks, grouped = section.kv_blocks, grouped_layers(engine)
+    if blocks is None and section.kv_groups:
+        raise ValueError("kv_groups without kv_blocks: give the blocks of the pool that the groups share")
+    several = grouped is not None and not section.disable_hybrid_kv_cache_manager
     if blocks is None:
-        blocks = _kv_blocks(engine)
-        if blocks * section.block_size < longest:
+        blocks = _kv_blocks(engine, grouped)
+        if not several and blocks * section.block_size < longest:
             raise ValueError(_no_room(engine, blocks * section.block_size))
     given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
     given["speculative"], given["kv_tiers"] = _drafts(engine), ()
+    given["kv_groups"] = tuple(it.group() for it in section.kv_groups)
+    if grouped is not None and several:
+        given["kv_groups"], given["block_size"] = grouped.groups, lcm(*(it.block_size for it in grouped.groups))
+        engine.note(told(engine, grouped))
     if section.enforce_eager:
         if section.capture_sizes:
             raise ValueError("enforce_eager is true, and capture_sizes are given: leave one of them out")
@@ -65,7 +75,7 @@ def _drafts(engine: DescribedEngine) -> Speculative | None:
         raise ValueError(f"speculative.{error}") from None
 
 
-def _kv_blocks(engine: DescribedEngine) -> int:
+def _kv_blocks(engine: DescribedEngine, grouped: GroupedLayers | None = None) -> int:
     section, model, tp, stored = engine.section, engine.model, engine.tp, engine.quantization
     weights, more = 0.0, 0.0  # a drafter's, and its KV for each byte of the model's
     divided, drafts = section.data_parallel_size > 1, section.speculative
@@ -77,19 +87,27 @@ def _kv_blocks(engine: DescribedEngine) -> int:
         weights, more = drafter_memory(model, tp, drafter, quantization=stored, dp=section.data_parallel_size)
     if divided:
         weights += expert_bytes(engine)
+    pp, routed = section.pipeline_parallel_size, section.afd is None and not divided
+    batched, seqs, graphs = section.max_num_batched_tokens, section.max_num_seqs, not section.enforce_eager
+    memory, share = engine.gpu.usable, section.gpu_memory_utilization
+    if grouped is not None:
+        held = held_bytes(
+            model, tp, batched_tokens=batched, quantization=stored, pp=pp, routed=routed, seqs=seqs, graphs=graphs
+        )
+        return grouped.blocks(max(0.0, memory * share - held - weights) / (1 + more))
     tokens = kv_tokens(
         model,
-        engine.gpu.usable,
-        section.gpu_memory_utilization,
+        memory,
+        share,
         tp,
-        batched_tokens=section.max_num_batched_tokens,
+        batched_tokens=batched,
         quantization=stored,
-        pp=section.pipeline_parallel_size,
+        pp=pp,
         taken=weights,
         kv_beside=more,
-        routed=section.afd is None and not divided,
-        seqs=section.max_num_seqs,
-        graphs=not section.enforce_eager,
+        routed=routed,
+        seqs=seqs,
+        graphs=graphs,
         context=engine.longest,
     )
     return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself

@@ -12,6 +12,7 @@ from pydantic import Field, StringConstraints
 from libra.config.recipe import KVCacheDtype, WeightQuantization
 from libra.config.yaml_file import Section
 from libra.cost.collectives import AllToAll
+from libra.hardware.kv_groups import KVGroup, KVGroupKind
 from libra.sim.clock import LONGEST
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE, DEFAULT_ROUTE
 from libra.sim.described_tiers import DescribedTier
@@ -98,6 +99,18 @@ class KVTierSection(Section):
         return DescribedTier(**self.model_dump())
 
 
+class KVGroupSection(Section):
+    """Layers that share a block table."""
+
+    kind: KVGroupKind
+    block_size: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 16
+    tokens: _Index = 0  # of the window or of a chunk
+
+    def group(self) -> KVGroup:
+        """Raises ValueError that opens with `kv_groups`."""
+        return KVGroup(self.kind, self.block_size, self.tokens)
+
+
 class EplbSection(Section):
     """vLLM's `eplb_config`."""
 
@@ -170,6 +183,8 @@ class EngineSection(RanksSection):
     speculative: SpeculativeSection | None = None
     afd: AfdSection | None = None
     kv_tiers: tuple[KVTierSection, ...] = ()  # the nearest first
+    kv_groups: tuple[KVGroupSection, ...] = ()  # none: those that vLLM forms out of the model's layers
+    disable_hybrid_kv_cache_manager: _Flag = False  # every layer keeps the whole context
     role: RoleName = "colocated"
     kv_load_failure_policy: FailurePolicy = "fail"
     num_reserved_decode_tokens: _Index | None = None  # None: 512 where KV is pushed, otherwise none

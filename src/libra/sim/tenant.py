@@ -18,7 +18,7 @@ from libra.sim.clock import seconds
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
-from libra.sim.engine.jump import cut_stretch, end_of
+from libra.sim.engine.jump import coming_blocks, cut_stretch, end_of
 from libra.sim.engine.request import Request
 from libra.sim.kv_loan import KVLoan
 
@@ -137,8 +137,7 @@ class ServingTenant:
         self.margin = min(self.margin, self.closest)
         if self.kv is not None:
             engine = self.engine
-            coming = engine.flight.generation.demand(engine.steps) - engine.taken if engine.steps else 0
-            self.kv.served(engine.pool.free - coming)
+            self.kv.served(engine.pool.free - coming_blocks(engine))
         self.served = len(self.engine.running)
         self._served(self.engine.commit(), steps, end)
         return end

@@ -33,6 +33,7 @@ def admit(
     # A request that computes one token after at least this many is padded, so that all requests have equal tokens.
     pads_from = None if chunks or config.speculative is None else 0 if generating else 1
     state.blocked = False
+    state.wanted = 0
     if tiers is not None:
         tiers.begin()
     first: Request | None = None  # its transfer has ended, but it does not run yet: ahead of the queue
@@ -96,9 +97,8 @@ def _start(
     """Let a request run that has `_room`. Returns the tokens that it takes from the budget."""
     found, new, padding, blocks = room
     pool, tokens = state.pool, found * state.config.block_size
-    if found:
-        pool.hold(request.path, found)
-    pool.take(blocks)
+    pool.admit(request, found)
+    pool.extend(request, tokens + new, blocks)
     if request.scheduled is None:
         request.scheduled = now
         request.cached_tokens = tokens
@@ -137,9 +137,9 @@ def refusal(request: Request, config: EngineConfig) -> str:
 
 
 def _stays(state: EngineState, request: Request) -> bool:
-    """Whether a request that does not fit will not fit either while free blocks only decrease. With tiers, less of it
-    may be found then, and more may be loaded instead of computed, or be on its way already."""
-    if not state.config.reserve_full_prompt or state.is_written(request):
+    """Whether a request that does not fit will not fit either while no request lets go of all its blocks. With tiers,
+    less of it may be found then, and more may be loaded instead of computed, or be on its way already."""
+    if not state.config.reserve_full_prompt or state.config.slides or state.is_written(request):
         return False
     tiers = state.tiers
     return tiers is None or (state.config.enable_chunked_prefill and not tiers.transfers.loading and not tiers.shared)
@@ -178,13 +178,20 @@ def _room(state: EngineState, request: Request, budget: int, pads_from: int | No
         if not config.enable_chunked_prefill:
             return None
         new = budget
-    needed = held = config.held_blocks(found * size + new + padding)
+    new = pool.clip(request, found * size, new)
+    if not new:
+        return None
+    needed = blocks = config.admission_blocks(found, found * size + new + padding)
     if config.reserve_full_prompt:
-        needed = max(held, -(-tokens // size))
+        needed = max(blocks, config.reserved_blocks(found, tokens))
     free = pool.free
     if config.watermark and state.running:
         free -= config.watermark_blocks
-    return None if needed - found + unheld > free else (found, new, padding, held - found)
+    if needed + unheld <= free:
+        return found, new, padding, blocks
+    if config.slides and config.reserve_full_prompt and unheld <= pool.blocks and not state.is_written(request):
+        state.wanted = config.reserved_blocks(found, tokens) + pool.free - free
+    return None
 
 
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:

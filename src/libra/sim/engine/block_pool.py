@@ -8,10 +8,12 @@ part of a context is always its beginning, without a gap.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from libra.sim.engine.block_reads import BlockReads
 from libra.sim.engine.block_run import Block, BlockCopies, Run
+from libra.sim.engine.flight import UnderWay
+from libra.sim.engine.generation import Generation
 from libra.sim.engine.request import Chain, Owner, Path, Request
 
 _END = 1 << 62  # of a context: it has none
@@ -57,20 +59,8 @@ class BlockPool:
         return self.blocks - self.blank - self.findable
 
     def path(self, context: Owner) -> Path:
-        """Owners of the blocks of a request's context, or of a chain's. A block that shares only its beginning with the
-        parent's is the child's own."""
-        link = context if isinstance(context, Chain) else context.chain
-        if link is None:
-            return ((context, 0, _END),)
-        path: list[tuple[Owner, int, int]] = []
-        end = _END
-        while link is not None:
-            start = link.fork // self.block_size
-            if start < end:
-                path.append((link, start, end))
-                end = start
-            link = link.parent
-        return tuple(reversed(path))
+        """Owners of the blocks of a request's context, or of a chain's."""
+        return path_of(context, self.block_size)
 
     def knows(self, owner: Owner) -> bool:
         """Whether any block of this owner can be found."""
@@ -92,6 +82,58 @@ class BlockPool:
             if found < end or end == most:
                 break
         return found, unheld
+
+    def admit(self, request: Request, found: int) -> None:
+        """Hold the first `found` blocks of a request that begins to run, which were found."""
+        if found:
+            self.hold(request.path, found)
+
+    def extend(self, request: Request, tokens: int, blocks: int) -> None:
+        """Take `blocks` blocks for a request, so that it has those of its first `tokens` tokens."""
+        self.take(blocks)
+
+    def slide(self, request: Request, computed: int, under_way: UnderWay | None) -> None:
+        """Let go of the blocks that a request no longer reads once it has computed `computed` tokens: none, where all
+        layers read the whole context. Called before it takes blocks for an iteration."""
+
+    def grow(
+        self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, taken: int, steps: int
+    ) -> None:
+        """Take the blocks that the generating ones of the `running` requests need for the next `steps` iterations.
+        Those of the first `taken` ones are taken."""
+        demand = generation.demand(steps)
+        if taken:
+            demand -= generation.demand(taken)
+        if demand:
+            self.take(demand)
+
+    def affordable(
+        self,
+        running: Iterable[Request],
+        generation: Generation,
+        under_way: UnderWay | None,
+        taken: int,
+        steps: int,
+        free: int,
+        enough: int,
+    ) -> int:
+        """Number of the next `steps` iterations for which `free` blocks suffice, in addition to those of the first
+        `taken` ones. They do for `enough`, even if no running request lets go of any."""
+        return enough
+
+    def steady(
+        self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, steps: int, wanted: int
+    ) -> int:
+        """Number of the next `steps` iterations, the first of which has its blocks, before one in which `wanted` blocks
+        may be free, if none of the `running` requests ends."""
+        return steps
+
+    def clip(self, request: Request, computed: int, tokens: int) -> int:
+        """Tokens of a request's next chunk, at most `tokens`, after `computed` tokens. 0: it waits for more budget."""
+        return tokens
+
+    def new_step_starts(self) -> None:
+        """Note that an iteration is scheduled."""
 
     def hold(self, path: Path, blocks: int) -> None:
         """Hold the first `blocks` blocks of a context, which were found."""
@@ -236,6 +278,16 @@ class BlockPool:
         self._let_go(path, here, ())
         return here
 
+    def let_go(self, request: Request, tokens: int, known: int) -> None:
+        """Let go of all blocks of a request: those of `tokens` tokens, of which `known` are final."""
+        held = -(-tokens // self.block_size)
+        if not self.caching:
+            self.blank += held
+        elif request.written:
+            self.release(request, held)
+        else:
+            self.discard(known // self.block_size, held)
+
     def release(self, request: Request, held: int) -> None:
         """Let go of the `held` blocks of a request; those that it has written stay findable."""
         self.blank += held - request.written
@@ -343,3 +395,20 @@ class BlockPool:
         copy = self.copies.of(request, owner, block)
         main = (owner, block)
         return main if copy is None or copy in self._runs.get(owner, ()) else copy
+
+
+def path_of(context: Owner, block_size: int) -> Path:
+    """Owners of the blocks of a request's context, or of a chain's. A block that shares only its beginning with the
+    parent's is the child's own."""
+    link = context if isinstance(context, Chain) else context.chain
+    if link is None:
+        return ((context, 0, _END),)
+    path: list[tuple[Owner, int, int]] = []
+    end = _END
+    while link is not None:
+        start = link.fork // block_size
+        if start < end:
+            path.append((link, start, end))
+            end = start
+        link = link.parent
+    return tuple(reversed(path))

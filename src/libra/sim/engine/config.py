@@ -7,9 +7,12 @@ and one iteration has room for a token of every running request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
+from libra.hardware.kv_groups import KVGroup
 from libra.sim.engine.group_cost import GroupSpec
+from libra.sim.engine.group_layout import Layout, layouts
 from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.engine.speculative import Speculative
@@ -42,6 +45,9 @@ class EngineConfig(Value):
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
     speculative: Speculative | None = None  # drafts that are verified with each token
     kv_tiers: tuple[KVTier, ...] = ()  # where KV is offloaded to, the nearest first
+    # Layers that share a block table. None: one group, which reads the whole context. With groups, `block_size` is the
+    # least common multiple of theirs
+    kv_groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for field in (
@@ -69,11 +75,7 @@ class EngineConfig(Value):
             raise ValueError(f"kv_load_failure_policy is {self.kv_load_failure_policy!r}; set it to fail or recompute")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it is a share of the blocks: 0 or more, and less than 1")
-        if self.kv_blocks * self.block_size < self.max_model_len:
-            raise ValueError(
-                f"kv_blocks is {self.kv_blocks}: {self.kv_blocks * self.block_size} tokens, less than one request of"
-                f" max_model_len {self.max_model_len}; give more memory, or a shorter max_model_len"
-            )
+        self._check_blocks()
         if self.num_reserved_decode_tokens < 0:
             raise ValueError(f"num_reserved_decode_tokens is {self.num_reserved_decode_tokens}; give tokens, 0 or more")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -92,6 +94,45 @@ class EngineConfig(Value):
             raise ValueError(
                 f"capture_sizes goes to {self.capture_sizes[-1]}, more than max_num_batched_tokens"
                 f" {self.max_num_batched_tokens}: no iteration is that large; leave the size out"
+            )
+
+    def _check_blocks(self) -> None:
+        if self.kv_groups:
+            self._check_groups()
+        elif self.kv_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"kv_blocks is {self.kv_blocks}: {self.kv_blocks * self.block_size} tokens, less than one request of"
+                f" max_model_len {self.max_model_len}; give more memory, or a shorter max_model_len"
+            )
+
+    def _check_groups(self) -> None:
+        for name, given in (
+            ("kv_tiers", bool(self.kv_tiers)),
+            ("speculative", self.speculative is not None),
+            ("num_reserved_decode_tokens", bool(self.num_reserved_decode_tokens)),
+            ("pipeline_parallel_size above 1", self.pipeline_parallel_size > 1),
+        ):
+            if given:
+                raise ValueError(f"kv_groups with {name} is not simulated: leave one of them out")
+        states = self.enable_prefix_caching and any(group.kind == "state" for group in self.kv_groups)
+        if states and not self.enable_chunked_prefill:
+            raise ValueError("kv_groups: a state is cached at the ends of chunks: set enable_chunked_prefill to true")
+        sizes = [it.block_size for it in self.kv_groups if it.kind != "state" or states] or [self.block_size]
+        if self.block_size != lcm(*sizes):
+            raise ValueError(
+                f"block_size is {self.block_size}; with kv_groups set it to the least common multiple of their"
+                f" block sizes, {lcm(*sizes)}"
+            )
+        uneven = [it for it in self.kv_groups if it.block_size != self.block_size and it.kind in ("chunk", "state")]
+        if self.enable_prefix_caching and uneven:
+            raise ValueError(
+                f"kv_groups: block_size of {uneven[0].kind} is {uneven[0].block_size}, that of all groups together"
+                f" {self.block_size}: with prefix caching make them equal"
+            )
+        if self.kv_blocks < self.longest_blocks:
+            raise ValueError(
+                f"kv_blocks is {self.kv_blocks}, less than the {self.longest_blocks} of all kv_groups for one request"
+                f" of max_model_len {self.max_model_len}; give more memory, or a shorter max_model_len"
             )
 
     def _check_tiers(self) -> None:
@@ -160,6 +201,56 @@ class EngineConfig(Value):
         """Blocks that a pull leaves free for the drafts of its request."""
         return 0 if self.speculative is None else self.blocks(self.tokens_each + self.lookahead)
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts of the KV groups, in their order."""
+        in_flight = self.max_num_batched_tokens * (1 + self.async_scheduling)
+        return layouts(self.kv_groups, self.block_size, self.enable_prefix_caching, in_flight, self.max_model_len)
+
+    @property
+    def slides(self) -> bool:
+        """Whether a running request lets go of blocks that it no longer reads."""
+        return bool(self.kv_groups) and any(layout.period for layout in self.layouts)
+
+    @property
+    def block_starts(self) -> tuple[int, ...]:
+        """Tokens of contexts, up to `block_size`, whose next token needs a block: once for each KV group."""
+        if not self.kv_groups:
+            return (0,)
+        return tuple(sorted(start for layout in self.layouts for start in layout.starts()))
+
+    @property
+    def longest_blocks(self) -> int:
+        """Blocks of all KV groups that one request of `max_model_len` holds at most."""
+        if not self.kv_groups:
+            return self.blocks(self.max_model_len)
+        return sum(layout.held(self.max_model_len, self.async_scheduling) for layout in self.layouts)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of contexts of `max_model_len` that the KV cache holds."""
+        if not self.kv_groups:
+            return self.kv_blocks * self.block_size
+        return self.kv_blocks * self.max_model_len // self.longest_blocks
+
+    def new_blocks(self, before: int, after: int) -> int:
+        """Blocks that a running request takes to compute its tokens from `before` to `after`."""
+        if not self.kv_groups:
+            return self.held_blocks(after) - self.held_blocks(before)
+        return sum([layout.new_blocks(before, after) for layout in self.layouts])
+
+    def admission_blocks(self, found: int, tokens: int) -> int:
+        """Blocks that a request takes to compute its first `tokens` tokens, `found` blocks of which are cached."""
+        if not self.kv_groups:
+            return self.held_blocks(tokens) - found
+        return sum([layout.new_blocks(found * self.block_size, tokens) for layout in self.layouts])
+
+    def reserved_blocks(self, found: int, tokens: int) -> int:
+        """Blocks that have to be free to admit a prompt of `tokens` tokens, `found` blocks of which are cached."""
+        if not self.kv_groups:
+            return -(-tokens // self.block_size) - found
+        return sum([layout.reserved(found * self.block_size, tokens) for layout in self.layouts])
+
     def held_blocks(self, tokens: int) -> int:
         """Blocks of a request that has computed `tokens` tokens."""
         if self.speculative is not None:
@@ -203,6 +294,13 @@ class EngineSpec(Value):
     role: EngineRole = COLOCATED
     kv_bytes: float = 0.0  # of a token, on all devices together; a pull reads them
     group: GroupSpec | None = None  # the engine is a rank of it, and `cost` is the group's then
+
+    def __post_init__(self) -> None:
+        if self.config.kv_groups and self.role != COLOCATED:
+            raise ValueError(
+                f"role of {self.name} is {self.role.name}: KV of an engine with kv_groups does not move to another one;"
+                " leave one of them out"
+            )
 
     @property
     def defers(self) -> bool:

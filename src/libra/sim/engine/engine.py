@@ -227,7 +227,7 @@ class SimEngine(EngineState):
         generating = self.flight.generation.context_after(ended_by(self, now))
         context = max(generating, self.load_tokens // flights)
         more = context + context // accepted if accepted else 1
-        turns = max(1.0, (accepted + 1) / config.max_num_seqs, flights * more / (config.kv_blocks * config.block_size))
+        turns = max(1.0, (accepted + 1) / config.max_num_seqs, flights * more / config.kv_tokens)
         batch = self.batch(max(1, int((accepted + 1) / turns)))
         return turns * self.decode_ticks(batch, int(more / turns)) / TICKS
 

@@ -6,7 +6,7 @@ Invariant: the same iterations give the same counts, whether they are advanced o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import isqrt
 
@@ -180,12 +180,18 @@ class Even(Generation):
     count of iterations.
     """
 
-    __slots__ = ("_offsets", "_phases", "_size", "_squares")
+    __slots__ = ("_needs", "_offsets", "_phases", "_size", "_squares", "_starts")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, starts: Sequence[int] = (0,)) -> None:
+        """A request needs a block when its tokens, less whole `block_size`, are one of `starts`: once for each that
+        equals them."""
         super().__init__()
         self._size = block_size
-        self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
+        self._starts = tuple(starts)
+        self._needs = [0] * block_size
+        for start in starts:
+            self._needs[start] += 1
+        self._phases = [0] * block_size  # blocks that requests need in iterations of this remainder
         self._offsets = self._squares = 0  # sums over the requests: contexts differ as their offsets do
 
     def spread(self, absent: Collection[Request] = ()) -> int:
@@ -199,7 +205,8 @@ class Even(Generation):
         request.offset = offset = tokens - iteration
         request.last = last = iteration + request.output_tokens - request.generated - 1
         heappush(self._ends, (last, request.admission, request))
-        self._phases[-offset % self._size] += 1
+        for start in self._starts:
+            self._phases[(start - offset) % self._size] += 1
         self._offsets += offset
         self._squares += offset * offset
         self.count += 1
@@ -212,7 +219,8 @@ class Even(Generation):
         tokens = offset + self.iteration
         self.context -= tokens + 1
         self.count -= 1
-        self._phases[-offset % self._size] -= 1
+        for start in self._starts:
+            self._phases[(start - offset) % self._size] -= 1
         self._offsets -= offset
         self._squares -= offset * offset
         if request in self.stalled:
@@ -230,18 +238,19 @@ class Even(Generation):
         return 1
 
     def needs(self, request: Request, row: int) -> int:
-        return int((request.offset + self.iteration) % self._size == 0)
+        return self._needs[(request.offset + self.iteration) % self._size]
 
     def stall(self, skipped: set[Request], cut: Mapping[Request, int]) -> int:
         context = self.context - sum(request.offset + self.iteration + 1 for request in skipped)
         self.stalled = skipped
         for request in skipped:
-            self._phases[-request.offset % self._size] -= 1
+            for start in self._starts:
+                self._phases[(start - request.offset) % self._size] -= 1
+                self._phases[(start - request.offset + 1) % self._size] += 1
             self._offsets -= 1
             self._squares -= 2 * request.offset - 1
             request.offset -= 1
             request.last += 1
-            self._phases[-request.offset % self._size] += 1
             heappush(self._ends, (request.last, request.admission, request))
             if request.ask_at is not None:
                 self.ask(request)
@@ -262,16 +271,16 @@ class Even(Generation):
         if steps == 1:
             return phases[phase]
         cycles, rest = divmod(steps, size)
-        demand = cycles * self.count
+        demand = cycles * self.count * len(self._starts)
         if phase + rest <= size:
             return demand + sum(phases[phase : phase + rest])
         return demand + sum(phases[phase:]) + sum(phases[: phase + rest - size])
 
     def affordable(self, steps: int, blocks: int) -> int:
-        size, count = self._size, self.count
+        size, count = self._size, self.count * len(self._starts)
         if (steps // size + 1) * count <= blocks:
             return steps
-        cycles = blocks // count  # in each every request needs one block
+        cycles = blocks // count  # in each every request needs a block for each of its starts
         affordable = cycles * size
         if affordable >= steps:
             return steps

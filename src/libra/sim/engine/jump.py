@@ -23,7 +23,7 @@ LISTED = 256  # iterations whose ticks are listed at once
 
 
 def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
-    """Plan iterations until one of the requests is done or blocks run out. `taken` blocks of the first iteration are
+    """Plan iterations until one of the requests is done or blocks run out. `taken`: the blocks of the first one are
     held already. If an iteration is under way, it ends first, and the last planned one only begins at the end."""
     generation, under_way = state.flight.generation, state.under_way
     steps = 1 if most == 1 else min(generation.steps_to_end(), most)
@@ -35,7 +35,10 @@ def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> Non
             if state.tiers.watched and not state.tiers.prompt_only:
                 steps = min(steps, min(_full_in(state, state.tiers, request) for request in _generating(state)))
             free = min(free, state.tiers.quiet(generation.demand(steps)))
-        steps = generation.affordable(steps, free + taken)
+        enough = generation.affordable(steps, free + generation.demand(taken) if taken else free)
+        if enough < steps:
+            enough = state.pool.affordable(state.running, generation, state.under_way, taken, steps, free, enough)
+        steps = enough
         if generation.asks:
             steps = generation.steps_to_ask(steps)
     state.taken, state.steps = taken, steps
@@ -68,17 +71,17 @@ def cut_to(state: EngineState, steps: int) -> bool:
 
 def count_stretch(state: EngineState) -> list[Request]:
     """Count the planned iterations as ended. Returns the requests whose last one was among them."""
+    generation, pool, steps, end = state.flight.generation, state.pool, state.steps, state.end
+    before = pool.blocks - pool.blank - pool.findable
     if state.trace is not None:
         _tell(state)
-    generation, pool, steps, end = state.flight.generation, state.pool, state.steps, state.end
-    demand = generation.demand(steps) - state.taken
-    held = pool.blocks - pool.blank - pool.findable
-    state.held_ticks += (2 * held + demand) * (end - state.seen)
+    if steps > state.taken:
+        pool.grow(state.running, generation, state.under_way, state.taken, steps)
+        state.taken = steps
+    state.held_ticks += (before + pool.blocks - pool.blank - pool.findable) * (end - state.seen)
     state.seen = end
     state.busy_ticks += end - state.start
     state.iterations += steps
-    if demand:
-        pool.take(demand)
     following = 0
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context_after(steps - 1)
@@ -111,6 +114,20 @@ def catch_up(state: EngineState, now: int) -> None:
         _plan_after(state, state.start, state.under_way.ticks)
 
 
+def take_blocks(state: EngineState, steps: int) -> None:
+    """Take the blocks of the first `steps` planned iterations."""
+    taken = state.taken
+    if steps > taken:
+        state.pool.grow(state.running, state.flight.generation, state.under_way, taken, steps)
+        state.taken = steps
+
+
+def coming_blocks(state: EngineState) -> int:
+    """Blocks that the planned iterations still take."""
+    demand = state.flight.generation.demand
+    return (demand(state.steps) if state.steps else 0) - (demand(state.taken) if state.taken else 0)
+
+
 def settle(state: EngineState, now: int) -> int:
     """Bring counts and blocks to where they are if every iteration is visited. The plan stays as it is.
 
@@ -123,9 +140,7 @@ def settle(state: EngineState, now: int) -> int:
     elif state.clock is not None:
         state.clock.bring(state)
     if now > state.start:  # the one that is under way has its blocks
-        demand = state.flight.generation.demand() - state.taken
-        state.pool.take(demand)
-        state.taken += demand
+        take_blocks(state, 1)
     return int(end_of(state.pieces, 1) <= now)
 
 
@@ -193,25 +208,27 @@ def _plan_after(state: EngineState, start: int, ticks: int) -> None:
 def _tell(state: EngineState) -> None:
     """Trace each planned iteration, as if it had been visited."""
     assert state.trace is not None
-    generation, free = state.flight.generation, state.pool.free + state.taken
+    generation = state.flight.generation
     running = _generating(state)
     if state.under_way is not None:
         batch, context = state.batch(generation.count), generation.context
         for step in range(1, state.steps + 1):
             start = end_of(state.pieces, step)
             base, slope, _ = state.cost.line(batch, context)
-            left = free - generation.demand(step)
+            take_blocks(state, step)
             scheduled = tuple((request.number, generation.row(request, step - 1)) for request in running)
-            state.trace(Iteration(state.index, start, start + base + slope * context, scheduled, (), (), left))
+            end = start + base + slope * context
+            state.trace(Iteration(state.index, start, end, scheduled, (), (), state.pool.free))
             context = generation.context_after(step)
         return
     following = [piece[0] for piece in state.pieces[1:]] + [state.steps]
     for (before, at, first, growth), after in zip(state.pieces, following, strict=True):
         for step in range(after - before):
             start = at + ticks_of(step, first, growth)
-            left = free - generation.demand(before + step + 1)
+            take_blocks(state, before + step + 1)
             scheduled = tuple((request.number, generation.row(request, before + step)) for request in running)
-            state.trace(Iteration(state.index, start, start + first + step * growth, scheduled, (), (), left))
+            end = start + first + step * growth
+            state.trace(Iteration(state.index, start, end, scheduled, (), (), state.pool.free))
 
 
 # The arithmetic

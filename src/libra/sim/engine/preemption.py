@@ -28,13 +28,18 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], di
         if budget <= 0:
             break
         if request in state.partials:
-            new = min(request.target - request.computed, budget)
-            needed = config.held_blocks(request.computed + new) - config.held_blocks(request.computed)
+            computed = request.computed
+            new = pool.clip(request, computed, min(request.target - computed, budget))
+            if not new:
+                continue
+            needed = config.new_blocks(computed, computed + new)
         else:
             new = min(generation.row(request), budget)
             if not new:
                 continue
+            computed = generation.computed(request)
             needed = generation.needs(request, new)
+        pool.slide(request, computed, state.under_way)
         while needed > pool.free:
             victim = _victim(state)
             if state.defers and state.is_under_way(victim):
@@ -48,7 +53,7 @@ def make_room(state: EngineState) -> tuple[list[Request], dict[Request, int], di
                 break
         if request.admission < 0:
             break
-        pool.take(needed)
+        pool.extend(request, computed + new, needed)
         budget -= new + config.input_slots
         (chunks if request in state.partials else scheduled)[request] = new
     return preempted, scheduled, chunks

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from libra.sim.engine.admission import admit, may_admit
 from libra.sim.engine.iteration_cost import NONE_ADMITTED, Admitted, Chunk, DecodeBatch
-from libra.sim.engine.jump import count_stretch, plan_stretch
+from libra.sim.engine.jump import LISTED, count_stretch, plan_stretch
 from libra.sim.engine.messages import Iteration
 from libra.sim.engine.preemption import make_room, stop_generating
 from libra.sim.engine.request import Request
@@ -56,8 +56,7 @@ def schedule(state: EngineState, now: int, most: int) -> bool:
     elif not batch.requests:
         ticks = 0
     elif plain and most:
-        # Rows become shorter towards `max_model_len`, so that with drafts a request may fit the budget later.
-        plan_stretch(state, now, 1 if config.speculative is not None and _admits(state) else most, demand)
+        plan_stretch(state, now, _patience(state, most) if state.restless and _admits(state) else most, 1)
         return True
     else:
         base, slope, _ = state.cost.line(batch, context)
@@ -93,15 +92,22 @@ def _batch(
     """The requests that generate, their contexts, the next tokens of prompts that are computed in part, what is left of
     the budget, and which requests gave way."""
     config, pool, generation = state.config, state.pool, state.flight.generation
+    pool.new_step_starts()
     parts: Mapping[Request, int] = {}
     blocks = 0
     if partials and left > 0:
         partial = partials[0]
-        parts = {partial: min(partial.target - partial.computed, left)}
-        blocks = config.held_blocks(partial.computed + parts[partial]) - config.held_blocks(partial.computed)
+        chunk = pool.clip(partial, partial.computed, min(partial.target - partial.computed, left))
+        if chunk:
+            parts = {partial: chunk}
+            blocks = config.new_blocks(partial.computed, partial.computed + chunk)
     batch, context = state.batch(generation.count), generation.context
     if fits and (not partials or (demand + blocks <= pool.free and partials[0] is next(reversed(state.running)))):
-        pool.take(demand + blocks)
+        pool.grow(state.running, generation, state.under_way, 0, 1)
+        if parts:
+            partial = partials[0]
+            pool.slide(partial, partial.computed, state.under_way)
+            pool.extend(partial, partial.computed + parts[partial], blocks)
         return batch, context, parts, left, _ENOUGH
     preempted, rows, parts = make_room(state)
     members = [it for it in state.members() if it not in state.partials and it not in state.ending]
@@ -164,6 +170,16 @@ def _known(state: EngineState, skipped: Collection[Request], chunks: bool) -> li
     return rows
 
 
+def _patience(state: EngineState, most: int) -> int:
+    """Iterations, at most `most`, before one with which the head of the queue may fit although no request ends. With
+    drafts rows become shorter towards `max_model_len`; windows let go of blocks."""
+    generation = state.flight.generation
+    if most == 1 or not state.wanted:
+        return 1
+    steps = min(most, generation.steps_to_end(), LISTED)
+    return state.pool.steady(state.running, generation, state.under_way, steps, state.wanted)
+
+
 def _admits(state: EngineState) -> bool:
     """Whether a request may be admitted with the next iteration."""
     return bool(state.waiting or state.ready) and not state.blocked and len(state.running) < state.config.max_num_seqs
@@ -201,7 +217,7 @@ def nothing_fits(state: EngineState) -> AssertionError:
 
 def complete(state: EngineState) -> list[Request]:
     """End the planned iterations. Returns the requests that finished with them, in order."""
-    now, flight = state.end, state.flight
+    flight = state.flight
     generation = flight.generation
     if state.steps:
         done = count_stretch(state)
@@ -214,23 +230,50 @@ def complete(state: EngineState) -> list[Request]:
     if generation.asks:
         for request in generation.reached():
             tell_asked(state, request, generation.generated(request))
+    finishing = flight.finishing
+    if done and finishing and finishing[0].admission < done[-1].admission:
+        return _complete_in_order(state, done)
     for request in done:
-        tokens, known = stop_generating(state, request)
-        finish(state, request, tokens, known, now)
-    if flight.finishing:
-        finishing, flight.finishing = flight.finishing, []
-        for request in finishing:
-            if request.first_token is None:
-                tell_first_token(request, now)
-            request.generated += 1
-            if request.generated < request.output_tokens:
-                if request.generated == request.ask_at:
-                    tell_asked(state, request, request.generated)
-                start_generating(state, request)
-            else:
-                finish(state, request, state.slots(request), request.target, now)
-                done.append(request)
+        _end(state, request)
+    if finishing:
+        flight.finishing = []
+        done += [request for request in finishing if _ends_with_prompt(state, request)]
     return done
+
+
+def _complete_in_order(state: EngineState, done: list[Request]) -> list[Request]:
+    """As `complete`, in the order of admission, where a prompt that waited for budget comes before requests that
+    generate."""
+    finishing, state.flight.finishing = state.flight.finishing, []
+    both = sorted([*done, *finishing], key=lambda it: it.admission)
+    ended: list[Request] = []
+    for request in both:
+        if request not in finishing:
+            _end(state, request)
+        elif not _ends_with_prompt(state, request):
+            continue
+        ended.append(request)
+    return ended
+
+
+def _end(state: EngineState, request: Request) -> None:
+    """End a request that has generated its last token."""
+    tokens, known = stop_generating(state, request)
+    finish(state, request, tokens, known, state.end)
+
+
+def _ends_with_prompt(state: EngineState, request: Request) -> bool:
+    """Whether a request whose prompt is complete ends with its first token; otherwise let it generate."""
+    if request.first_token is None:
+        tell_first_token(request, state.end)
+    request.generated += 1
+    if request.generated == request.output_tokens:
+        finish(state, request, state.slots(request), request.target, state.end)
+        return True
+    if request.generated == request.ask_at:
+        tell_asked(state, request, request.generated)
+    start_generating(state, request)
+    return False
 
 
 def count_iteration(state: EngineState) -> None:

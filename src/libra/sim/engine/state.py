@@ -16,6 +16,7 @@ from libra.sim.engine.drawn import Drawn
 from libra.sim.engine.drawn_ahead import DrawnAhead
 from libra.sim.engine.flight import Deferred, Flight, Flights, UnderWay
 from libra.sim.engine.generation import Even, Generation
+from libra.sim.engine.group_pool import GroupPool
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch, IterationCost
 from libra.sim.engine.messages import Iteration, Notice
 from libra.sim.engine.queues import FcfsQueue, PriorityQueue
@@ -85,6 +86,8 @@ class EngineState:
     # Their prompts are computed in part; in the order of admission. Only one, unless others came while it got no blocks
     partials: dict[Request, None] = field(default_factory=dict, init=False)
     blocked: bool = field(default=False, init=False)  # the head of the queue fits only once blocks are let go
+    # Free blocks that it needs at least, if it may fit before that; 0: unknown
+    wanted: int = field(default=0, init=False)
     admissions: int = field(default=0, init=False)
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is being scheduled, or has ended
@@ -93,6 +96,7 @@ class EngineState:
     under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # iterations that may be planned at once
     uneven: bool = field(init=False)  # batches say how much their contexts differ
+    restless: bool = field(init=False)  # the head of the queue may fit later although no request lets go of its blocks
     batches: list[DecodeBatch] = field(init=False)  # the batches that do not, by their requests
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # the request that generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
@@ -109,7 +113,7 @@ class EngineState:
     steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
     ticks: int = field(default=0, init=False)  # of the iteration that is decided while another is under way; 0: none is
     pieces: list[Piece] = field(default_factory=list, init=False)  # of the `steps` iterations
-    taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
+    taken: int = field(default=0, init=False)  # iterations of these, 0 or 1, whose blocks have been taken already
     # Counts
     load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
     load_changed: Callable[[], object] | None = field(default=None, init=False)  # called when `load_tokens` changes
@@ -122,7 +126,7 @@ class EngineState:
 
     def __post_init__(self) -> None:
         config, stages = self.config, self.config.pipeline_parallel_size
-        self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
+        self.pool = self._pool()
         if config.kv_tiers:
             drafts = config.speculative
             self.tiers = Tiers(config.kv_tiers, self.pool, volatile=drafts is not None and drafts.volatile_chunk)
@@ -131,6 +135,7 @@ class EngineState:
         self.flight = self.flights.all[0]
         self.overlapping = stages > 1
         self.uneven = self.cost.uneven
+        self.restless = config.speculative is not None or config.slides
         self.batches = _batches(config.tokens_each)
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
@@ -145,10 +150,18 @@ class EngineState:
         self.held_ticks += 2 * self.pool.held * (now - self.seen)
         self.seen = now
 
+    def _pool(self) -> BlockPool:
+        config = self.config
+        blocks, size, caching = config.kv_blocks, config.block_size, config.enable_prefix_caching
+        if not config.kv_groups:
+            return BlockPool(blocks, size, caching)
+        most, ahead = config.max_num_batched_tokens, config.async_scheduling
+        return GroupPool(blocks, size, caching, config.layouts, most_tokens=most, ahead=ahead)
+
     def _generation(self) -> Generation:
         speculative = self.config.speculative
         if speculative is None:
-            return Even(self.config.block_size)
+            return Even(self.config.block_size, self.config.block_starts)
         return (DrawnAhead if self.config.async_scheduling else Drawn)(self.config, speculative)
 
     def batch(self, requests: int, absent: Collection[Request] = (), context: int | None = None) -> DecodeBatch:
@@ -288,14 +301,7 @@ class EngineState:
 
     def let_go_blocks(self, request: Request, tokens: int, known: int) -> None:
         """Release the blocks of a request's `tokens` tokens, of which `known` are final."""
-        size = self.config.block_size
-        held = -(-tokens // size)
         if request in self.pool.reads.unwritten:
             self.pool.reads.fence(request, self.pool.blank)
-        if not self.pool.caching:
-            self.pool.blank += held
-        elif request.written:
-            self.pool.release(request, held)
-        else:
-            self.pool.discard(known // size, held)
+        self.pool.let_go(request, tokens, known)
         self.blocked = False

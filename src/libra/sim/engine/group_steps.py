@@ -1,0 +1,88 @@
+"""Iterations of generating requests that take blocks of KV cache groups, or let go of some.
+
+Invariant: in all others, and for all other requests, tables stay as they are. So iterations between two events are like
+each other, and only the events have to be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from libra.sim.engine.flight import UnderWay
+from libra.sim.engine.generation import Generation
+from libra.sim.engine.group_layout import ConstantLayout, Layout
+from libra.sim.engine.request import Request
+
+Event = tuple[int, int, Request]  # (iteration, place among the running requests, request)
+
+
+class GroupSteps:
+    """Events of an engine whose groups have these layouts. `ahead`: with asynchronous scheduling."""
+
+    __slots__ = ("_ahead", "_cycles")
+
+    def __init__(self, layouts: Iterable[Layout], ahead: bool) -> None:
+        self._ahead = ahead
+        # (period, shift, more free blocks at most): in iterations in which a request's tokens before it differ from
+        # `shift` by whole periods
+        self._cycles: list[tuple[int, int, int]] = []
+        for layout in layouts:
+            if isinstance(layout, ConstantLayout):
+                continue
+            self._cycles.append((layout.block_size, 0, -1))
+            if layout.period:
+                freed = -(-layout.period // layout.block_size)
+                self._cycles.append((layout.period, layout.ahead + ahead, freed))
+
+    def events(
+        self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, taken: int, steps: int
+    ) -> list[Event]:
+        """Events of the next iterations from `taken` to `steps`, in their order."""
+        events: list[Event] = []
+        for place, request in enumerate(running):
+            if request.flight < 0:
+                continue
+            computed = generation.computed(request)
+            found = set(range(taken, min(steps, self._sudden(computed, request, under_way))))
+            for period, shift, _ in self._cycles:
+                found.update(_every(period, shift - computed, taken, steps))
+            for step in found:
+                events.append((step, place, request))
+        events.sort(key=_in_order)
+        return events
+
+    def rises(
+        self, running: Iterable[Request], generation: Generation, under_way: UnderWay | None, steps: int
+    ) -> list[tuple[int, int]] | None:
+        """(iteration, how many more blocks may be free with it), in order, after the first of the next `steps`. None: a
+        request may let go of more than a cycle's blocks."""
+        rises: dict[int, int] = {}
+        for request in running:
+            if request.flight < 0:
+                continue
+            computed = generation.computed(request)
+            if self._sudden(computed, request, under_way) > 1:
+                return None
+            for period, shift, freed in self._cycles:
+                for step in _every(period, shift - computed, 1, steps):
+                    rises[step] = rises.get(step, 0) + freed
+        return sorted(rises.items())
+
+    def _sudden(self, computed: int, request: Request, under_way: UnderWay | None) -> int:
+        """Number of a request's next iterations that may let go of blocks out of turn. Those that are processed have
+        grown by more than a token then: after its prompt, or after a rest."""
+        generated = computed - request.target
+        if not self._ahead:
+            return int(generated == 0)
+        if generated <= 1:
+            return 2 - generated
+        return int(under_way is None or request in under_way.absent)
+
+
+def _every(period: int, first: int, taken: int, steps: int) -> range:
+    """Iterations from `taken` to `steps` that differ from `first` by whole periods."""
+    return range(taken + (first - taken) % period, steps, period)
+
+
+def _in_order(event: Event) -> tuple[int, int]:
+    return event[0], event[1]
