@@ -476,9 +476,9 @@ def test_a_model_of_another_kind_is_refused_with_the_missing_field(tmp_path: Pat
     shape = json.loads(
         (EXAMPLES.parent / "src" / "libra" / "hardware" / "models" / "Qwen--Qwen3-0.6B.json").read_text()
     )
-    del shape["num_key_value_heads"]
+    del shape["hidden_size"]
     model.write_text(json.dumps(shape))
-    assert_refused(Asked(model=str(model)).call(tmp_path), "num_key_value_heads")
+    assert_refused(Asked(model=str(model)).call(tmp_path), "hidden_size")
 
 
 def test_a_plan_is_not_written_where_there_is_no_directory(tmp_path: Path) -> None:

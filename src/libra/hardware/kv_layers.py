@@ -17,7 +17,7 @@ _PADDED = 1.5  # vLLM's: kinds whose numbers of layers differ by less are padded
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """What one layer keeps of a context, on one GPU."""
+    """Memory that one layer keeps of a context, on one GPU."""
 
     kind: KVGroupKind
     token_bytes: int = 0  # of a token's KV

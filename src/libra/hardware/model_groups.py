@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a context, for KV cache groups."""
+"""Memory that the layers of a model keep of a context, for KV cache groups."""
 
 from __future__ import annotations
 

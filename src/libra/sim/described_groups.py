@@ -40,7 +40,7 @@ def grouped_layers(engine: DescribedEngine) -> GroupedLayers | None:
 
 
 def told(engine: DescribedEngine, grouped: GroupedLayers) -> str:
-    """What a user is told of groups that were formed."""
+    """Notes on groups that were formed."""
     groups = [
         f"{layers} x {group.kind}{f' {group.tokens}' if group.tokens else ''}"
         for group, layers in zip(grouped.groups, grouped.layers, strict=True)
