@@ -28,7 +28,7 @@ async def test_an_engine_joins_serves_and_leaves() -> None:
         root = await stack.enter_async_context(engine.serving())
         stage = await stack.enter_async_context(staged(engines=0, workers_from=("127.0.0.1",)))
         status, said = await stage.post("/v1/chat/completions", TURN)
-        assert status == 503 and "no engine has been in service yet" in said["error"]["message"]
+        assert status == 503 and "no engine is in service" in said["error"]["message"]
         status, said = await stage.post("/workers", {"url": root, "model_id": "m", "worker_type": "regular"})
         assert status == 200 and said["success"] and said["worker"]["is_healthy"]
         assert said["worker"]["url"] == root and said["worker"]["max_model_len"] == 777

@@ -78,7 +78,7 @@ class Turns:
     async def serve(self, format: TurnFormat, request: web.Request) -> web.StreamResponse:
         raw = await body_of(request, GATEWAY.body_most(self.upstreams.longest))
         if not self.upstreams.longest:
-            raise UnavailableError("no engine has been in service yet: see GET /engines")
+            raise UnavailableError("no engine is in service: see GET /engines")
         try:
             turn, returned = self._begun(format, request, raw)
         except ValueError as error:
