@@ -28,6 +28,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "lending.rules": "minutes (recorded requests)",
     "lending.run": "a quarter of an hour (extra `cpu`)",
     "lending.token": "minutes (extra `cpu`)",
+    "models": "a minute",
     "plan_check": "half an hour (compiled core)",
     "planning": "minutes",
     "promises": "a second (directories of runs)",
