@@ -45,6 +45,8 @@ def test_a_known_gpu_has_nodes_that_the_notes_describe() -> None:
 def test_costs_are_of_one_gpu_and_hour() -> None:
     clusters, _ = parse_offers("h100:8..16,b200:8", None, {"H100": 2.5})
     assert [it.cost_per_hour for it in clusters] == [20, 40, None]
+    clusters, _ = parse_offers("h100:8,H100:16", None, {"h100": 2.5})
+    assert [it.cost_per_hour for it in clusters] == [20, 40]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ class Says(LeastLoaded):
 """
 
 
+def test_a_policy_without_a_snapshot_has_none(file: str) -> None:
+    """The gateway asks before it starts whether its state can be kept."""
+    path = Path(file)
+    path.write_text(MINE + "\n\nclass Bare(Mine):\n    snapshot = None\n", encoding="utf-8")
+    assert getattr(load_policy(f"{path}:Bare"), "snapshot", None) is None
+
+
 def test_a_failure_names_policy_method_and_error(tmp_path: Path) -> None:
     path = tmp_path / "failing.py"
     path.write_text(FAILING, encoding="utf-8")

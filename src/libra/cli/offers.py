@@ -31,6 +31,7 @@ class Buying:
     output: Path | None
     html: Path | None
     as_json: bool
+    confirm: bool
 
     def require_whole(self, model: str | None) -> None:
         """Raise ValueError where options are given that need others."""
@@ -39,6 +40,8 @@ class Buying:
                 raise ValueError("--model is missing: --compare plans clusters of GPUs for a model")
             if self.steps is None:
                 raise ValueError("--steps is missing: give the optimiser steps of the training, as --steps 1000")
+            if self.confirm:
+                raise ValueError("--confirm is for one plan, and --compare makes several; leave one out")
             if self.html is not None:
                 require("report")
             return
@@ -74,14 +77,14 @@ def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buyi
     from libra.report.offers_table import offer_sentences, offers_table
 
     assert buying.offers is not None and buying.steps is not None
-    file = None if where is None else load_cluster(where)
+    file, costs = None if where is None else load_cluster(where), buying.costs()
     try:
-        clusters, notes = parse_offers(buying.offers, file, buying.costs())
+        clusters, notes = parse_offers(buying.offers, file, costs)
     except ValueError as error:
         raise ValueError(f"--compare {error}") from None
     job = Job(buying.steps, inf if buying.deadline is None else duration("--deadline", buying.deadline))
     found = compare_clusters(clusters, job, what_if, inputs, notes)
-    text = json.dumps(as_json(found), indent=2) + "\n"
+    text = json.dumps(document(found), indent=2) + "\n"
     if buying.output is not None:
         write_text(buying.output, text)
     if buying.html is not None:
@@ -101,7 +104,7 @@ def show_offers(where: Path | None, what_if: list[str], inputs: PlanInputs, buyi
         raise typer.Exit(3)
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def document(found: Comparison) -> dict[str, Any]:
     """The comparison for programs: seconds, dollars, and null for what is unknown."""
     job, front = found.job, found.front
     cheapest, fastest = found.cheapest, found.fastest

@@ -170,7 +170,7 @@ def plan(
     try:
         named = [Path(it) / within for it in (model, profile, host) if it is not None for within in ("", "config.json")]
         check_writable(output, html, reads=(where, trajectories, request, *named))
-        buying = Buying(offers, cost, steps, deadline, output, html, as_json)
+        buying = Buying(offers, cost, steps, deadline, output, html, as_json, confirm)
         buying.require_whole(model)
         if model is None:
             _refuse_of_clusters(host, router, framework)

@@ -33,7 +33,7 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
     """
     clusters: list[Cluster] = []
     notes: list[str] = []
-    unused = {name.casefold(): name for name in costs}
+    of_gpu = {name.casefold(): cost for name, cost in costs.items()}
     for part in text.split(","):
         match = _OFFER.fullmatch(part)
         if match is None:
@@ -48,16 +48,16 @@ def parse_offers(text: str, file: Cluster | None, costs: Mapping[str, float]) ->
                 f"{name}: nodes of {nodes.gpus} {nodes.gpu.name} with {rate(nodes.inter_bandwidth)} to other nodes are"
                 " assumed; give a cluster file for others"
             )
-        given = unused.pop(name.casefold(), None)
-        if given is not None:
-            nodes = replace(nodes, cost_per_hour=costs[given] * nodes.gpus)
+        if (cost := of_gpu.get(name.casefold())) is not None:
+            nodes = replace(nodes, cost_per_hour=cost * nodes.gpus)
         sizes = _sizes(nodes, first, last)
         if len(sizes) < (last - first) // nodes.gpus + 1:
             notes.append(f"{name}: {', '.join(map(str, sizes))} of {first} to {last} GPUs are compared")
         clusters += (Cluster((replace(nodes, count=size // nodes.gpus),)) for size in sizes)
-    if unused:
-        raise ValueError(f"a cost is given for {', '.join(unused.values())}, which is not offered; check the name")
     named = [(it.nodes[0].name.casefold(), it.devices) for it in clusters]
+    unused = [name for name in costs if name.casefold() not in dict(named)]
+    if unused:
+        raise ValueError(f"a cost is given for {', '.join(unused)}, which is not offered; check the name")
     twice = next((it for it in named if named.count(it) > 1), None)
     if twice is not None:
         raise ValueError(f"{twice[1]} GPUs of {twice[0]} are offered twice; name each once")

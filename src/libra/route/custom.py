@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, cast
 
 from libra.route.catalogue import is_path, policy_named, policy_restored
 from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest
@@ -22,7 +22,8 @@ class PolicyError(ValueError):
 
 
 class OwnPolicy:
-    """A policy of the user's own: its failures name it, and its answers are placements or None."""
+    """A policy of the user's own: its failures name it, and its answers are placements or None. What else it has, such
+    as `snapshot`, is its own."""
 
     def __init__(self, name: str, policy: Any) -> None:
         self._name, self._policy = name, policy
@@ -44,14 +45,6 @@ class OwnPolicy:
 
     def instance_gone(self, instance: str) -> None:
         self._answer("instance_gone", instance)
-
-    def snapshot(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._answer("snapshot")
-        return found
-
-    @classmethod
-    def restore(cls, snapshot: dict[str, Any]) -> Self:
-        raise NotImplementedError("restore_policy restores a policy of the user's own, which has to be named")
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("_"):  # a copy that is being made has no policy yet
@@ -94,7 +87,7 @@ def load_policy(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
         raise ValueError(
             f"policy is {name!r}, which has no {', '.join(lacking)}; it needs the methods of libra.route.policy.Policy"
         )
-    return OwnPolicy(name, policy)
+    return cast(Policy, OwnPolicy(name, policy))
 
 
 @lru_cache
@@ -120,6 +113,6 @@ def restore_policy(name: str, snapshot: dict[str, Any]) -> Policy:
         return policy_restored(name, snapshot)
     load_policy(name)
     try:
-        return OwnPolicy(name, _class_named(name).restore(snapshot))
+        return cast(Policy, OwnPolicy(name, _class_named(name).restore(snapshot)))
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"policy is {name!r}, which cannot be restored: {type(error).__name__}: {error}") from None
