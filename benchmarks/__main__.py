@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shown(name: str) -> str:
-    """What a benchmark shows, by the first line of its module's docstring, or its package's."""
+    """First line of the docstring of a benchmark's module or package."""
     path = HERE.joinpath(*name.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

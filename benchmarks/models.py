@@ -29,8 +29,9 @@ LARGEST = 0.005  # error of parameters, as a share
 READ = 85  # of the 89 configurations of the package
 _CONTEXT = 32_768  # tokens of the sequence whose KV is printed, with 16 bits a number
 
-# Totals in billions (T: trillions), as published: by the safetensors index of the checkpoint where there are four
-# digits or more, else by the model card, with its digits. MTP layers are not part of them. Keys begin the names of
+# Totals in billions (T: trillions), meant as published: by the safetensors index of the checkpoint where there are four
+# digits or more, else by the model card, with its digits. They were not looked up again for this list; Transformers'
+# own class (`--oracle`) is the check wherever it exists. MTP layers are not part of them. Keys begin the names of
 # files; of those that do, the longest counts.
 PUBLISHED: dict[str, str] = {
     "MiniMax-M2": "228.7",

@@ -1,4 +1,4 @@
-"""What a run begins with, chosen once for all seeds and lengths of a setting, and kept: baselines search, ours plans.
+"""Choices that a run begins with, made once for all seeds and lengths of a setting: baselines search, ours plans.
 
 Invariant: a choice is a cell of its own. It knows seed 0 and nothing of the runs that it is used in; that of ours knows
 what `libra plan` would.

@@ -1,4 +1,4 @@
-"""What the page of the evaluation has a place for, and whether what an experiment finds fits it."""
+"""Places in the page of the evaluation, and whether the findings of an experiment fit them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 def require_found(experiment: Experiment, results: Sequence[Result]) -> Found:
-    """What is found has rows that can be told apart, tables that fit into a page, and figures that can be drawn."""
+    """Findings have distinct rows, tables that fit into a page, and figures that can be drawn."""
     found = experiment.found(results)
     assert found.tables and found.figures
     assert len({(row.case, row.metric) for row in found.rows}) == len(found.rows) > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from libra.choose.offers import Job, OfferedCluster
 from libra.cost.sources.rates import published_mfu
 from libra.plan.allocation import Allocation
 from libra.plan.memory import device_memory
@@ -37,10 +38,10 @@ def headline(plan: Plan) -> tuple[str, ...]:
 
 def job_sentence(plan: Plan, steps: int) -> str:
     """Days, and where nodes have a cost dollars, of a training of `steps` optimiser steps."""
-    seconds = steps * plan.step
-    hourly = _hourly_cost(plan)
-    cost = "" if hourly is None else f" and cost {dollars(hourly * seconds / 3600)}"
-    return f"{plural(steps, 'step')} take {days(seconds)}{cost}, if they last as long as this one."
+    job, here = Job(steps), OfferedCluster(plan.of_cluster.cluster, plan)
+    amount = here.dollars(job)
+    cost = "" if amount is None else f" and cost {dollars(amount)}"
+    return f"{plural(steps, 'step')} take {days(here.seconds(job))}{cost}, if they last as long as this one."
 
 
 def proof_sentence(plan: Plan) -> str:
@@ -151,15 +152,14 @@ def _pace(plan: Plan) -> str:
     return f"That is {rate:,.0f} generated tokens/s, {rate / request.devices:,.0f} a device."
 
 
-def _hourly_cost(plan: Plan) -> float | None:
-    return None if plan.layout is None else plan.of_cluster.cluster.cost_per_hour
-
-
 def _cost(plan: Plan) -> tuple[str, ...]:
-    hourly = _hourly_cost(plan)
-    if hourly is None:
+    if plan.layout is None:
         return ()
-    return (f"A step costs {dollars(hourly * plan.step / 3600)}, at {dollars(hourly)} an hour for the nodes.",)
+    cluster = plan.of_cluster.cluster
+    hourly, amount = cluster.cost_per_hour, OfferedCluster(cluster, plan).dollars(Job(1))
+    if hourly is None or amount is None:
+        return ()
+    return (f"A step costs {dollars(amount)}, at {dollars(hourly)} an hour for the nodes.",)
 
 
 def _training(plan: Plan) -> tuple[str, ...]:

@@ -147,9 +147,7 @@ async def serve(
 def _return_large_blocks() -> None:
     """Return the memory of large bodies to the system when they are done: glibc would raise this threshold with each of
     them, and then keep them in its heap. Does nothing where the C library is another."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+    _glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 @asynccontextmanager
@@ -179,12 +177,12 @@ async def _collect(connections: Connections) -> None:
             gc.collect()
             connections.made = 0
         if quiet:
-            _trim()
+            _glibc("malloc_trim", 0)  # returns free memory to the system
             most = connections.open
 
 
-def _trim() -> None:
-    """Return free memory to the system. Does nothing where the C library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _glibc(function: str, *arguments: int) -> None:
+    """Call a function of glibc's allocator. Does nothing where the C library is another."""
+    found = getattr(ctypes.CDLL(None), function, None)
+    if found is not None:
+        found(*arguments)

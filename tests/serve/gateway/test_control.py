@@ -1,4 +1,4 @@
-"""Control requests of trainers reach all engines, and the worst answer is told."""
+"""Control requests of trainers reach all engines, and the worst answer is the client's."""
 
 from __future__ import annotations
 

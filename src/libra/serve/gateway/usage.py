@@ -88,12 +88,8 @@ class _TokenAnswer(msgspec.Struct):
 _tokens = msgspec.json.Decoder(_TokenAnswer)
 
 
-class TokenReader(AnswerReader):
-    """vLLM's /inference/v1/generate, whose answers hold token ids, and usage or not. `prompt_tokens` are those of the
-    request."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
+class _WholeReader(AnswerReader):
+    """Answers and events of the same shape; every event is for the client."""
 
     def whole(self, answer: bytes) -> None:
         self._read(answer)
@@ -101,6 +97,17 @@ class TokenReader(AnswerReader):
     def event(self, event: bytes) -> bool:
         self._read(data_of(event))
         return True
+
+    @abstractmethod
+    def _read(self, answer: bytes) -> None: ...
+
+
+class TokenReader(_WholeReader):
+    """vLLM's /inference/v1/generate, whose answers hold token ids, and usage or not. `prompt_tokens` are those of the
+    request."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
 
     def _read(self, answer: bytes) -> None:
         read = _parsed(_tokens, answer)
@@ -130,18 +137,11 @@ class _SGLangAnswer(msgspec.Struct):
 _sglang = msgspec.json.Decoder(_SGLangAnswer | list[_SGLangAnswer])
 
 
-class SGLangReader(AnswerReader):
+class SGLangReader(_WholeReader):
     """SGLang's /generate: each event reports the tokens of its sample up to there."""
 
     def __init__(self) -> None:
         self._by_sample: dict[int, Usage] = {}
-
-    def whole(self, answer: bytes) -> None:
-        self._read(answer)
-
-    def event(self, event: bytes) -> bool:
-        self._read(data_of(event))
-        return True
 
     def _read(self, answer: bytes) -> None:
         read = _parsed(_sglang, answer)
