@@ -32,19 +32,19 @@ from libra.cost.sources.roofline import stage_roofline
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.serving.bound import Bounds
+from libra.serving.candidate import Architecture, EngineSetup, ServingCandidate
+from libra.serving.ladder import lasting_rate, lasting_trial, rate_of
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.objective import parse_objectives
+from libra.serving.question import SizingQuestion
+from libra.serving.trial import Trial
 from libra.sim.clock import TICKS
 from libra.sim.engine.afd import AfdCost, AttentionFFN
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.expert_cost import ExpertCost, ExpertLoad
 from libra.sim.engine.group_cost import Graph, GroupCost
 from libra.sim.engine.iteration_cost import DecodeBatch
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import Architecture, EngineSetup, ServingCandidate
-from libra.sizing.ladder import lasting_rate, lasting_trial, rate_of
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.objective import parse_objectives
-from libra.sizing.question import SizingQuestion
-from libra.sizing.trial import Trial
 
 MODEL = "Qwen/Qwen3-235B-A22B"
 NODES = 8  # of eight H200 with eight links of 50 GB/s

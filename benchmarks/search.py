@@ -33,16 +33,16 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.serving import ServingOption, ServingProblem, solve_serving
+from libra.serving.candidate import ServingCandidate
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.mix import plan_mix, single_engines
+from libra.serving.objective import parse_objectives
+from libra.serving.question import SizingQuestion
+from libra.serving.search import answer
+from libra.serving.trial import trial
 from libra.sim.clock import ticks
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import plan_mix, single_engines
-from libra.sizing.objective import parse_objectives
-from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer
-from libra.sizing.trial import trial
 
 MODEL = "Qwen/Qwen3-14B"
 THREE = "ttft_p99=2,tpot_p99=0.05,latency_p99=40"

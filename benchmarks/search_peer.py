@@ -28,15 +28,15 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.cost.sources.tables import _configuration
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.serving.candidate import Architecture, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.ladder import highest_rate, repeated
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.mix import plan_mix
+from libra.serving.objective import parse_objectives
+from libra.serving.question import SizingQuestion
+from libra.serving.trial import trial
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.candidate import Architecture, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.ladder import highest_rate, repeated
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import plan_mix
-from libra.sizing.objective import parse_objectives
-from libra.sizing.question import SizingQuestion
-from libra.sizing.trial import trial
 
 MODEL, SYSTEM, VLLM = "Qwen/Qwen3-14B", "h100_sxm", "0.24.0"
 PROMPT, OUTPUT, TTFT, TPOT = 1024, 256, 1.0, 0.05

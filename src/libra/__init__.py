@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from libra.plan.planner import Planner as Planner
     from libra.plan.problem import InfeasiblePlanError as InfeasiblePlanError
     from libra.plan.replanner import Replanner as Replanner
+    from libra.serving.point_file import write_engines as write_engines
+    from libra.serving.search import search as search
     from libra.sim.engine.config import EngineConfig as EngineConfig
     from libra.sim.engine.config import EngineSpec as EngineSpec
     from libra.sim.engines_file import load_engines as load_engines
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from libra.sim.workload.replay import Replay as Replay
     from libra.sim.workload.request_file import read_requests as read_requests
     from libra.sim.workload.requests import recorded_requests as recorded_requests
-    from libra.sizing.point_file import write_engines as write_engines
-    from libra.sizing.search import search as search
     from libra.trajectory import Trajectory as Trajectory
     from libra.trajectory import read_trajectories as read_trajectories
 
@@ -72,12 +72,12 @@ _HOME = {
     "read_requests": "libra.sim.workload.request_file",
     "read_trajectories": "libra.trajectory",
     "recorded_requests": "libra.sim.workload.requests",
-    "search": "libra.sizing.search",
+    "search": "libra.serving.search",
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
     "simulated_gain": "libra.choose.confirmation",
     "simulate_posttraining": "libra.sim.training_run.loop",
-    "write_engines": "libra.sizing.point_file",
+    "write_engines": "libra.serving.point_file",
 }
 __all__ = sorted(_HOME)
 

@@ -16,9 +16,9 @@ from libra.cli.output import check_writable, tell_notes, write_text
 from libra.report.words import printable
 
 if TYPE_CHECKING:
-    from libra.sizing.answer import SizingAnswer
-    from libra.sizing.menu import ServingMenu
-    from libra.sizing.question import SizingQuestion
+    from libra.serving.answer import SizingAnswer
+    from libra.serving.menu import ServingMenu
+    from libra.serving.question import SizingQuestion
 
 
 def search(
@@ -87,9 +87,9 @@ def search(
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.plan.problem import InfeasiblePlanError
-    from libra.sizing.menu import DEFAULT, ServingMenu, load_menu
-    from libra.sizing.point_file import write_engines
-    from libra.sizing.search import question_of
+    from libra.serving.menu import DEFAULT, ServingMenu, load_menu
+    from libra.serving.point_file import write_engines
+    from libra.serving.search import question_of
 
     notes: list[str] = []
     if report is not None:
@@ -146,7 +146,7 @@ def search(
 
 def _check_outputs(plan: bool, report: Path | None, engines_out: Path | None) -> None:
     """Raises ValueError for an output that the answer does not have."""
-    from libra.sizing.point_file import check_engines_directory
+    from libra.serving.point_file import check_engines_directory
 
     if plan and report is not None:
         raise ValueError("--report is for a search; leave it out with --plan")
@@ -162,8 +162,8 @@ def _check_outputs(plan: bool, report: Path | None, engines_out: Path | None) ->
 def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnswer:
     from libra.report.live import SimulationProgress
     from libra.report.words import plural
-    from libra.sizing.found import Progress
-    from libra.sizing.search import answer
+    from libra.serving.found import Progress
+    from libra.serving.search import answer
 
     with SimulationProgress(sys.stderr) as shown:
 
@@ -194,7 +194,7 @@ def _mix(
 ) -> None:
     from libra.report.live import SimulationProgress
     from libra.report.search_table import mix_lines
-    from libra.sizing.mix import NoMixError, plan_mix
+    from libra.serving.mix import NoMixError, plan_mix
 
     try:
         with SimulationProgress(sys.stderr) as shown:

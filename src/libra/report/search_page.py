@@ -23,8 +23,8 @@ from libra.report.search_table import (
 )
 from libra.report.vega import HALF, Axis, draw, layer, unchecked
 from libra.report.words import count, fine_duration, percent, plain, plural
-from libra.sizing.answer import Point, SizingAnswer
-from libra.sizing.trial import SHOWN, statistic
+from libra.serving.answer import Point, SizingAnswer
+from libra.serving.trial import SHOWN, statistic
 
 MOST_REJECTED = 60  # of one kind: there may be thousands
 _COLOURS = {"colocated": "#e69f00", "prefill-decode": "#0072b2", "attention-ffn": "#009e73"}

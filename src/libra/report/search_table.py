@@ -10,12 +10,12 @@ from rich.table import Column, Table
 
 from libra.report.tables import number, whole
 from libra.report.words import cell, fine_duration, percent, plain, plural
-from libra.sizing.answer import Point, Rejection, SizingAnswer, bottleneck
-from libra.sizing.candidate import EngineSetup, ServingCandidate
-from libra.sizing.mix import ServingMix
-from libra.sizing.objective import Objective
-from libra.sizing.point_file import simulate_command
-from libra.sizing.trial import statistic
+from libra.serving.answer import Point, Rejection, SizingAnswer, bottleneck
+from libra.serving.candidate import EngineSetup, ServingCandidate
+from libra.serving.mix import ServingMix
+from libra.serving.objective import Objective
+from libra.serving.point_file import simulate_command
+from libra.serving.trial import statistic
 
 MOST_POINTS = 12  # in a terminal: the page has all
 _BY = {

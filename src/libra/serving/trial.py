@@ -15,16 +15,16 @@ import numpy as np
 from libra.cost.grid import Array
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
+from libra.serving.candidate import ServingCandidate
+from libra.serving.engines import engines, network
+from libra.serving.objective import Metric, Objective
+from libra.serving.question import SizingQuestion
 from libra.sim.clock import LONGEST, TICKS, seconds
 from libra.sim.cluster import SimCluster
 from libra.sim.deployment import DEFAULT_DECODE_ROUTE
 from libra.sim.engine.request import Request
 from libra.sim.engine.tier_fetches import TierTooSmallError
 from libra.sim.workload.requests import RecordedRequest, Requests, Workload, recorded_requests
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.engines import engines, network
-from libra.sizing.objective import Metric, Objective
-from libra.sizing.question import SizingQuestion
 
 SHOWN: tuple[Metric, Metric] = ("ttft", "tpot")
 ROUTE = DEFAULT_DECODE_ROUTE  # of requests, and of prompts that were computed

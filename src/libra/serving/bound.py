@@ -15,18 +15,18 @@ import numpy as np
 
 from libra.cost.grid import Array
 from libra.cost.quantization import AS_STORED
+from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.serving.engines import NoRoomError, configuration, drafter_of, experts_of, grid_of, group_cost, network
+from libra.serving.floor import Prices, group_prices, prices, prices_of_rank
+from libra.serving.idle import IdleEngines
+from libra.serving.ladder import HIGHEST, LOWEST, rate_of
+from libra.serving.objective import Metric, Objective
+from libra.serving.priced_work import PricedWork
+from libra.serving.question import SizingQuestion
+from libra.serving.request_work import RequestWork, WorkDeadline, deadlines
+from libra.serving.trial import SHOWN, statistic
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.speculative import Speculative
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NoRoomError, configuration, drafter_of, experts_of, grid_of, group_cost, network
-from libra.sizing.floor import Prices, group_prices, prices, prices_of_rank
-from libra.sizing.idle import IdleEngines
-from libra.sizing.ladder import HIGHEST, LOWEST, rate_of
-from libra.sizing.objective import Metric, Objective
-from libra.sizing.priced_work import PricedWork
-from libra.sizing.question import SizingQuestion
-from libra.sizing.request_work import RequestWork, WorkDeadline, deadlines
-from libra.sizing.trial import SHOWN, statistic
 
 
 @dataclass(frozen=True, slots=True)

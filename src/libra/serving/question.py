@@ -14,10 +14,10 @@ from numbers import Integral
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
+from libra.serving.candidate import ServingCandidate
+from libra.serving.objective import Objective, check_objectives
 from libra.sim.clock import seconds
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.objective import Objective, check_objectives
 
 MOST_PRICE = 1e12  # of a GPU, in whatever unit
 LASTING = 32  # times the longest allowed wait: a rate that is served for that time counts as lasting

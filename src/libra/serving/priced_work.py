@@ -17,9 +17,9 @@ import numpy as np
 
 from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import Array
+from libra.serving.floor import Floor, Prices
+from libra.serving.request_work import RequestWork, WorkDeadline
 from libra.sim.engine.config import EngineConfig, RoleName
-from libra.sizing.floor import Floor, Prices
-from libra.sizing.request_work import RequestWork, WorkDeadline
 
 
 @dataclass

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from libra.cost.grid import Array
+from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.serving.objective import Metric
+from libra.serving.question import SizingQuestion
+from libra.serving.request_work import RequestWork
+from libra.serving.trial import latencies, statistic
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.objective import Metric
-from libra.sizing.question import SizingQuestion
-from libra.sizing.request_work import RequestWork
-from libra.sizing.trial import latencies, statistic
 
 SLACK = 0.01
 _APART = 10.0  # seconds between two requests for each token of the first, more than any engine needs

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from math import ceil, inf, isfinite
 from typing import Any, Literal
 
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.holding import Check, Held
-from libra.sizing.ladder import HIGHEST, rate_of
-from libra.sizing.objective import Metric
-from libra.sizing.question import BRIEF, LASTING, SizingQuestion
-from libra.sizing.trial import Trial, statistic
+from libra.serving.candidate import ServingCandidate
+from libra.serving.holding import Check, Held
+from libra.serving.ladder import HIGHEST, rate_of
+from libra.serving.objective import Metric
+from libra.serving.question import BRIEF, LASTING, SizingQuestion
+from libra.serving.trial import Trial, statistic
 
 _BUSY = 0.8  # share of its bandwidth from which a network is mentioned
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import Array
+from libra.serving.objective import Metric
+from libra.serving.question import SizingQuestion
 from libra.sim.clock import TICKS
 from libra.sim.engine.speculative import Draws, Speculative
-from libra.sizing.objective import Metric
-from libra.sizing.question import SizingQuestion
 
 
 class RequestWork:

@@ -21,11 +21,11 @@ from libra.hardware.cluster import NodeClass
 from libra.hardware.cluster_file import described_gpu
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sizing.answer import Point, SizingAnswer
-from libra.sizing.candidate import Drafts, EnginePool, EngineSetup
-from libra.sizing.engines import configuration, grid_of, network
-from libra.sizing.question import Origin, SizingQuestion
-from libra.sizing.trial import ROUTE
+from libra.serving.answer import Point, SizingAnswer
+from libra.serving.candidate import Drafts, EnginePool, EngineSetup
+from libra.serving.engines import configuration, grid_of, network
+from libra.serving.question import Origin, SizingQuestion
+from libra.serving.trial import ROUTE
 
 _PREFIX = "point-"
 _WIDTH = 120

@@ -16,11 +16,11 @@ from math import ceil, inf, log2
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from libra.serving.candidate import ServingCandidate
+from libra.serving.question import BRIEF, LASTING, SizingQuestion
+from libra.serving.trial import Trial, trial
 from libra.sim.workload import requests as workload
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.question import BRIEF, LASTING, SizingQuestion
-from libra.sizing.trial import Trial, trial
 
 STEPS = 16  # rungs of an octave
 LOWEST, HIGHEST = -8 * STEPS, 17 * STEPS  # rungs: 1/256 to 131,072 requests/s

@@ -7,19 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from libra.serving.bound import Bounds
+from libra.serving.candidate import Drafts, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.mix import single_engines
+from libra.serving.objective import Objective, parse_objectives
+from libra.serving.search import answer
+from libra.serving.trial import trial
 from libra.sim.described_tiers import DescribedTier
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import Drafts, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import single_engines
-from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.search import answer
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import CLUSTER, question, requests, simulations_within
-from tests.sizing.test_sizing_bound import random_objectives
-from tests.sizing.test_sizing_drafts import EAGLE, random_drafts
-from tests.sizing.test_sizing_search import simulate_everything
+from tests.serving.small_questions import CLUSTER, question, requests, simulations_within
+from tests.serving.test_sizing_bound import random_objectives
+from tests.serving.test_sizing_drafts import EAGLE, random_drafts
+from tests.serving.test_sizing_search import simulate_everything
 
 CASES = 15  # for each seed
 HOST = {"name": "host", "gib": 16, "bandwidth": 25e9}

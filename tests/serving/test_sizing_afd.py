@@ -12,16 +12,16 @@ from libra.cost.grid import EngineProfile
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.serving.bound import Bounds
+from libra.serving.candidate import Apart, DataParallel, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.engines import engines
+from libra.serving.menu import AfdMenu, MenuFile, ServingMenu
+from libra.serving.objective import Objective
+from libra.serving.question import SizingQuestion
+from libra.serving.search import answer
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import Apart, DataParallel, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import engines
-from libra.sizing.menu import AfdMenu, MenuFile, ServingMenu
-from libra.sizing.objective import Objective
-from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer
-from tests.sizing import small_questions
-from tests.sizing.test_sizing_bound import random_objectives
+from tests.serving import small_questions
+from tests.serving.test_sizing_bound import random_objectives
 
 MODEL = load_model("Qwen/Qwen3-30B-A3B")
 CLUSTER = Cluster((NodeClass("h100", 4, 8, GPUS["H100"], GPUS["H100"].link, 400e9),))

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from libra.sizing.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival, tenths
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.holding import Held, checked, held_bounds
-from libra.sizing.ladder import LOWEST, STEPS, Asking, rate_of, rung_above
-from libra.sizing.pools import Pools
-from libra.sizing.question import SizingQuestion
+from libra.serving.answer import By, NearMiss, Point, Rejection, SizingAnswer, pareto, point_of, rival, tenths
+from libra.serving.bound import Bounds
+from libra.serving.candidate import ServingCandidate
+from libra.serving.holding import Held, checked, held_bounds
+from libra.serving.ladder import LOWEST, STEPS, Asking, rate_of, rung_above
+from libra.serving.pools import Pools
+from libra.serving.question import SizingQuestion
 
 _WAVE = 4  # candidates that are simulated before the rest is checked again
 _NEXT = 4  # candidates considered for the next best

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.holding import held_bounds, held_rate
-from libra.sizing.ladder import Asking, rate_of, rung_of
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.objective import parse_objectives
-from libra.sizing.pools import Pools
-from libra.sizing.question import SizingQuestion
-from tests.sizing.small_questions import question, requests
+from libra.serving.bound import Bounds
+from libra.serving.candidate import ServingCandidate
+from libra.serving.holding import held_bounds, held_rate
+from libra.serving.ladder import Asking, rate_of, rung_of
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.objective import parse_objectives
+from libra.serving.pools import Pools
+from libra.serving.question import SizingQuestion
+from tests.serving.small_questions import question, requests
 
 
 def pairs(seed: int) -> tuple[SizingQuestion, list[ServingCandidate]]:

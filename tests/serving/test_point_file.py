@@ -20,24 +20,24 @@ from libra.cost.sources.engine_fit import EngineFit
 from libra.cost.sources.files import save_calibration, save_fit
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.serving.answer import Point
+from libra.serving.candidate import Apart, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.engines import NoRoomError
+from libra.serving.menu import MenuFile
+from libra.serving.objective import METRICS, Objective
+from libra.serving.point_file import engines_text, simulate_command, write_engines
+from libra.serving.question import SizingQuestion
+from libra.serving.search import question_of, search
+from libra.serving.trial import trial
 from libra.sim.engine.speculative import Speculative
 from libra.sim.engines_file import load_engines
 from libra.sim.engines_keys import SpeculativeSection
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
 from libra.sim.workload.requests import recorded_requests, repeated
-from libra.sizing.answer import Point
-from libra.sizing.candidate import Apart, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import NoRoomError
-from libra.sizing.menu import MenuFile
-from libra.sizing.objective import METRICS, Objective
-from libra.sizing.point_file import engines_text, simulate_command, write_engines
-from libra.sizing.question import SizingQuestion
-from libra.sizing.search import question_of, search
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import CLUSTER, DRAFTER, requests
-from tests.sizing.test_sizing_drafts import random_drafts
-from tests.sizing.test_sizing_tiers import random_tiers, turns
+from tests.serving.small_questions import CLUSTER, DRAFTER, requests
+from tests.serving.test_sizing_drafts import random_drafts
+from tests.serving.test_sizing_tiers import random_tiers, turns
 
 DENSE, SPARSE = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
 # Nodes that differ from what an engines file takes them for: in GPUs, in links, in a GPU that nobody knows.

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, log2
 
+from libra.serving.bound import Bounds
+from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.serving.draws import draws
+from libra.serving.idle import SLACK
+from libra.serving.ladder import LOWEST, STEPS, around, rate_of, repeated, rung_of, sustained_arrivals
+from libra.serving.objective import Objective
+from libra.serving.question import SizingQuestion
+from libra.serving.trial import Trial, trial
 from libra.sim.engine.config import RoleName
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.draws import draws
-from libra.sizing.idle import SLACK
-from libra.sizing.ladder import LOWEST, STEPS, around, rate_of, repeated, rung_of, sustained_arrivals
-from libra.sizing.objective import Objective
-from libra.sizing.question import SizingQuestion
-from libra.sizing.trial import Trial, trial
 
 AMPLE = 16  # engines of the other role
 _FIRST = 2 * STEPS  # first rung to try without a bound

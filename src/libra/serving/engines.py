@@ -24,6 +24,8 @@ from libra.cost.sources.tables import NoTablesError, stage_tables
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
+from libra.serving.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.question import SizingQuestion
 from libra.sim.described_tiers import tiers_of
 from libra.sim.engine.afd import AfdCost, AttentionFFN, attention_ranks
 from libra.sim.engine.config import ROLES, EngineConfig, EngineSpec
@@ -32,8 +34,6 @@ from libra.sim.engine.grid_cost import GridCost
 from libra.sim.engine.group_cost import Graph, GroupSpec
 from libra.sim.engine.kv_tier import KVTier
 from libra.sim.kv_network import KVNetwork
-from libra.sizing.candidate import Apart, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.question import SizingQuestion
 
 UTILIZATION = 0.9  # vLLM's default `gpu_memory_utilization`
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from libra.plan.serving import ServingPlan, ServingProblem, solve_serving
+from libra.serving import ladder, mix
+from libra.serving.candidate import EnginePool, ServingCandidate
+from libra.serving.ladder import STEPS, highest_rate, repeated
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.mix import plan_mix
+from libra.serving.objective import parse_objectives
+from libra.serving.question import LASTING, SizingQuestion
+from libra.serving.trial import trial
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing import ladder, mix
-from libra.sizing.candidate import EnginePool, ServingCandidate
-from libra.sizing.ladder import STEPS, highest_rate, repeated
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import plan_mix
-from libra.sizing.objective import parse_objectives
-from libra.sizing.question import LASTING, SizingQuestion
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import question, requests
+from tests.serving.small_questions import question, requests
 
 MENU = ServingMenu(
     MenuFile(max_num_seqs=(64,), max_num_batched_tokens=(512,), tensor_parallel_size=(1,), nodes=("h100", "l40s"))

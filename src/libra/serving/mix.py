@@ -17,14 +17,14 @@ from libra.cost.transfer import fabric
 from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Instance
-from libra.sizing.answer import bottleneck
-from libra.sizing.bound import Bounds, refuse_impossible
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.ladder import Asking, lasting_rate, repeated, simulator
-from libra.sizing.menu import ServingMenu, refuse_empty, refuse_too_dear
-from libra.sizing.objective import Objective
-from libra.sizing.question import SizingQuestion
-from libra.sizing.trial import Trial, trial
+from libra.serving.answer import bottleneck
+from libra.serving.bound import Bounds, refuse_impossible
+from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.serving.ladder import Asking, lasting_rate, repeated, simulator
+from libra.serving.menu import ServingMenu, refuse_empty, refuse_too_dear
+from libra.serving.objective import Objective
+from libra.serving.question import SizingQuestion
+from libra.serving.trial import Trial, trial
 
 _AMPLE = 16  # engines of the other role, while one engine's rate is measured
 _BOUNDED = 4_000  # least number of requests in bounds on the rate of one engine

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from libra.serving.bound import Bounds
+from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
+from libra.serving.ladder import rate_of
+from libra.serving.objective import Objective
+from libra.serving.trial import trial
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.ladder import rate_of
-from libra.sizing.objective import Objective
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import CLUSTER, question, requests, simulations_within
+from tests.serving.small_questions import CLUSTER, question, requests, simulations_within
 
 CASES = 30  # for each seed
 STATISTICS = ("mean", "p50", "p90", "p99")

@@ -16,16 +16,16 @@ from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from libra.serving.answer import SizingAnswer
+from libra.serving.bound import Bounds, refuse_impossible
+from libra.serving.found import Found, Progress
+from libra.serving.holding import held_rate
+from libra.serving.ladder import simulator
+from libra.serving.menu import DEFAULT, MenuFile, ServingMenu, load_menu, refuse_empty
+from libra.serving.objective import Objective, parse_objectives
+from libra.serving.question import Drafter, Origin, SizingQuestion
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.answer import SizingAnswer
-from libra.sizing.bound import Bounds, refuse_impossible
-from libra.sizing.found import Found, Progress
-from libra.sizing.holding import held_rate
-from libra.sizing.ladder import simulator
-from libra.sizing.menu import DEFAULT, MenuFile, ServingMenu, load_menu, refuse_empty
-from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.question import Drafter, Origin, SizingQuestion
 
 
 def search(

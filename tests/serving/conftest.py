@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra.sizing import answer, ladder
+from libra.serving import answer, ladder
 
 
 @pytest.fixture(autouse=True)

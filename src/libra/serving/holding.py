@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import Bounds, RateBound
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.draws import draws
-from libra.sizing.ladder import (
+from libra.serving.bound import Bounds, RateBound
+from libra.serving.candidate import ServingCandidate
+from libra.serving.draws import draws
+from libra.serving.ladder import (
     FIRST,
     LOWEST,
     STEPS,
@@ -27,8 +26,9 @@ from libra.sizing.ladder import (
     rung_of,
     sustained_arrivals,
 )
-from libra.sizing.question import SizingQuestion
-from libra.sizing.trial import Trial, trial
+from libra.serving.question import SizingQuestion
+from libra.serving.trial import Trial, trial
+from libra.sim.workload.requests import RecordedRequest
 
 RECORD = "the record"
 _COARSE = 4  # resolution of a guess, in rungs

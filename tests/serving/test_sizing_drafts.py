@@ -8,16 +8,16 @@ from itertools import product
 import numpy as np
 import pytest
 
+from libra.serving.bound import Bounds
+from libra.serving.candidate import Drafts, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.mix import plan_mix
+from libra.serving.objective import Objective, parse_objectives
+from libra.serving.search import answer
 from libra.sim.engine.speculative import SEQUENTIAL, Speculative
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import Drafts, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.mix import plan_mix
-from libra.sizing.objective import Objective, parse_objectives
-from libra.sizing.search import answer
-from tests.sizing.small_questions import CLUSTER, DRAFTER, question, requests, simulations_within
-from tests.sizing.test_sizing_bound import random_objectives
-from tests.sizing.test_sizing_search import simulate_everything
+from tests.serving.small_questions import CLUSTER, DRAFTER, question, requests, simulations_within
+from tests.serving.test_sizing_bound import random_objectives
+from tests.serving.test_sizing_search import simulate_everything
 
 EAGLE = {"method": "eagle3", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.8, 0.5, 0.3]}
 

@@ -12,19 +12,19 @@ import pytest
 
 from libra.plan.problem import InfeasiblePlanError
 from libra.report.search_table import headline
+from libra.serving import answer as answers
+from libra.serving import ladder
+from libra.serving.answer import SizingAnswer, point_of
+from libra.serving.engines import NoRoomError
+from libra.serving.holding import held_rate
+from libra.serving.ladder import Asking, highest_rate, repeated, sustained_arrivals
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.objective import Metric, Objective, parse_objectives
+from libra.serving.question import BRIEF, LASTING, SizingQuestion
+from libra.serving.search import answer, question_of, search
+from libra.serving.trial import trial
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing import answer as answers
-from libra.sizing import ladder
-from libra.sizing.answer import SizingAnswer, point_of
-from libra.sizing.engines import NoRoomError
-from libra.sizing.holding import held_rate
-from libra.sizing.ladder import Asking, highest_rate, repeated, sustained_arrivals
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.objective import Metric, Objective, parse_objectives
-from libra.sizing.question import BRIEF, LASTING, SizingQuestion
-from libra.sizing.search import answer, question_of, search
-from libra.sizing.trial import trial
-from tests.sizing.small_questions import CLUSTER, MODEL, question, requests
+from tests.serving.small_questions import CLUSTER, MODEL, question, requests
 
 MENU = ServingMenu(
     MenuFile(max_num_seqs=(8, 64), max_num_batched_tokens=(512,), tensor_parallel_size=(1, 2), engines=(1, 2))

@@ -11,14 +11,14 @@ from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.serving.bound import Bounds
+from libra.serving.candidate import DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.objective import Objective
+from libra.serving.question import SizingQuestion
+from libra.serving.search import answer
 from libra.sim.engine.speculative import Speculative
-from libra.sizing.bound import Bounds
-from libra.sizing.candidate import DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.objective import Objective
-from libra.sizing.question import SizingQuestion
-from libra.sizing.search import answer
-from tests.sizing.small_questions import question, requests, simulations_within
+from tests.serving.small_questions import question, requests, simulations_within
 
 CLUSTER = Cluster((NodeClass("h200", 2, 8, GPUS["H200"], GPUS["H200"].link, 4e11),))
 MODEL = load_model("Qwen/Qwen3-30B-A3B")

@@ -20,11 +20,11 @@ from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.plan.problem import InfeasiblePlanError
+from libra.serving.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
+from libra.serving.engines import tiers_for
+from libra.serving.question import MOST_PRICE, SizingQuestion
 from libra.sim.described_tiers import DescribedTier
 from libra.sim.engines_keys import KVTierSection, SpeculativeSection
-from libra.sizing.candidate import Apart, Architecture, DataParallel, Drafts, EnginePool, EngineSetup, ServingCandidate
-from libra.sizing.engines import tiers_for
-from libra.sizing.question import MOST_PRICE, SizingQuestion
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Counts = Annotated[tuple[_Count, ...], Field(min_length=1)]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from libra.serving.draws import ANSWER_DRIFT, PROMPT_DRIFT, draws, drift_of
+from libra.serving.holding import checked, held_rate
+from libra.serving.ladder import Asking
+from libra.serving.menu import MenuFile, ServingMenu
+from libra.serving.objective import parse_objectives
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.draws import ANSWER_DRIFT, PROMPT_DRIFT, draws, drift_of
-from libra.sizing.holding import checked, held_rate
-from libra.sizing.ladder import Asking
-from libra.sizing.menu import MenuFile, ServingMenu
-from libra.sizing.objective import parse_objectives
-from tests.sizing.small_questions import question, requests
+from tests.serving.small_questions import question, requests
 
 ONE = ServingMenu(MenuFile(nodes=("h100",), tensor_parallel_size=(1,), max_num_seqs=(64,), engines=(1,)))
 

@@ -13,14 +13,14 @@ from libra.cost.grid import EngineProfile
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
+from libra.serving.bound import Bounds, RateBound
+from libra.serving.candidate import ServingCandidate
+from libra.serving.ladder import HIGHEST, LOWEST, rate_of
+from libra.serving.objective import Objective
+from libra.serving.question import Drafter, SizingQuestion
+from libra.serving.trial import trial
 from libra.sim.clock import ticks
 from libra.sim.workload.requests import RecordedRequest
-from libra.sizing.bound import Bounds, RateBound
-from libra.sizing.candidate import ServingCandidate
-from libra.sizing.ladder import HIGHEST, LOWEST, rate_of
-from libra.sizing.objective import Objective
-from libra.sizing.question import Drafter, SizingQuestion
-from libra.sizing.trial import trial
 
 MODEL = load_model("Qwen/Qwen3-8B")
 DRAFTER = "Qwen/Qwen3-0.6B"
