@@ -53,7 +53,7 @@ class Between:
     network: float
 
     def all_reduce_seconds(self, tp: int, size: ArrayLike) -> Array:
-        """What an all-reduce of `size` bytes over `tp` devices, which are whole nodes, takes beyond the ring in a node.
+        """Seconds of an all-reduce of `size` bytes over `tp` devices, which are whole nodes, beyond the ring in a node.
 
         Each device brings its part of the node's sum to the other nodes, as NCCL's rings do, and all share the node's
         network: 2 * (n - 1) / n of the bytes cross it, in 2 * log2(n) steps.
