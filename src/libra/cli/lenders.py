@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from libra.cli.output import tell_note
+from libra.cli.output import tell_note, tell_notes
 from libra.config.yaml_file import ConfigError, refusal
 from libra.hardware.cluster import Cluster, ServingPool
 from libra.hardware.loan_terms import LoanTerms, TrafficLog
 from libra.hardware.model_file import load_model
 from libra.lend.certificate import load_certificate
 from libra.lend.lender import Lender, make_lender
+from libra.lend.recall import RecallPolicy
+from libra.plan.plan import Plan
 from libra.sim.clock import seconds
+from libra.sim.engines_file import load_lender
+from libra.sim.training_run.tenancy import Tenancy, TenantEngine, tenancy_of
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
 from libra.traffic.forecast import forecast_from
@@ -63,3 +68,28 @@ def _rates(path: Path, key: str, terms: LoanTerms) -> tuple[tuple[float, ...], f
         return forecast_from(arrivals, ahead.bin, ahead.season_bins).cases, ahead.bin
     except ValueError as error:
         raise refusal(path, f"{key}.traffic: {error}") from None
+
+
+def described_tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy:
+    """Serving engines on the devices that the plan borrows, as `--lender` describes them. Raises ValueError."""
+    if len(lenders) != len(traffic):
+        raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
+    if not plan.loans:
+        raise ValueError("--lender is for a plan that borrows, and this one has no loans: leave it out")
+    engines = []
+    for file, log in zip(lenders, traffic, strict=True):
+        spec, model, hardware = load_lender(file, lambda note: tell_notes([note], err=True))
+        engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
+    serving = {}
+    for lender in plan.of_cluster.lenders:
+        assert isinstance(lender, Lender)
+        wanted = lender.certificates[0]
+        found = [it for it in engines if (it.model, it.hardware) == (wanted.model, wanted.hardware)]
+        if len(found) == 1:
+            serving[lender.pool] = found[0]
+        elif any(loan.pool == lender.pool for loan in plan.loans):
+            raise ValueError(
+                f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
+                f" {lender.pool}: give one"
+            )
+    return tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota)

@@ -11,10 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from libra.hardware.cluster import ServingPool
+from libra.config.recipe import Recipe
+from libra.cost.corrections import BATCH, BatchFactors
+from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import NodeClass, ServingPool
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Slo
+from libra.lend.lent_engine import LentEngine, lent_options
+from libra.lengths import TrajectoryClass
+from libra.plan.options.menu import Rejected
+from libra.plan.problem import EngineOption
 from libra.traffic.forecast import RateForecast
 
 
@@ -57,6 +64,18 @@ class Lender:
         not."""
         away = self.away(certificate)
         return (1 - away) * away / self.period
+
+    def options(
+        self,
+        model: ModelSpec,
+        nodes: NodeClass,
+        recipe: Recipe,
+        classes: Sequence[TrajectoryClass],
+        profile: EngineProfile,
+        factors: BatchFactors = BATCH,
+    ) -> tuple[tuple[EngineOption, ...], tuple[LentEngine, ...], tuple[Rejected, ...]]:
+        """Options of every certificate, the engines of these options, and certificates that lend nothing."""
+        return lent_options(model, self, nodes, recipe, classes, profile, factors)
 
 
 def make_lender(

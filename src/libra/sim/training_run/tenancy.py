@@ -15,9 +15,9 @@ from libra.cost.engine_memory import BLOCK, held_bytes
 from libra.cost.quantization import rollout_quantization
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule
+from libra.lend.lent_engine import LentEngine
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.menu import LentEngine
 from libra.plan.plan import Plan
 from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
@@ -88,6 +88,7 @@ def tenancy_of(
     version = version_bytes(request.recipe, request.model)
     devices, weights = {}, 0.0
     for number, (name, engine) in enumerate(sorted(lent.items())):
+        assert isinstance(engine, LentEngine)
         pool, certificate = engine.lender.pool, engine.certificate
         if pool not in serving:
             raise ValueError(f"the plan borrows from {pool}: say what serves there")

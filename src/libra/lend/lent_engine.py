@@ -8,8 +8,8 @@ context, so that the plan's own engines serve it, and recalled turns can continu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
-from itertools import pairwise
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
@@ -19,13 +19,46 @@ from libra.cost.quantization import AS_STORED
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
-from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.options.engines import engine_kv_tokens, shape_options
-from libra.plan.options.menu import Availability, LentEngine, Rejected, lent_shape
+from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
+if TYPE_CHECKING:
+    from libra.lend.lender import Lender
+
 _LEAST_PREFILL = BLOCK  # tokens that a step must be able to prefill, after the longest context
+
+
+@dataclass(frozen=True, slots=True)
+class LentEngine:
+    """A rollout engine on the devices of a serving one, under one certificate."""
+
+    lender: Lender
+    certificate: Certificate
+    kv_tokens: int  # that serving leaves, and that a step can read within a grant
+    batched_tokens: int  # most tokens that a step can prefill within a grant after a context of mean length
+    holds: int  # tokens: the longest context it serves
+
+    @property
+    def shape(self) -> str:
+        return _shape(self.lender, self.certificate)
+
+    @property
+    def use(self) -> float:
+        return self.certificate.use
+
+    @property
+    def share(self) -> float:
+        return self.lender.share(self.certificate)
+
+    @property
+    def away(self) -> float:
+        return self.lender.away(self.certificate)
+
+    @property
+    def cases(self) -> tuple[bool, ...]:
+        return tuple(self.certificate.share_at(rate) == 0 for rate in self.lender.rates)
 
 
 def lent_options(
@@ -74,7 +107,7 @@ def lent_engine(
     profile: EngineProfile,
 ) -> LentEngine | Rejected:
     """The borrowing engine under a certificate, or the reason why there is none."""
-    shape, tp = lent_shape(lender, certificate), lender.devices
+    shape, tp = _shape(lender, certificate), lender.devices
     if lender.share(certificate) == 0:
         least = min(lender.rates)
         return Rejected(
@@ -142,20 +175,5 @@ def _mean_context(classes: Sequence[TrajectoryClass]) -> float:
     return max(1.0, sum(cls.share * cls.context_sum for cls in classes) / generated) if generated else 1.0
 
 
-def availability(lent: Sequence[LentEngine]) -> tuple[Availability, ...]:
-    """Sets of shapes that may be away in the coming period, with their probabilities; the likeliest first.
-
-    Traffic of several lenders is assumed to be high at the same time. They share the time of day, and the assumption is
-    the cautious one, as no lender then replaces another.
-    """
-    edges = {Fraction(0), Fraction(1)}
-    edges |= {Fraction(k, len(engine.lender.rates)) for engine in lent for k in range(len(engine.lender.rates))}
-    found: dict[frozenset[str], Fraction] = {}
-    for low, high in pairwise(sorted(edges)):
-        away = frozenset(
-            engine.shape
-            for engine in lent
-            if engine.certificate.share_at(engine.lender.rates[int(low * len(engine.lender.rates))]) == 0
-        )
-        found[away] = found.get(away, Fraction(0)) + high - low
-    return tuple(Availability(away, float(weight)) for away, weight in sorted(found.items(), key=lambda it: -it[1]))
+def _shape(lender: Lender, certificate: Certificate) -> str:
+    return f"{lender.pool}/tp{lender.devices}@{certificate.use:g}"

@@ -8,11 +8,12 @@ import pytest
 from oracles.small_lender import CERTIFICATE, lender
 from tables import by_name
 
+from libra.lend.lent_engine import LentEngine
 from libra.plan.explain.explanation import LenderView
 from libra.plan.explain.lenders import lender_views
 from libra.plan.loan import solve_loans
 from libra.plan.model.solve import solve
-from libra.plan.options.menu import Availability, LentEngine, Menu, Rejected
+from libra.plan.options.menu import Availability, Menu, Rejected
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
 SHAPE = "chat/tp1@0.8"
