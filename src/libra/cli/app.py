@@ -30,6 +30,7 @@ from libra.cli import (
     simulation,
     trace,
 )
+from libra.cli.allocator import use_system_allocator
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -75,6 +76,7 @@ def libra(
 
 
 def main() -> None:
+    use_system_allocator(next((word for word in sys.argv[1:] if not word.startswith("-")), None))
     try:
         app()
     except OSError as error:  # such as a full disk behind standard output
