@@ -12,9 +12,9 @@ from oracles.small_lender import CERTIFICATE, lender
 from tables import by_name
 
 from libra.hardware.cluster import ServingPool
-from libra.hardware.loan_terms import LoanTerms, RatesAhead
 from libra.lend.certificate import Certificate
 from libra.lend.lender import make_lender
+from libra.lend.loan_terms import LoanTerms, RatesAhead
 from libra.traffic.envelope import Envelope
 from libra.traffic.forecast import RateForecast
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from libra.cli.output import tell_note, tell_notes
 from libra.config.yaml_file import ConfigError, refusal
 from libra.hardware.cluster import Cluster, ServingPool
-from libra.hardware.loan_terms import LoanTerms, TrafficLog
 from libra.hardware.model_file import load_model
 from libra.lend.certificate import load_certificate
 from libra.lend.lender import Lender, make_lender
+from libra.lend.loan_terms import LoanTerms, TrafficLog
 from libra.lend.recall import RecallPolicy
 from libra.plan.plan import Plan
 from libra.sim.clock import seconds
@@ -27,7 +27,7 @@ def load_lenders(path: Path, cluster: Cluster) -> tuple[Lender, ...]:
     return tuple(
         _lender(path, f"serving.{index}.lends", pool, pool.lends)
         for index, pool in enumerate(cluster.serving)
-        if pool.lends is not None
+        if isinstance(pool.lends, LoanTerms)
     )
 
 

@@ -19,6 +19,7 @@ from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Slo
 from libra.lend.lent_engine import LentEngine, lent_options
+from libra.lend.loan_terms import LoanTerms
 from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
@@ -88,7 +89,7 @@ def make_lender(
     """The lender that a serving pool's terms describe. `certificates` come with the names of their files, `rates` are
     of all its engines together. Raises ValueError naming the key under `lends`."""
     terms = pool.lends
-    if terms is None:
+    if not isinstance(terms, LoanTerms):
         raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")
     refused = model.tp_refusal(terms.tensor_parallel_size)
     if refused is not None:

@@ -12,7 +12,7 @@ from tables import by_name
 from libra.config.yaml_file import ConfigError
 from libra.hardware.cluster import Cluster
 from libra.hardware.cluster_file import load_cluster
-from libra.hardware.loan_terms import LoanTerms, RatesAhead, TrafficLog
+from libra.lend.loan_terms import LoanTerms, RatesAhead, TrafficLog
 
 NODE = {"name": "a", "count": 6, "gpus": 8, "gpu": "A800", "inter_bandwidth": "200 Gb/s"}
 LENDS = {
