@@ -39,8 +39,9 @@ from libra.sim.planned_engines import lent_engines
 from libra.sim.shared_device import SharedDevice, SpendsAll
 from libra.sim.tenant import misses
 from libra.sim.training_run.episodes import Episodes, generator_of
+from libra.sim.training_run.lending import LenderOutcome, lender_outcomes
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
 from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 from libra.sim.workload.request_file import read_requests
@@ -214,8 +215,8 @@ def _system(where: LendingSetting, name: str) -> System:
 
 def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRun) -> dict[str, Any]:
     """Time that lenders lent, and what that cost their users."""
-    devices = {} if system.tenancy is None else system.tenancy.devices
-    lenders = outcome.lenders
+    devices = system.tenancy.devices if isinstance(system.tenancy, Tenancy) else {}
+    lenders = lender_outcomes(outcome)
     attributable = covered = 0
     for lender in lenders:
         if lender.missed.any:

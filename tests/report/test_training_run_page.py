@@ -14,7 +14,8 @@ from libra.records.loan_history import RunClock, run_loans
 from libra.report.training_run_page import training_run_page
 from libra.report.training_run_trace import write_training_trace
 from libra.sim.tenant import Misses
-from libra.sim.training_run.outcome import EngineSpan, LenderOutcome, SimulatedRun, SimulatedStep
+from libra.sim.training_run.lending import LenderOutcome
+from libra.sim.training_run.outcome import EngineSpan, SimulatedRun, SimulatedStep
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from libra.cli.output import tell_note, tell_notes
@@ -70,7 +71,9 @@ def _rates(path: Path, key: str, terms: LoanTerms) -> tuple[tuple[float, ...], f
         raise refusal(path, f"{key}.traffic: {error}") from None
 
 
-def described_tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy:
+def described_tenancy(
+    plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool, watched: bool
+) -> Tenancy:
     """Serving engines on the devices that the plan borrows, as `--lender` describes them. Raises ValueError."""
     if len(lenders) != len(traffic):
         raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
@@ -92,4 +95,4 @@ def described_tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Pat
                 f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
                 f" {lender.pool}: give one"
             )
-    return tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota)
+    return replace(tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota), watched=watched)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +21,8 @@ from libra.config.rooms import offered
 
 if TYPE_CHECKING:
     from libra.plan.plan import Plan
+    from libra.sim.training_run.borrowed import BorrowedDevices
     from libra.sim.training_run.outcome import SimulatedRun
-    from libra.sim.training_run.tenancy import Tenancy
     from libra.trajectory import Trajectory
 
 
@@ -96,7 +96,8 @@ def rehearse(
             raise ValueError("--cold and --learn-from contradict each other: leave one out")
         rehearsed = _rehearsed(plan, trajectories, truncate_context)
         named = _router(rehearsed, router)
-        tenancy = _tenancy(rehearsed.plan, lender or [], traffic or [], kv_quota)
+        watched = report is not None or timeline is not None
+        tenancy = _tenancy(rehearsed.plan, lender or [], traffic or [], kv_quota, watched)
         outcome = _simulated(
             rehearsed,
             named,
@@ -106,7 +107,6 @@ def rehearse(
             seed,
             exact,
             tenancy,
-            watched=report is not None or timeline is not None,
         )
         text = document(rehearsed.plan, outcome, named, seed)
         _write(rehearsed, outcome, text, steps, output, report, timeline)
@@ -160,17 +160,13 @@ def _simulated(
     steps: int,
     seed: int,
     exact: bool,
-    tenancy: Tenancy | None,
-    *,
-    watched: bool,
+    tenancy: BorrowedDevices | None,
 ) -> SimulatedRun:
     from libra.report.live import SimulationProgress
     from libra.route.custom import load_policy
     from libra.sim.of_plan import simulate_run
     from libra.trajectory import read_trajectories
 
-    if tenancy is not None and watched:
-        tenancy = replace(tenancy, watched=True)
     with SimulationProgress(sys.stderr) as progress:
         return simulate_run(
             rehearsed.plan,
@@ -208,13 +204,15 @@ def _write(
             write_training_trace(outcome, timeline)
 
 
-def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
+def _tenancy(
+    plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool, watched: bool
+) -> BorrowedDevices | None:
     """Serving engines on the devices that the plan borrows; None without `--lender`."""
     if not lenders and not traffic:
         if kv_quota:
             raise ValueError("--kv-quota is of the engines that --lender describes: give it, or leave the quota out")
         return None
     for described in offered("rehearsal tenancy"):
-        tenancy: Tenancy = described(plan, lenders, traffic, kv_quota)
+        tenancy: BorrowedDevices = described(plan, lenders, traffic, kv_quota, watched)
         return tenancy
     raise ValueError("--lender: nothing lends in this installation; leave it out")

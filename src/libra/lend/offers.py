@@ -4,5 +4,10 @@ OFFERS = {
     "lends": "libra.lend.loan_terms:LoanSection",
     "loan terms": "libra.lend.loan_terms:LoanTerms",
     "lender": "libra.lend.lender:Lender",
+    "run page": "libra.report.run_lending:run_lending",
+    "timeline": "libra.records.loan_trace:draw_run_loans",
+    "training run page": "libra.report.training_run_lending:lending_chapter",
+    "training run trace": "libra.report.training_run_lending:draw_lenders",
+    "rehearsal tables": "libra.cli.lenders_table:show_lenders",
     "rehearsal tenancy": "libra.cli.lenders:described_tenancy",
 }

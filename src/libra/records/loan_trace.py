@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from libra.records.loan_history import GrantSpan, LoanHistory, ServingSpan
+from libra.records.loan_history import Clock, GrantSpan, LoanHistory, RecallSpan, ServingSpan, run_loans
 from libra.records.trace import MAX_EVENTS, TraceFile
 
 Span = TypeVar("Span", GrantSpan, ServingSpan)
@@ -31,6 +32,20 @@ def draw_loans(trace: TraceFile, group: int, histories: Sequence[LoanHistory]) -
     most = max(1, trace.room // 2 // (_KINDS * len(histories)))
     for number, history in enumerate(histories):
         _draw(trace, group, number * len(_LANES) + 1, history, most)
+
+
+def draw_run_loans(
+    trace: TraceFile,
+    group: int,
+    *,
+    directory: Path,
+    clock: Clock,
+    recalls: Mapping[str, Sequence[tuple[float, float, str]]],
+) -> None:
+    """Draw the loans of a run, from their borrowers' records in its directory and the recalls of each engine."""
+    found = run_loans(directory, clock, ())
+    spans = {name: [RecallSpan(*span) for span in its] for name, its in recalls.items()}
+    draw_loans(trace, group, [replace(it, recalls=spans.get(it.name, [])) for it in found])
 
 
 def write_loan_trace(history: LoanHistory, path: Path, max_events: int = MAX_EVENTS) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from libra.records.loan_history import LoanHistory
 from libra.sim.clock import seconds, ticks
@@ -21,10 +22,52 @@ from libra.sim.engine.messages import Pause
 from libra.sim.engine.request import Request
 from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.kv_loan import KVLoan
-from libra.sim.tenant import ServingTenant, latencies, misses
-from libra.sim.training_run.outcome import LenderOutcome
-from libra.sim.training_run.tenancy import ServingDevice, Tenancy
+from libra.sim.tenant import Misses, ServingTenant, latencies, misses
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.workload.requests import Requests
+
+if TYPE_CHECKING:
+    from libra.sim.training_run.tenancy import ServingDevice, Tenancy
+
+
+@dataclass(frozen=True, slots=True)
+class LenderOutcome:
+    """Outcome of one lender in a run; requests are those that came before its end."""
+
+    name: str
+    requests: int
+    missed: Misses
+    attributable: frozenset[int]  # missed requests that are in time if nothing is lent
+    lent: float  # seconds that rollout computed
+    away: float  # seconds in which nothing was lent, because of recalls
+    recalls: int
+    put_out: int  # turns that were stopped because serving needed memory
+    uncovered: frozenset[int]  # requests that were present while the load was outside its envelope
+    ttft: float  # seconds, at the 99th percentile
+    tpot: float  # seconds, at the 99th percentile
+    margin: float | None  # seconds by which the closest token after a first one came before it was due; None: no token
+    history: LoanHistory | None = None  # of one that was watched
+
+    def document(self, seconds: float) -> dict[str, object]:
+        """The outcome as JSON; requests are given by number, times in seconds."""
+        return {
+            "name": self.name,
+            "lent": self.lent / seconds,
+            "away": self.away / seconds,
+            "recalls": self.recalls,
+            "requests": self.requests,
+            "ttft": self.ttft,
+            "tpot": self.tpot,
+            "due_margin": self.margin,
+            "missed": sorted(self.missed.any),
+            "attributable": sorted(self.attributable),
+            "inside_envelope": sorted(self.attributable - self.uncovered),
+        }
+
+
+def lender_outcomes(run: SimulatedRun) -> tuple[LenderOutcome, ...]:
+    """The outcomes of the lenders of a run."""
+    return tuple(it for it in run.lenders if isinstance(it, LenderOutcome))
 
 
 @dataclass(slots=True)

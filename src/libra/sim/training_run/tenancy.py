@@ -21,10 +21,13 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.messages import Pause
 from libra.sim.engine.request import Request
 from libra.sim.kv_loan import KVTerms
 from libra.sim.planned_engines import beside_lent
+from libra.sim.training_run.lending import Lending
 from libra.sim.workload.requests import RecordedRequest, around
 
 
@@ -55,6 +58,9 @@ class Tenancy:
     start: float = 0.0
     weights: float = 0.0  # seconds to send a version to all of them
     watched: bool = False  # keep the history of each device, step by step, for display
+
+    def service(self, cluster: SimCluster, load: Pause, *, exact: bool) -> Lending:
+        return Lending(self, cluster, load, exact=exact)
 
     def __post_init__(self) -> None:
         for name in ("start", "weights"):
