@@ -70,7 +70,7 @@ def measured(traffic: Path, rate: float, count: int, directory: Path) -> list[Ro
     records = [directory / f"lending-{number}.jsonl" for number in range(3)]
     runs = [pair.serve(arrivals(), TERMS.rule(), record) for record in records]
     real = [Observed.of(run) for run in runs]
-    simulated = _simulated(arrivals(), runs[0], records[0], pair.rollout.most_tokens)
+    simulated = _simulated(arrivals(), runs[0], records[0], pair.steps.most_tokens)
     rows = []
     for name, unit in (("rollout", "tokens/s"), ("lent", "of the time"), ("ttft", "ms"), ("tpot", "ms")):
         values = [float(getattr(it, name)) for it in real]

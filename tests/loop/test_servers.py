@@ -11,9 +11,10 @@ import pytest
 from fakes.workers import MadeLauncher
 
 from libra.backends.launch.lenders import LenderLauncher
+from libra.backends.lend.terms import terms_of
 from libra.backends.transport.engine_messages import LoanState, StartServer
 from libra.backends.transport.messages import Stop
-from libra.config.run import LendingConfig
+from libra.lend.lending_config import LendingConfig
 from libra.loop.borrowing import Borrowing
 from libra.loop.servers import TracedServers
 from libra.records.served import ServedRequest
@@ -39,7 +40,7 @@ def servers(tmp_path: Path) -> TracedServers:
 def test_terms_are_those_of_the_configuration(servers: TracedServers, tmp_path: Path) -> None:
     loan = servers.loan(1, "agent")
     assert (Path(loan.device), loan.record) == (tmp_path / "device-1", str(tmp_path / "lending-1.jsonl"))
-    terms = loan.terms
+    terms = terms_of(loan)
     assert (terms.pace, terms.ttft, terms.sharing) == (pytest.approx(0.08), pytest.approx(0.8), "gate")
     assert (terms.recall.quiet, terms.recall.most_quiet, terms.envelope.rate) == (2.0, 32.0, 100.0)
 

@@ -295,3 +295,6 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+GROUP = "lend", app  # of the `libra` command

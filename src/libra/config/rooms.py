@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -25,7 +26,7 @@ def offered(place: str) -> Iterator[Any]:
         offers: dict[str, str] = import_module(f"libra.{room}.offers").OFFERS
         if place in offers:
             module, _, name = offers[place].partition(":")
-            yield getattr(import_module(module), name)
+            yield attrgetter(name)(import_module(module))
 
 
 class OfRoom:
@@ -34,8 +35,14 @@ class OfRoom:
     def __init__(self, place: str) -> None:
         self._place = place
 
+    @property
+    def kind(self) -> Any:
+        """The type; None without the room."""
+        return next(offered(self._place), None)
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        for kind in offered(self._place):
+        kind = self.kind
+        if kind is not None:
             return handler.generate_schema(kind)
 
         def refuse(_: object) -> object:

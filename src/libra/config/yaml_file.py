@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWr
 from yaml.nodes import MappingNode, ScalarNode
 
 from libra.config.input_file import MOST, beyond_floats, read_input
+from libra.config.rooms import OfRoom
 
 
 class ConfigError(ValueError):
@@ -205,5 +206,6 @@ def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:
 def _without_null(section: Any) -> Any:
     """The type without `None` and without annotations."""
     while get_origin(section) in (Annotated, Union, UnionType):
-        section = get_args(section)[0]
+        kind, *about = get_args(section)
+        section = next((it.kind for it in about if isinstance(it, OfRoom)), kind)
     return section

@@ -15,9 +15,12 @@ from libra.backends.launch.lenders import LenderLauncher
 from libra.backends.transport.engine_messages import Borrow, DeviceLoan, LoanState
 from libra.backends.transport.messages import Dtype
 from libra.config.input_file import read_input
-from libra.config.run import LendingRule, RunConfig
+from libra.config.run import ClusterConfig, ConfigError, LendingRule, RunConfig
+from libra.lend.lending_config import LendingConfig
+from libra.loop.preflight import try_port
 from libra.loop.servers import TracedServers
 from libra.records.schema import LendingSummary
+from libra.sim.workload.request_file import RequestFormatError, read_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,7 @@ class Borrowing:
     ) -> Borrowing:
         """Build the sources; starts no server and asks no agent yet. `told` receives the news of agents."""
         lending = config.lending
-        if lending is None:
-            return cls("off", None, None)
+        assert isinstance(lending, LendingConfig)
         first, servers, agents = config.cluster.slots, None, None
         if lending.servers:
             slots = tuple(range(first, first + lending.servers))
@@ -72,6 +74,12 @@ class Borrowing:
             return {}
         return {name: self.servers.loan(slot, run) for slot, name in enumerate(lent[: len(self.servers.slots)])}
 
+    async def start(self, phase: Callable[[str], None]) -> None:
+        """Start the run's own servers, if it has any. `phase` is told."""
+        if self.servers is not None:
+            phase("starting servers")
+            await self.servers.start()
+
     async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
         """End the run's own servers. Returns what the `loans`, recalled `recalls` times, gave and cost; None where the
         run does not borrow."""
@@ -91,3 +99,20 @@ class Borrowing:
     async def close(self) -> None:
         if self.agents is not None:
             await self.agents.close()
+
+
+def check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
+    """Raises `ConfigError` where a run cannot borrow."""
+    if cluster.launcher != "local":
+        raise ConfigError(
+            f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"
+            " set it to local"
+        )
+    if lending.agents and lending.weights.port != 0:
+        try_port("lending.weights.port", lending.weights.host, lending.weights.port, "give a free port, or 0 for any")
+    if lending.server is None:
+        return
+    try:
+        read_requests(lending.server.traffic)
+    except RequestFormatError as error:
+        raise ConfigError(f"lending.server.traffic: {error}") from None

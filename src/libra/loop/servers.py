@@ -13,11 +13,12 @@ from pathlib import Path
 
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.lend.terms import device_loan
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import DeviceLoan, StartServer
 from libra.backends.transport.messages import Dtype
-from libra.config.run import LendingConfig, ServerConfig
 from libra.lend.gate import Slo
+from libra.lend.lending_config import LendingConfig, ServerConfig
 from libra.lend.recall import RecallPolicy
 from libra.records.files import writing
 from libra.records.lending import LendingTerms
@@ -73,7 +74,7 @@ class TracedServers:
             ttft=config.use * self.slo.ttft,
             slo=self.slo,
         )
-        return DeviceLoan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
+        return device_loan(str(self._device(number)), terms, str(self._path(f"lending-{number}.jsonl")), self.share)
 
     async def start(self) -> None:
         """Start all servers; they serve when this returns. Raises `ForkError`, `LaunchError`, or a server's failure."""

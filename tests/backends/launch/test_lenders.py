@@ -18,7 +18,8 @@ from fakes.workers import MadeLauncher
 
 import libra.backends.launch.lenders
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.lenders import LenderLauncher, LenderRefusedError, RunWeights
+from libra.backends.launch.launcher import LenderRefusedError, RunWeights
+from libra.backends.launch.lenders import LenderLauncher
 from libra.backends.transport.channel import AgentChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor

@@ -29,11 +29,11 @@ from libra.backends.lend.device_page import BorrowerTally, EngineFacts, LendingE
 from libra.backends.lend.lender_file import LoanOrder
 from libra.backends.lend.lender_token import LenderToken
 from libra.backends.lend.serving_token import ServingToken
+from libra.backends.lend.terms import device_loan
 from libra.backends.tiny_model import write_tiny_model
 from libra.backends.transport.channel import AgentChannel, ControllerChannel
 from libra.backends.transport.engine_messages import (
     Borrow,
-    DeviceLoan,
     ExpectWeights,
     Generate,
     Generated,
@@ -99,7 +99,7 @@ class Loan:
         self.memory = os.memfd_create("weights", 0)
         self.launcher = Launcher(self.memory)
         start = StartEngine(
-            str(policy), 512, 8, "float32", 1 << 20, (), 1, 0, 1.0, (0,), False, loan=DeviceLoan("", TERMS, None)
+            str(policy), 512, 8, "float32", 1 << 20, (), 1, 0, 1.0, (0,), False, loan=device_loan("", TERMS, None)
         )
         self.order = LoanOrder(device, directory / "agent", "chat", 1000.0, start)
         self.serving = ServingToken(device, CHAT)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from libra.backends.launch.handle import START_DEADLINE, Handle
-from libra.backends.launch.launcher import LocalLauncher, WorkerLink
+from libra.backends.launch.launcher import LenderRefusedError, LocalLauncher, RunWeights, WorkerLink
 from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import Borrow, Lent, LoadWeights, NotNow, WeightsPlace
-from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop, Tensor
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
 from libra.backends.transport.own_socket import trusted_peer
 from libra.backends.weights.grid import Grid
 from libra.backends.weights.processes import WeightsProcessError, WeightsPublisher
@@ -29,19 +28,6 @@ from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 _LOOK_SECONDS = 1.0  # between two looks at an agent that is away
 _ANSWER_SECONDS = 10.0  # for an agent to answer whether its engine is available
-
-
-class LenderRefusedError(WorkerFailedError):
-    """An agent's engine does not fit this run, and never will. One line."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunWeights:
-    """The weights that a run publishes, and their layout."""
-
-    layout: tuple[Tensor, ...]
-    size: int  # bytes of one buffer
-    latest: LoadWeights
 
 
 class LenderLauncher:

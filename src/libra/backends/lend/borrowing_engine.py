@@ -17,8 +17,11 @@ from libra.backends.lend.borrower_token import BorrowerToken
 from libra.backends.lend.device import device_here
 from libra.backends.lend.kv_loan import BorrowedKV
 from libra.backends.lend.record import LendingRecord
+from libra.backends.lend.scheduler import BorrowingScheduler
+from libra.backends.lend.terms import terms_of
 from libra.backends.transport.engine_messages import DeviceLoan, Generate, LoanState
 from libra.lend.recall import WatchedRule
+from libra.lend.step_cost import RolloutQueue, StepShape
 from libra.records.lending import QuotaChange
 
 if TYPE_CHECKING:
@@ -30,12 +33,41 @@ _NO_MEMORY = 0.001  # likewise for an engine that has turns and no memory
 _PATIENCE = 1.0  # seconds without a grant after which turns are better made elsewhere
 
 
+class SteppedVllm:
+    """vLLM with a `BorrowingScheduler`, as its borrower steps it."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine, self._scheduler = engine, engine.scheduler
+
+    @property
+    def queue(self) -> RolloutQueue:
+        queue: RolloutQueue = self._scheduler.queue
+        return queue
+
+    @property
+    def shape(self) -> StepShape:
+        shape: StepShape = self._scheduler.shape
+        return shape
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that a step may ever compute."""
+        most: int = self._scheduler.scheduler_config.max_num_batched_tokens
+        return most
+
+    def bounded_step(self, tokens: int) -> list[Sampled]:
+        self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step
+        return self._engine.step()
+
+
 class BorrowingEngine:
     """The loan of one rollout engine. Make it first, then the engine, then `lend` it."""
 
+    scheduler = BorrowingScheduler
+
     def __init__(self, loan: DeviceLoan) -> None:
         """Raises LendingError where the device cannot be borrowed, DiskError where the record cannot be written."""
-        terms = loan.terms
+        terms = self._terms = terms_of(loan)
         self._token = BorrowerToken(Path(loan.device), terms.pace)
         self._record = None if loan.record is None else LendingRecord(Path(loan.record), terms, _tell)
         self._loan = loan
@@ -47,16 +79,16 @@ class BorrowingEngine:
 
     def lend(self, engine: VllmEngine) -> None:
         """Begin to lend to `engine`. What it sets up with its first steps is part of its start."""
-        terms = self._loan.terms
+        terms = self._terms
         rule = terms.rule()
         self._recall = rule.recall if isinstance(rule, WatchedRule) else None
-        self._engine, self._device = engine, device_here(self._loan.share)
+        self._engine, self._steps, self._device = engine, SteppedVllm(engine), device_here(self._loan.share)
         self._borrower = GatedBorrower(
             self._token,
             rule,
             self._device,
             shortest=terms.shortest,
-            most_tokens=engine.most_tokens,
+            most_tokens=self._steps.most_tokens,
             recall=self._recall,
             record=self._record,
         )
@@ -103,7 +135,7 @@ class BorrowingEngine:
             self._borrower.rest()
             time.sleep(_NO_MEMORY)
             return None
-        return self._borrower.step(self._engine)
+        return self._borrower.step(self._steps)
 
     def rest(self) -> float | None:
         """Note that there are no turns. Returns the seconds after which to `settle` all the same, ask whether the

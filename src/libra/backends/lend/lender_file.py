@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from libra.backends.lend.device_page import EngineFacts, LendingError
+from libra.backends.lend.terms import device_loan, terms_of
 from libra.backends.tiny_model import kv_bytes_per_token
-from libra.backends.transport.engine_messages import DeviceLoan, StartEngine
+from libra.backends.transport.engine_messages import StartEngine
 from libra.config.units import SIZES, quantity
 from libra.config.yaml_file import ConfigError, Section, read_section, refusal
 from libra.hardware.model_file import load_model
@@ -83,7 +84,7 @@ class LoanOrder:
     @property
     def terms(self) -> LendingTerms:
         assert self.start.loan is not None
-        return self.start.loan.terms
+        return terms_of(self.start.loan)
 
     @property
     def record(self) -> Path | None:
@@ -172,7 +173,7 @@ def _lender(beside: Path, file: LenderFile, certificate: Certificate) -> LoanOrd
         share=1.0,
         cores=tuple(sorted(os.sched_getaffinity(0))),
         refresh_kv=False,
-        loan=DeviceLoan(
+        loan=device_loan(
             str(device),
             terms,
             None if file.record is None else str(beside / file.record),
