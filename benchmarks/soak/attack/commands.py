@@ -48,12 +48,13 @@ class Ended(msgspec.Struct, frozen=True):
 
     @property
     def wrong(self) -> str | None:
-        """Fault of the command; None where it reads its input, or refuses it in one line."""
+        """Fault of the command; None where it reads its input, or refuses it in one line. A command that finds nothing
+        feasible (status 3) has read its input, and may tell its progress first."""
         if self.raised:
             return f"raised {self.raised[:120]}"
         if self.status not in (0, 2, 3):
             return f"ended with status {self.status}"
-        if self.status and self.said.count("\n") != 1:
+        if self.status == 2 and self.said.count("\n") != 1:
             return f"said {self.said.count(chr(10))} lines: {self.said[:120]!r}"
         if self.seconds >= MOST_SECONDS:
             return f"took {self.seconds:.1f} s"
