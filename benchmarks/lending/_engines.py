@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
-from libra.backends.lend.terms import device_loan
+from libra.lend.backend.terms import device_loan
 
 os.environ.update(WORKER_ENVIRONMENT)  # read as vLLM is imported
 
@@ -16,13 +16,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.lending._vllm import ask as ask_engine
 from benchmarks.lending._vllm import make_engine
-from libra.backends.lend.scheduler import BorrowingScheduler, SynchronousLending
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import Generate, StartEngine
 from libra.backends.transport.shared_memory import WeightBuffer, create_buffer
 from libra.backends.vllm.engine import VllmEngine
 from libra.config.run import ModelConfig
-from libra.records.lending import LendingTerms
+from libra.lend.backend.scheduler import BorrowingScheduler, SynchronousLending
+from libra.lend.records.lending import LendingTerms
 
 LONGEST = 2048  # tokens of a context
 CHUNK = 128  # tokens that a serving step computes

@@ -31,20 +31,20 @@ from benchmarks.lending._engines import (
     write_models,
 )
 from benchmarks.rows import Row, at_least, at_most, below, none, report
-from libra.backends.lend.borrower import GatedBorrower
-from libra.backends.lend.borrower_token import BorrowerToken
-from libra.backends.lend.borrowing_engine import SteppedVllm
-from libra.backends.lend.lender_token import LenderToken
-from libra.backends.lend.record import LendingRecord
-from libra.backends.lend.scheduler import DEVICE, SynchronousLending
+from libra.lend.backend.borrower import GatedBorrower
+from libra.lend.backend.borrower_token import BorrowerToken
+from libra.lend.backend.borrowing_engine import SteppedVllm
+from libra.lend.backend.lender_token import LenderToken
+from libra.lend.backend.record import LendingRecord
+from libra.lend.backend.scheduler import DEVICE, SynchronousLending
 from libra.lend.gate import SharingRule, Slo
 from libra.lend.recall import RecallPolicy
+from libra.lend.records.lending import LendingTerms, LentStep, read_lending, replay
 from libra.lend.rules import ServeFirst
 from libra.lend.step_cost import StepCost
-from libra.records.lending import LendingTerms, LentStep, read_lending, replay
+from libra.lend.traffic.envelope import Envelope
 from libra.sim.clock import seconds
 from libra.sim.workload.request_file import read_requests
-from libra.traffic.envelope import Envelope
 
 _SLO = Slo(ttft=0.5, tpot=0.1)
 _USE = 0.8

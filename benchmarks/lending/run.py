@@ -21,8 +21,8 @@ from benchmarks.rows import Row, at_least, none, report
 from libra.config.run import load_config
 from libra.lend.gate import Slo
 from libra.lend.lending_config import LendingConfig
+from libra.lend.records.served import attributable, read_served
 from libra.records.schema import LendingSummary, RunSummary, ServedSummary, StepRecord, parse_record, read_records
-from libra.records.served import attributable, read_served
 
 _RUN = Path(__file__).parents[2] / "examples" / "lent.yaml"
 _SECONDS = 1200.0  # that one run may take

@@ -15,8 +15,8 @@ from libra.hardware.cluster import ServingPool
 from libra.lend.certificate import Certificate
 from libra.lend.lender import make_lender
 from libra.lend.loan_terms import LoanTerms, RatesAhead
-from libra.traffic.envelope import Envelope
-from libra.traffic.forecast import RateForecast
+from libra.lend.traffic.envelope import Envelope
+from libra.lend.traffic.forecast import RateForecast
 
 TERMS = LoanTerms("Qwen/Qwen3-0.6B", 1, 1.0, 0.1, ("c.json",), RatesAhead((16.0,), 300.0))
 POOL = ServingPool(replace(A800, name="chat"), TERMS)

@@ -17,11 +17,11 @@ from libra.cost.engine_memory import BLOCK
 from libra.cost.sources.roofline import node_roofline
 from libra.lend.certificate import Certificate, Harvest
 from libra.lend.lender import Lender
+from libra.lend.traffic.envelope import Envelope
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import shape_options
 from libra.plan.plan import make_plan
 from libra.plan.planner import Planner
-from libra.traffic.envelope import Envelope
 
 PLANNER = Planner(replace(CLUSTER, serving=(SERVING,)), QWEN_06B, RECIPE)
 

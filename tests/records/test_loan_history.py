@@ -12,7 +12,7 @@ from fakes.made_loans import BEGAN, EVENTS, SLO, write_loans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.records.loan_history import (
+from libra.lend.records.loan_history import (
     GrantSpan,
     LoanHistory,
     RecallSpan,
@@ -21,7 +21,7 @@ from libra.records.loan_history import (
     UserRequest,
     run_loans,
 )
-from libra.records.loan_trace import closest_together, draw_loans
+from libra.lend.records.loan_trace import closest_together, draw_loans
 from libra.records.schema import EventRecord
 from libra.records.timeline import Timeline
 

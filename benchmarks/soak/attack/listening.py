@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from libra.backends.lend.terms import device_loan
 from libra.config.run import MetricsConfig, ModelConfig
+from libra.lend.backend.terms import device_loan
 from libra.loop.metrics import MetricsEndpoint
 
 TOKEN = "5" * 32  # of a replica's store
@@ -67,15 +67,15 @@ async def rendezvous(folder: Path) -> None:
 
 async def agent(folder: Path) -> None:
     """A server's device, and the agent that lends it."""
-    from libra.backends.lend.agent import LendingAgent
-    from libra.backends.lend.device_page import EngineFacts
-    from libra.backends.lend.lender_file import LoanOrder
-    from libra.backends.lend.serving_token import ServingToken
     from libra.backends.tiny_model import write_tiny_model
     from libra.backends.transport.engine_messages import StartEngine
+    from libra.lend.backend.agent import LendingAgent
+    from libra.lend.backend.device_page import EngineFacts
+    from libra.lend.backend.lender_file import LoanOrder
+    from libra.lend.backend.serving_token import ServingToken
     from libra.lend.recall import RecallPolicy
-    from libra.records.lending import LendingTerms
-    from libra.traffic.envelope import Envelope
+    from libra.lend.records.lending import LendingTerms
+    from libra.lend.traffic.envelope import Envelope
 
     device, policy = folder / "device", folder / "policy"
     write_tiny_model(policy, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123", 512)

@@ -194,16 +194,16 @@ def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:
     """The keys that the section at `location` may have."""
     section: Any = schema
     for part in location:
-        section = _without_null(section)
+        section = without_null(section)
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[part].annotation
         elif hasattr(section, "__args__"):  # a mapping or a tuple of sections
             section = section.__args__[-1] if section.__args__[-1] is not Ellipsis else section.__args__[0]
-    section = _without_null(section)
+    section = without_null(section)
     return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
 
 
-def _without_null(section: Any) -> Any:
+def without_null(section: Any) -> Any:
     """The type without `None` and without annotations."""
     while get_origin(section) in (Annotated, Union, UnionType):
         kind, *about = get_args(section)

@@ -20,10 +20,10 @@ from libra.lend.certificate import Certificate
 from libra.lend.gate import Slo
 from libra.lend.lent_engine import LentEngine, lent_options
 from libra.lend.loan_terms import LoanTerms
+from libra.lend.traffic.forecast import RateForecast
 from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
-from libra.traffic.forecast import RateForecast
 
 
 @dataclass(frozen=True, slots=True)
