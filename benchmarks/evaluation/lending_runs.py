@@ -28,24 +28,25 @@ from libra.lend.gate import Gate, SharingRule
 from libra.lend.lender import Lender
 from libra.lend.recall import Recall, WatchedRule
 from libra.lend.rules import Alternate, PositiveSlack, ServeFirst
+from libra.lend.sim.certify import LendingCase, certify
+from libra.lend.sim.lending import LenderOutcome, lender_outcomes
+from libra.lend.sim.shared_device import SharedDevice, SpendsAll
+from libra.lend.sim.tenancy import ServingDevice, Tenancy
+from libra.lend.sim.tenant import misses
+from libra.lend.traffic.envelope import Envelope
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
-from libra.sim.certify import LendingCase, certify
 from libra.sim.clock import TICKS, ticks
 from libra.sim.of_plan import teach
 from libra.sim.planned_engines import lent_engines
-from libra.sim.shared_device import SharedDevice, SpendsAll
-from libra.sim.tenant import misses
 from libra.sim.training_run.episodes import Episodes, generator_of
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
-from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.traffic.envelope import Envelope
 from libra.trajectory import Trajectory
 
 VARIABLE = "LIBRA_SERVING_TRACE"  # of the environment: the trace that lenders serve
@@ -214,8 +215,8 @@ def _system(where: LendingSetting, name: str) -> System:
 
 def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRun) -> dict[str, Any]:
     """Time that lenders lent, and what that cost their users."""
-    devices = {} if system.tenancy is None else system.tenancy.devices
-    lenders = outcome.lenders
+    devices = system.tenancy.devices if isinstance(system.tenancy, Tenancy) else {}
+    lenders = lender_outcomes(outcome)
     attributable = covered = 0
     for lender in lenders:
         if lender.missed.any:

@@ -104,14 +104,14 @@ async def _serve_nothing(*_: object) -> None: ...
 
 
 def _without_services() -> None:
-    import libra.cli.lend
+    import libra.lend.cli.commands
     import libra.loop.run
     import libra.serve.http
 
     services: dict[str, tuple[Any, Callable[..., Any]]] = {
         "run": (libra.loop.run, read_and_stop),
         "serve": (libra.serve.http, _serve_nothing),
-        "_serve": (libra.cli.lend, _serve_nothing),
+        "_serve": (libra.lend.cli.commands, _serve_nothing),
     }
     for name, (module, stop) in services.items():
         setattr(module, name, stop)

@@ -20,7 +20,6 @@ from libra.cli import (
     examples,
     explain,
     export,
-    lend,
     plan,
     rehearsal,
     report,
@@ -31,6 +30,7 @@ from libra.cli import (
     trace,
 )
 from libra.cli.allocator import use_system_allocator
+from libra.config.rooms import offered
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -54,7 +54,8 @@ for command in (
     examples.examples,
 ):
     app.command()(command)
-app.add_typer(lend.app, name="lend")
+for name, group in offered("command group"):
+    app.add_typer(group, name=name)
 app.add_typer(trace.app, name="trace")
 
 

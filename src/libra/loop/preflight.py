@@ -19,10 +19,10 @@ import psutil
 from libra.config.cache import cache_directory
 from libra.config.extras import install_command
 from libra.config.input_file import read_input
+from libra.config.rooms import offered
 from libra.config.run import (
     ClusterConfig,
     ConfigError,
-    LendingConfig,
     MetricsConfig,
     ModelConfig,
     RunConfig,
@@ -34,7 +34,6 @@ from libra.loop.run_directory import can_be_written, check_not_running, check_ru
 from libra.loop.tracking import check_tracking
 from libra.plan.options.slots import longest_context
 from libra.route.custom import load_policy
-from libra.sim.workload.request_file import RequestFormatError, read_requests
 
 # Memory of the process that imports the libraries, and of each worker on top, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
@@ -59,7 +58,8 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
         _check_port(config.cluster.port)
     _check_engines(config.all_engines, config.start)
     if config.lending is not None:
-        _check_lending(config.lending, config.cluster)
+        for check_lending in offered("preflight"):
+            check_lending(config.lending, config.cluster)
     _check_policy(config.routing.policy)
     check_tracking(config)
     _check_metrics(config.metrics, config.cluster.port)
@@ -113,22 +113,6 @@ def _check_model_directory(directory: Path | None) -> None:
             f"model.directory: {directory} ties its word embeddings, which engines on CPU cannot update; save it with"
             " tie_word_embeddings false and an lm_head of its own"
         )
-
-
-def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
-    if cluster.launcher != "local":
-        raise ConfigError(
-            f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"
-            " set it to local"
-        )
-    if lending.agents and lending.weights.port != 0:
-        _try_port("lending.weights.port", lending.weights.host, lending.weights.port, "give a free port, or 0 for any")
-    if lending.server is None:
-        return
-    try:
-        read_requests(lending.server.traffic)
-    except RequestFormatError as error:
-        raise ConfigError(f"lending.server.traffic: {error}") from None
 
 
 def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int) -> None:
@@ -216,7 +200,7 @@ def _check_policy(policy: str) -> None:
 
 def _check_port(port: int) -> None:
     if port != 0:
-        _try_port("cluster.port", "127.0.0.1", port, "give a free port, or 0 for any")
+        try_port("cluster.port", "127.0.0.1", port, "give a free port, or 0 for any")
 
 
 def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
@@ -225,10 +209,10 @@ def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
         return
     if port == training_port:
         raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
-    _try_port("metrics.port", host, port, "give a free port, or leave it out")
+    try_port("metrics.port", host, port, "give a free port, or leave it out")
 
 
-def _try_port(key: str, host: str, port: int, remedy: str) -> None:
+def try_port(key: str, host: str, port: int, remedy: str) -> None:
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family) as probe:

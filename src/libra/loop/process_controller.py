@@ -17,8 +17,7 @@ from pathlib import Path
 from libra.backends.grpo.trainers import DivergedError, Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
-from libra.backends.launch.lenders import LenderLauncher, RunWeights
+from libra.backends.launch.launcher import AgentLauncher, RunWeights, WorkerLauncher, WorkerLink
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, StartEngine
@@ -79,7 +78,7 @@ class SlotProcesses:
     settings: WorkerSettings
     journal: Journal
     observer: RunObserver
-    lenders: LenderLauncher | None = None  # the launcher, where some of its slots are agents'
+    lenders: AgentLauncher | None = None  # the launcher, where some of its slots are agents'
 
     def __post_init__(self) -> None:
         self.lost: Callable[[str, str], None] = lambda worker, why: None  # called with a lost worker, and why

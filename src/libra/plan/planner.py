@@ -15,10 +15,10 @@ from libra.cost.grid import EngineProfile
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
-from libra.lend.lender import Lender
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest, Held
+from libra.plan.options.menu import LendingPool
 from libra.plan.plan import Plan, Solver, make_plan
 from libra.plan.problem import Problem
 
@@ -40,7 +40,7 @@ class Planner:
     model: ModelSpec
     recipe: Recipe
     profiles: tuple[EngineProfile, ...] | None = None
-    lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster
+    lenders: tuple[LendingPool, ...] = ()  # on serving pools of the cluster
     lent_profiles: tuple[EngineProfile, ...] | None = None  # one for each lender; None: rooflines
 
     def tracker(self, half_life_steps: float = PLANNER_HALF_LIFE_STEPS) -> LengthTracker:

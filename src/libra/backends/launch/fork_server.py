@@ -33,6 +33,7 @@ from libra.backends.transport.engine_messages import StartEngine, StartServer
 from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import StartTrainer
 from libra.config.extras import install_command
+from libra.config.rooms import offered
 
 WORKER_ENVIRONMENT = {
     # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.
@@ -265,9 +266,7 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
             serve_engine(channel, message, weights_descriptor, began)
         case StartServer():
-            from libra.backends.lend.traced_server import serve_traced
-
-            serve_traced(channel, message)
+            next(offered("traced server"))(channel, message)
         case StartTrainer():
             from libra.backends.grpo.training_worker import serve_trainer
 

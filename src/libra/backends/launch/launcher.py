@@ -12,12 +12,17 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.machine import Bf16Speed, hardware_name
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.engine_messages import Lent, LoadWeights
+from libra.backends.transport.messages import Tensor
+from libra.exec.protocols import WorkerFailedError
+
+if TYPE_CHECKING:
+    from libra.backends.launch.handle import Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,40 @@ class WorkerLauncher(WeightStore, Protocol):
     @property
     def bf16(self) -> Sequence[Bf16Speed]:
         """Speed of bf16 products on each node, one at least; known when workers can be started."""
+        ...
+
+
+class LenderRefusedError(WorkerFailedError):
+    """An agent's engine does not fit this run, and never will. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunWeights:
+    """The weights that a run publishes, and their layout."""
+
+    layout: tuple[Tensor, ...]
+    size: int  # bytes of one buffer
+    latest: LoadWeights
+
+
+class AgentLauncher(WorkerLauncher, Protocol):
+    """A launcher some of whose slots are engines beside servers, which agents lend."""
+
+    async def look(self) -> None:
+        """Ask all agents, and ask those that are away again from now on. Raises `LenderRefusedError`."""
+        ...
+
+    async def join(self, engine: Handle) -> Lent:
+        """Borrow the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
+        `WorkerFailedError` or `TimeoutError`."""
+        ...
+
+    def begin(self, published: RunWeights) -> None:
+        """Set the run's first weights."""
+        ...
+
+    def publish(self, order: LoadWeights) -> None:
+        """Set the run's later weights, which agents are to follow."""
         ...
 
 

@@ -5,10 +5,11 @@ Invariant: no tensor travels here. Weights and KV go through shared memory (`sha
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from libra.backends.transport.messages import Dtype, Message, Tensor
-from libra.records.lending import LendingTerms
 
 # --- from the controller ---------------------------------------------------------------------------------------------
 
@@ -26,7 +27,7 @@ class DeviceLoan(msgspec.Struct, frozen=True):
     """A device that another engine serves users on, and the terms on which it is borrowed."""
 
     device: str  # file of its token
-    terms: LendingTerms
+    terms: dict[str, Any]  # as lending writes them
     record: str | None  # file of views and answers
     share: float = 1.0  # of its cores that the device is; it is paced where that is below 1
     kv_beside: int | None = None  # bytes of its KV memory that are not the other engine's; None: all

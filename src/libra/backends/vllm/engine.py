@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from libra.backends.lend.scheduler import BorrowingScheduler
 from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Save, Saved, StartEngine
 from libra.backends.transport.messages import Tensor
 from libra.backends.transport.shared_memory import WeightBuffer
@@ -29,7 +28,6 @@ from libra.backends.vllm.executor import InProcessExecutor
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Sampled
 from libra.cost.engine_memory import BLOCK_TOKENS
-from libra.lend.step_cost import RolloutQueue, StepShape
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +40,8 @@ _BACKEND = "libra_shm"
 class VllmEngine:
     """vLLM behind a handful of verbs: add, interrupt, step, give, load."""
 
-    def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
+    def __init__(self, start: StartEngine, buffer: WeightBuffer, scheduler: type[Any] | None = None) -> None:
+        """`scheduler` is used instead of vLLM's own."""
         self._refresh_kv = start.refresh_kv
         # Wraps weight loading in device grants.
         self.in_turns: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
@@ -65,7 +64,7 @@ class VllmEngine:
                 distributed_executor_backend=InProcessExecutor,
                 weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
-                scheduler_cls=BorrowingScheduler if start.loan is not None else None,
+                scheduler_cls=scheduler,
                 # Memory that changes hands: on a GPU only this allocator unmaps a part of what it has.
                 enable_cumem_allocator=start.loan is not None
                 and start.loan.kv_beside is not None
@@ -144,32 +143,10 @@ class VllmEngine:
             sampled.append(Sampled(turn, tokens, logprobs, prefilled, output.finished))
         return sampled
 
-    # Of an engine that borrows its device (`lend.borrower.SteppedEngine`)
-
     @property
     def scheduler(self) -> Any:
         """vLLM's scheduler."""
         return self._scheduler
-
-    @property
-    def queue(self) -> RolloutQueue:
-        """Turns that the next step could compute."""
-        return self._scheduler.queue
-
-    @property
-    def shape(self) -> StepShape:
-        """Work of the last step."""
-        return self._scheduler.shape
-
-    @property
-    def most_tokens(self) -> int:
-        """Most tokens that a step may ever compute."""
-        return self._scheduler.scheduler_config.max_num_batched_tokens
-
-    def bounded_step(self, tokens: int) -> list[Sampled]:
-        """`step`, of at most `tokens` tokens."""
-        self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step
-        return self.step()
 
     def give(self, order: Save) -> None:
         """Save KV of a context for another engine, a little in each of the next steps."""

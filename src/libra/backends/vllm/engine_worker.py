@@ -7,7 +7,6 @@ from itertools import count
 from statistics import fmean
 
 from libra.backends.launch.worker import Pacer
-from libra.backends.lend.borrowing_engine import BorrowingEngine
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -25,8 +24,10 @@ from libra.backends.transport.engine_messages import (
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
+from libra.backends.vllm.device_loan import EngineLoan
 from libra.backends.vllm.engine import VllmEngine
 from libra.backends.vllm.report import Report
+from libra.config.rooms import offered
 from libra.cost.engine_memory import BLOCK_TOKENS
 
 
@@ -43,8 +44,9 @@ class _EngineWorker:
 
     def __init__(self, channel: WorkerChannel, start: StartEngine, descriptor: int) -> None:
         self._channel, self._descriptor = channel, descriptor
-        self._lent = None if start.loan is None else BorrowingEngine(start.loan)
-        self._engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
+        self._lent: EngineLoan | None = None if start.loan is None else next(offered("device loan"))(start.loan)
+        scheduler = None if self._lent is None else self._lent.scheduler
+        self._engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes), scheduler)
         if self._lent is not None:
             self._lent.lend(self._engine)
         self._pacer = Pacer(start.share, start.cores)
