@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from libra.live.lengths import SeenLengths
+from libra.live.trajectories import Trajectories
 from libra.records.files import DiskError
 from libra.route.policy import Policy
 from libra.serve.answers import decoded
 from libra.serve.gateway.counts import Counts
-from libra.serve.gateway.lengths import SeenLengths
 from libra.serve.gateway.libra_field import Tokens
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.unnamed import UnnamedSessions
 from libra.trajectory import Trajectory
 

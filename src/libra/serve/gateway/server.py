@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from libra.config.listeners import GATEWAY, ID_LENGTH, SMALL_BODY_BYTES
+from libra.live.lengths import SeenLengths
+from libra.live.trajectories import Trajectories
 from libra.records.files import DiskError
 from libra.route.policy import Policy
 from libra.serve.answers import RefusedRequest, metrics_response, refused
@@ -28,9 +30,7 @@ from libra.serve.gateway.ends import Finish, TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
-from libra.serve.gateway.lengths import SeenLengths
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.turns import RETRY_AFTER, Turns
 from libra.serve.gateway.upstreams import Upstream, Upstreams
 from libra.serve.gateway.workers import Workers

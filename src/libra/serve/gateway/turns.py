@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from libra.config.listeners import GATEWAY
+from libra.live.trajectories import Trajectories
 from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
 from libra.serve.answers import RefusedRequest, refused
 from libra.serve.bodies import body_of
@@ -25,7 +26,6 @@ from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
 from libra.serve.gateway.relay import Relayed, relay
 from libra.serve.gateway.sessions import Sessions, TurnSession
 from libra.serve.gateway.traced import passed_on
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.turn_bodies import TurnBody, with_field
 from libra.serve.gateway.upstreams import Attempt, Fault, TurnFailure, Upstream, Upstreams
 from libra.serve.gateway.usage import AnswerReader, SaidReader

@@ -10,11 +10,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from libra.config.listeners import TRAJECTORIES
 from libra.route.policy import ToolReturn, TurnRequest
-from libra.serve.gateway.libra_field import ReportedReturn
-from libra.trajectory import Trajectory, Turn
+from libra.trajectory import ToolStatus, Trajectory, Turn
+
+UNKNOWN_TOOL = "unknown"
+
+
+class ReturnReport(Protocol):
+    """A tool return as its trajectory's client describes it."""
+
+    @property
+    def name(self) -> str:
+        """The tool's."""
+
+    @property
+    def status(self) -> ToolStatus: ...
+
+    @property
+    def returned_tokens(self) -> int | None:
+        """None: the growth of the prompt over the last context."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldReturn:
+    """A `ReturnReport`. By default nothing is known of the tool."""
+
+    name: str = UNKNOWN_TOOL
+    status: ToolStatus = "unknown"
+    returned_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +81,7 @@ class Trajectories:
         return live is not None and live.in_flight is not None
 
     def begin(
-        self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
+        self, id: str, prompt_id: str, task: str, context: int, returned: ReturnReport | None, now: float
     ) -> tuple[TurnRequest, ToolReturn | None]:
         """The turn and the tool return before it, for the policy. Raises ValueError while another turn of the
         trajectory is in flight."""
@@ -66,7 +92,7 @@ class Trajectories:
         if live.in_flight is not None:
             raise ValueError(f"trajectory {id}: a turn is in flight: wait for its answer, or name another trajectory")
         if live.generated is not None:
-            what = returned or ReportedReturn()
+            what = returned or ToldReturn()
             tokens = max(0, context - live.context) if what.returned_tokens is None else what.returned_tokens
             live.turns.append(Turn(live.generated, what.name, what.status, tokens, now - live.touched))
             live.generated, live.placed = None, False
