@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from libra.cli.output import check_writable, tell_note
 if TYPE_CHECKING:
     from libra.route.policy import Policy
     from libra.serve.gateway.config import GatewayConfig
+    from libra.serve.gateway.watcher import Watcher
     from libra.trajectory import Trajectory
 
 
@@ -54,6 +57,15 @@ def route(
             "--state", help="File of what the policy has learned: read at the start if it exists, written at the end."
         ),
     ] = None,
+    otel: Annotated[
+        str | None,
+        typer.Option(
+            "--otel",
+            metavar="URL",
+            help="Send spans of trajectories, turns and tools to this OpenTelemetry collector (OTLP over HTTP); also by"
+            " OTEL_EXPORTER_OTLP_ENDPOINT.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:
     """One OpenAI-compatible endpoint for many engines: a policy chooses the engine for each turn of an agent.
@@ -80,10 +92,18 @@ def route(
             if trajectory.finished:
                 router.finished(trajectory)
         require("http")
+        from libra.serve.gateway.span_endpoint import span_endpoint
         from libra.serve.guard import read_token
 
         token = None if token_file is None else read_token(token_file)
-        asyncio.run(_serve(asked, router, host, port, token, log, as_json))
+        with ExitStack() as watching:
+            watchers: list[Watcher] = []
+            if (collector := span_endpoint(otel, os.environ)) is not None:
+                require("otel")
+                from libra.serve.gateway.span_export import exported_spans
+
+                watchers.append(watching.enter_context(exported_spans(collector)))
+            asyncio.run(_serve(asked, router, host, port, token, log, watchers, as_json))
         if state is not None:
             write_whole(state, json.dumps(router.snapshot()))
     except (ValueError, OSError, DiskError) as error:
@@ -129,7 +149,14 @@ def _policy(config: GatewayConfig, state: Path | None) -> Policy:
 
 
 async def _serve(
-    file: GatewayConfig, policy: Policy, host: str, port: int, token: str | None, log: Path | None, as_json: bool
+    file: GatewayConfig,
+    policy: Policy,
+    host: str,
+    port: int,
+    token: str | None,
+    log: Path | None,
+    watchers: list[Watcher],
+    as_json: bool,
 ) -> None:
     from libra.config.listeners import GATEWAY
     from libra.config.sealed_line import sealed
@@ -144,7 +171,7 @@ async def _serve(
         if written is not None:
             written.append(sealed(dump_trajectory(ended).encode()))
 
-    gateway = Gateway(file, policy, record, token is not None)
+    gateway = Gateway(file, policy, record, token is not None, watchers)
 
     def announce(base: str) -> None:
         healthy, count = len(gateway.upstreams.instances), len(gateway.upstreams.all)

@@ -29,7 +29,7 @@ from libra.serve.gateway.traced import passed_on
 from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.turn_bodies import with_field
 from libra.serve.gateway.upstreams import Attempt, Fault, TurnFailure, Upstream, Upstreams
-from libra.serve.gateway.watcher import RoutedTurn, Watcher
+from libra.serve.gateway.watcher import UNCOUNTED, RoutedTurn, Watcher
 
 RETRY_AFTER = {"Retry-After": f"{RECHECK_SECONDS:.0f}"}
 
@@ -226,4 +226,4 @@ def _trouble(relayed: Relayed | None) -> str:
     if relayed.failure is not None:
         return relayed.failure.fault.name.lower()
     status = relayed.response.status if relayed.response is not None else 0
-    return str(status) if status >= 400 else "uncounted"
+    return str(status) if status >= 400 else UNCOUNTED

@@ -1,6 +1,6 @@
-"""What follows a gateway's turns beside routing: its live page, and spans.
+"""Watchers of a gateway's turns: its live page, and spans.
 
-Invariant: a watcher changes no answer and no placement. A gateway that nobody watches has a `Watcher`, which does
+Invariant: a watcher changes no answer and no placement. A gateway without one has a plain `Watcher`, which does
 nothing.
 """
 
@@ -40,6 +40,9 @@ class RoutedTurn:
         return reader if self.session.history is None else SaidReader(reader)
 
 
+UNCOUNTED = "uncounted"  # trouble of a turn whose client went away, or whose engine told no tokens
+
+
 class End(StrEnum):
     """Ends of trajectories."""
 
@@ -49,7 +52,7 @@ class End(StrEnum):
 
 
 class Watcher:
-    """Is told of each turn: `begun`, `placed` and perhaps `failed` for each engine, then `ended`; and of each
+    """Follows each turn: `begun`, `placed` and perhaps `failed` for each engine, then `ended`; and `closed` each
     trajectory that ends."""
 
     def begun(self, turn: RoutedTurn) -> None:
