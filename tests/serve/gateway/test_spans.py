@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serve.field_engine import GENERATED, PROMPT, FieldEngine
 from serve.stage import Scripted, Stage, say_nothing, staged
 
-from libra.serve.gateway import health
+from libra.serve.gateway import health, span_export
 from libra.serve.gateway.span_endpoint import span_endpoint
 from libra.serve.gateway.span_export import exported_spans
 from libra.serve.gateway.spans import Spans
@@ -263,3 +264,18 @@ def test_an_address_that_is_none_is_refused_without_being_shown(given: str) -> N
     with pytest.raises(ValueError, match=re.escape("--otel holds no address")) as refused:
         span_endpoint(given, {})
     assert "secret" not in str(refused.value)
+
+
+async def test_a_collector_that_is_not_there_costs_spans_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(span_export, "END_SECONDS", 0.1)
+    with socket.socket() as taken:  # nothing listens there
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://user:secret@127.0.0.1:{taken.getsockname()[1]}/v1/traces"
+        with exported_spans(address) as spans:
+            async with staged(engines=0, fields=[FieldEngine()], watchers=[spans]) as stage:
+                await _turns(stage)
+                assert stage.gateway.counts.turns == 2
+    (told,) = [it.getMessage() for it in caplog.records if "spans" in it.getMessage()]
+    assert told == "4 spans are lost: the collector on 127.0.0.1 does not take them"
