@@ -58,7 +58,7 @@ class TrajectoryEnds:
         """Raises KeyError for an unknown one, ValueError where its last turn has no answer, and `DiskError`."""
         trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
         self.keep(trajectory)
-        self._drop(id, End.FINISHED, outcome.reward)
+        self._drop(id, End.FINISHED, trajectory)
         self.policy.finished(trajectory)
         self.lengths.ended(trajectory)
         self.counts.finished += 1
@@ -66,7 +66,7 @@ class TrajectoryEnds:
 
     def forget(self, id: str) -> bool:
         """Learn nothing from a trajectory. False: it is unknown."""
-        return self._leave(id, End.FORGOTTEN)
+        return self._leave(id, End.FORGOTTEN, None)
 
     def expire(self, id: str) -> None:
         """Give up a trajectory that its client does not finish. Where it cannot be kept, it is given up later."""
@@ -78,15 +78,15 @@ class TrajectoryEnds:
                 _LOG.warning("trajectory %s is not given up yet: %s", id, error)
                 return
             self.lengths.ended(bound)
-        self._leave(id, End.GIVEN_UP)
+        self._leave(id, End.GIVEN_UP, bound)
         self.counts.forgotten += 1
 
-    def _leave(self, id: str, end: End) -> bool:
-        known = self._drop(id, end)
+    def _leave(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
+        known = self._drop(id, end, trajectory)
         self.policy.forget(id)
         return known
 
-    def _drop(self, id: str, end: End, reward: float | None = None) -> bool:
+    def _drop(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
         self.unnamed.drop(id)
-        self.watcher.closed(id, end, reward)
+        self.watcher.closed(id, end, trajectory)
         return self.trajectories.forget(id)

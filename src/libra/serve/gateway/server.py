@@ -64,7 +64,7 @@ class Gateway:
         self.lengths = SeenLengths()
         self.counts = Counts()
         self._config, self._policy = config, policy
-        self._client = client = EngineClient()
+        self.client = client = EngineClient()
         self._health = HealthMonitor(config, self.upstreams, client, self._mark_lost)
         watcher = watched_by(watchers)
         self._ends = TrajectoryEnds(
@@ -107,7 +107,7 @@ class Gateway:
         return app
 
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
-        async with self._client.running(application[CONNECTIONS]):
+        async with self.client.running(application[CONNECTIONS]):
             await self._health.start()
             expiring = asyncio.create_task(self._keep_expiring())
             yield

@@ -22,6 +22,7 @@ from libra.route.policy import Placement, ToolReturn
 from libra.serve.gateway.upstreams import TurnFailure, Upstream
 from libra.serve.gateway.usage import Usage
 from libra.serve.gateway.watcher import UNCOUNTED, End, RoutedTurn, Watcher
+from libra.trajectory import Trajectory
 
 _MODEL_BYTES = 256  # of a model's name; a longer one is not passed on
 _PROVIDER = "libra"  # the engines' own is not known
@@ -141,10 +142,10 @@ class Spans(Watcher):
             span.set_status(StatusCode.ERROR)
         span.end(now)
 
-    def closed(self, trajectory: str, end: End, reward: float | None = None) -> None:
-        agent = self._agents.pop(trajectory, None)
+    def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
+        agent = self._agents.pop(id, None)
         if agent is not None:
-            self._close(agent, end, reward)
+            self._close(agent, end, None if trajectory is None else trajectory.reward)
 
     def _close(self, agent: _Agent, end: str, reward: float | None = None) -> None:
         span = agent.span

@@ -18,6 +18,7 @@ from libra.serve.gateway.sessions import TurnSession
 from libra.serve.gateway.turn_bodies import TurnBody
 from libra.serve.gateway.upstreams import TurnFailure, Upstream
 from libra.serve.gateway.usage import AnswerReader, SaidReader, Usage
+from libra.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +72,8 @@ class Watcher:
     def ended(self, turn: RoutedTurn, usage: Usage | None, trouble: str) -> None:
         """The turn is over. `usage`: None without an answer that was counted; `trouble` says why, in a word."""
 
-    def closed(self, trajectory: str, end: End, reward: float | None = None) -> None:
-        """A trajectory has ended, or a turn that is part of none."""
+    def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
+        """A trajectory has ended, or a turn that is part of none. `trajectory`: None where nothing is known of it."""
 
 
 class Watchers(Watcher):
@@ -100,9 +101,9 @@ class Watchers(Watcher):
         for each in self._watchers:
             each.ended(turn, usage, trouble)
 
-    def closed(self, trajectory: str, end: End, reward: float | None = None) -> None:
+    def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
         for each in self._watchers:
-            each.closed(trajectory, end, reward)
+            each.closed(id, end, trajectory)
 
 
 def watched_by(watchers: Sequence[Watcher]) -> Watcher:
