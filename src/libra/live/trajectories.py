@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from libra.config.listeners import TRAJECTORIES
@@ -56,6 +57,18 @@ class _Live:
     generated: int | None = None  # by that turn, until the next one says what followed it
     in_flight: TurnRequest | None = None
     placed: bool = False  # the policy has seen the tool return before that one
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTrajectory:
+    """A trajectory in progress at one moment."""
+
+    id: str
+    task: str
+    context: int
+    turns: tuple[Turn, ...]  # answered
+    in_flight: bool
+    touched: float  # when its last turn began, or was answered
 
 
 class Trajectories:
@@ -122,6 +135,24 @@ class Trajectories:
         """Note that the turn was not answered: the next turn is this one again."""
         if (live := self._of(turn)) is not None:
             live.in_flight = None
+
+    def latest(self, most: int) -> list[LiveTrajectory]:
+        """Those whose last turn began or ended last, the latest first."""
+        return [
+            LiveTrajectory(
+                id,
+                live.task,
+                live.context if live.in_flight is None else live.in_flight.context_tokens,
+                (*live.turns, *(() if live.generated is None else (Turn(live.generated, None, None, 0),))),
+                live.in_flight is not None,
+                live.touched,
+            )
+            for id, live in islice(reversed(self._live.items()), most)
+        ]
+
+    def contexts(self) -> list[int]:
+        """Present context of each."""
+        return [it.context if it.in_flight is None else it.in_flight.context_tokens for it in self._live.values()]
 
     def _of(self, turn: TurnRequest) -> _Live | None:
         """The turn's trajectory; None: it has been forgotten, even if another one of the same name has begun."""
