@@ -282,6 +282,8 @@ class SlotProcesses:
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
         """The buffer through which the engine hands KV over; None where it never will, and so needs no preparation."""
         handover = self.fleet.handover
+        if handle.link.device != CPU:
+            return None  # a context is computed again on GPUs
         if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)
