@@ -25,7 +25,6 @@ from libra.cli import (
     report,
     routing,
     run,
-    search,
     simulation,
     trace,
 )
@@ -48,7 +47,7 @@ for command in (
     simulation.simulate,
     rehearsal.rehearse,
     compare.compare,
-    search.search,
+    *offered("search command"),
     routing.route,
     emulation.emulate,
     examples.examples,

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-ROOMS = ("lend",)
+ROOMS = ("lend", "serving")
 
 
 def offered(place: str) -> Iterator[Any]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.backends.launch.launcher import LocalLauncher
-from libra.backends.transport.own_socket import bind_own
 from libra.exec.background import background
 from libra.lend.backend.agent_engine import AgentEngine
 from libra.lend.backend.device_page import BorrowerTally, LendingError
 from libra.lend.backend.lender_file import LoanOrder
 from libra.lend.backend.lender_token import LenderToken
+from libra.lend.backend.own_socket import bind_own
 from libra.lend.backend.record import open_record
 from libra.lend.backend.server_watch import ServerWatch
 

@@ -30,11 +30,11 @@ from libra.backends.transport.engine_messages import (
     NotNow,
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
-from libra.backends.transport.own_socket import trusted_peer
 from libra.backends.weights.grid import Grid
 from libra.exec.background import background
 from libra.lend.backend.engine_weights import EngineWeights
 from libra.lend.backend.lender_file import LoanOrder
+from libra.lend.backend.own_socket import trusted_peer
 from libra.lend.backend.rollout_model import RolloutModel
 from libra.lend.backend.turn_limits import TurnLimits
 

@@ -24,7 +24,7 @@ from zlib import crc32
 
 from libra.lend.gate import ServingView
 from libra.lend.quota import KVView
-from libra.records.own_file import StrangerError, open_own
+from libra.lend.records.own_file import StrangerError, open_own
 
 _MAGIC = b"libralnd"
 _LAYOUT = 5

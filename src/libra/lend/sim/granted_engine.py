@@ -13,13 +13,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from libra.lend.gate import Grant, Refusal, ServingView, SharingRule
 from libra.lend.recall import WatchedRule
 from libra.lend.sim.loan_watch import LoanWatch
+from libra.lend.sim.step_budget import StepBudgets
 from libra.lend.sim.tenant import ServingTenant
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.jump import cut, end_of
 from libra.sim.engine.request import Request
 from libra.sim.engine.running import nothing_fits, schedule
-from libra.sim.step_budget import StepBudgets
 
 _HORIZON = 30.0  # seconds over which the granted share is averaged
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from libra.lend.gate import Grant, SharingRule
 from libra.lend.recall import WatchedRule
+from libra.lend.sim.step_budget import StepBudgets
 from libra.lend.sim.tenant import ServingTenant
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
-from libra.sim.step_budget import StepBudgets
 
 
 class Borrower(Protocol):

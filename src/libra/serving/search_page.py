@@ -9,7 +9,10 @@ import altair as alt
 
 from libra.report.charts import Figure
 from libra.report.page import Tile, render
-from libra.report.search_table import (
+from libra.report.vega import HALF, Axis, draw, layer, unchecked
+from libra.report.words import count, fine_duration, percent, plain, plural
+from libra.serving.answer import Point, SizingAnswer
+from libra.serving.search_table import (
     alike,
     columns,
     counts,
@@ -21,9 +24,6 @@ from libra.report.search_table import (
     unit_words,
     value_words,
 )
-from libra.report.vega import HALF, Axis, draw, layer, unchecked
-from libra.report.words import count, fine_duration, percent, plain, plural
-from libra.serving.answer import Point, SizingAnswer
 from libra.serving.trial import SHOWN, statistic
 
 MOST_REJECTED = 60  # of one kind: there may be thousands

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from libra.plan.problem import InfeasiblePlanError
-from libra.plan.serving import ServingOption, ServingProblem, solve_serving
+from libra.serving.mix_problem import ServingOption, ServingProblem, solve_serving
 
 ROLES = ("colocated", "prefill", "decode")
 

@@ -123,7 +123,7 @@ def search(
             write_text(output, text)
         files = write_engines(found, engines_out) if engines_out is not None and found.told else ()
         if report is not None:
-            from libra.report.search_page import search_page
+            from libra.serving.search_page import search_page
 
             write_text(report, search_page(found, f"Serving {found.question.model.name}", files))
     except KeyboardInterrupt:
@@ -178,7 +178,7 @@ def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnsw
 def _print(found: SizingAnswer, files: Sequence[Path]) -> None:
     from rich.console import Console
 
-    from libra.report.search_table import counts, files_line, headline, search_tables
+    from libra.serving.search_table import counts, files_line, headline, search_tables
 
     console = Console()
     for line in (headline(found), counts(found)):
@@ -193,8 +193,8 @@ def _mix(
     question: SizingQuestion, menu: ServingMenu, jobs: int, output: Path | None, as_json: bool, notes: list[str]
 ) -> None:
     from libra.report.live import SimulationProgress
-    from libra.report.search_table import mix_lines
     from libra.serving.mix import NoMixError, plan_mix
+    from libra.serving.search_table import mix_lines
 
     try:
         with SimulationProgress(sys.stderr) as shown:
