@@ -42,6 +42,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "simulation": "a quarter of an hour",
     "soak": "20 minutes (extra `cpu`)",
     "tracking": "a quarter of an hour",
+    "watching": "seconds (extra `otel`)",
     "weights": "minutes (extra `cpu`)",
     "workloads": "a minute",
 }

@@ -83,7 +83,7 @@ def test_decisions_have_their_reasons_the_rest_is_folded() -> None:
     decisions = tuple(DecisionView("12:00:00", f"t{it}", 9, "e0", it == 1, "least loaded") for it in range(14))
     html = router_page(view(decisions=decisions))
     assert cells(html, "Session") == [f"t{it}" for it in range(14)] and cells(html, "Reason") == ["least loaded"] * 14
-    assert "2 decisions before these" in html and "e0 (moves)" in html
+    assert "2 earlier decisions" in html and "e0 (moves)" in html
 
 
 def test_charts_are_drawn_of_two_samples_on_and_the_page_loads_nothing() -> None:

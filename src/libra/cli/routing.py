@@ -85,7 +85,8 @@ def route(
     messages, and the endpoints with token ids of vLLM and SGLang. The field `libra` of a body, or the header
     X-Session-ID, names the trajectory of a turn; a turn without a name goes to the trajectory that it continues. POST
     /trajectories/ID/finish or /finish_session ends a trajectory, and the policy learns from it. Turns of an engine that
-    fails or hangs are retried elsewhere. Also: /engines, /plan, /metrics (Prometheus), /health.
+    fails or hangs are retried elsewhere. Also: /engines, /plan, /metrics (Prometheus), /health; a live page (--page)
+    and spans (--otel).
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """

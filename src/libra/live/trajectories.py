@@ -93,6 +93,11 @@ class Trajectories:
         live = self._live.get(id)
         return live is not None and live.in_flight is not None
 
+    def answered_turns(self, id: str) -> int:
+        """Turns of a trajectory that have been answered; 0 for an unknown one."""
+        live = self._live.get(id)
+        return 0 if live is None else len(live.turns) + (live.generated is not None)
+
     def begin(
         self, id: str, prompt_id: str, task: str, context: int, returned: ReturnReport | None, now: float
     ) -> tuple[TurnRequest, ToolReturn | None]:

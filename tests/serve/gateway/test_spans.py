@@ -6,17 +6,13 @@ import asyncio
 import itertools
 import re
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from serve.collector import collector, names
 from serve.field_engine import GENERATED, PROMPT, FieldEngine
 from serve.stage import Scripted, Stage, say_nothing, staged
 
@@ -193,33 +189,6 @@ async def test_a_gateway_without_spans_passes_headers_on_as_they_are() -> None:
 # Export
 
 
-@contextmanager
-def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A receiver of spans by HTTP: its address, and what has come."""
-    came: list[ExportTraceServiceRequest] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.path == "/v1/traces":
-                came.append(ExportTraceServiceRequest.FromString(content))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", came
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 async def _turns(stage: Stage) -> None:
     for id in ("a", "b"):
         await stage.post(CHAT, body(id))
@@ -233,14 +202,7 @@ async def test_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
             await _turns(stage)
     (resource,) = {str(it.resource) for request in came for it in request.resource_spans}
     assert "libra-route" in resource
-    names = [
-        span.name
-        for request in came
-        for each in request.resource_spans
-        for scope in each.scope_spans
-        for span in scope.spans
-    ]
-    assert sorted(names) == ["chat m", "chat m", AGENT, AGENT]
+    assert sorted(names(came)) == ["chat m", "chat m", AGENT, AGENT]
 
 
 @pytest.mark.parametrize(

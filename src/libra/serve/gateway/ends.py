@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,6 +19,7 @@ from libra.route.policy import Policy
 from libra.serve.answers import decoded
 from libra.serve.gateway.counts import Counts
 from libra.serve.gateway.libra_field import Tokens
+from libra.serve.gateway.policy_failures import told_policy_failure
 from libra.serve.gateway.unnamed import UnnamedSessions
 from libra.serve.gateway.watcher import End, Watcher
 from libra.trajectory import Trajectory
@@ -53,16 +54,44 @@ class TrajectoryEnds:
     lengths: SeenLengths
     counts: Counts
     watcher: Watcher
+    _ending: set[str] = field(default_factory=set, init=False)  # finished by their client during a turn
 
     def finish(self, id: str, outcome: Finish) -> Trajectory:
         """Raises KeyError for an unknown one, ValueError where its last turn has no answer, and `DiskError`."""
         trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
         self.keep(trajectory)
         self._drop(id, End.FINISHED, trajectory)
-        self.policy.finished(trajectory)
+        with told_policy_failure():
+            self.policy.finished(trajectory)
         self.lengths.ended(trajectory)
         self.counts.finished += 1
         return trajectory
+
+    def finish_session(self, id: str) -> int:
+        """End a trajectory whose client tells no outcome, and maybe does not wait for its last turn: then it ends once
+        that is over. One whose last turn got no answer is kept as unfinished. Returns its turns that were answered
+        so far. Raises `DiskError`."""
+        turns = self.trajectories.answered_turns(id)
+        if self.trajectories.is_in_flight(id):
+            self._ending.add(id)
+            return turns
+        try:
+            self.finish(id, Finish(policy_version=self.trajectories.policy_version))
+        except (KeyError, ValueError):  # unknown, or without an answer to its last turn
+            if turns:
+                self.expire(id)
+            else:
+                self.forget(id)
+        return turns
+
+    def turn_over(self, id: str) -> None:
+        """End a trajectory that waited for the end of this turn."""
+        if id in self._ending and not self.trajectories.is_in_flight(id):
+            self._ending.discard(id)
+            try:
+                self.finish_session(id)
+            except DiskError as error:
+                _LOG.warning("trajectory %s is not finished yet: %s", id, error)
 
     def forget(self, id: str) -> bool:
         """Learn nothing from a trajectory. False: it is unknown."""
@@ -83,10 +112,12 @@ class TrajectoryEnds:
 
     def _leave(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
         known = self._drop(id, end, trajectory)
-        self.policy.forget(id)
+        with told_policy_failure():
+            self.policy.forget(id)
         return known
 
     def _drop(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
         self.unnamed.drop(id)
+        self._ending.discard(id)
         self.watcher.closed(id, end, trajectory)
         return self.trajectories.forget(id)

@@ -26,10 +26,11 @@ from libra.serve.gateway.allowed_hosts import AllowedHosts
 from libra.serve.gateway.config import GatewayConfig
 from libra.serve.gateway.control import Control
 from libra.serve.gateway.counts import Counts
-from libra.serve.gateway.ends import Finish, TrajectoryEnds, read_finish
+from libra.serve.gateway.ends import TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
+from libra.serve.gateway.policy_failures import answering_policy_failure, told_policy_failure
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
 from libra.serve.gateway.turns import RETRY_AFTER, Turns
 from libra.serve.gateway.upstreams import Upstream, Upstreams
@@ -89,7 +90,7 @@ class Gateway:
         self._workers = Workers(self.upstreams, self._health, allowed, self._mark_lost)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=GATEWAY.body_bytes)
+        app = web.Application(client_max_size=GATEWAY.body_bytes, middlewares=[answering_policy_failure])
         for format in FORMATS:
             app.router.add_post(format.path, partial(self._turns.serve, format))
         app.router.add_routes(self._control.shared_routes())
@@ -116,7 +117,8 @@ class Gateway:
 
     def _mark_lost(self, engine: Upstream) -> None:
         if self.upstreams.mark(engine, healthy=False):
-            self._policy.instance_gone(engine.id)
+            with told_policy_failure():
+                self._policy.instance_gone(engine.id)
 
     # Trajectories
 
@@ -146,10 +148,7 @@ class Gateway:
             hint = "" if given is None else f" (the header {given} does not)"
             return refused(f"name the session: /finish_session?session_id=ID{hint}", 400)
         try:
-            turns = len(self._ends.finish(id, Finish(policy_version=self.trajectories.policy_version)).turns)
-        except (KeyError, ValueError):  # unknown, or without an answer to learn from
-            self._ends.forget(id)
-            turns = 0
+            turns = self._ends.finish_session(id)
         except DiskError as error:
             return _not_finished(id, error)
         return web.json_response({"status": "ok", "session_id": id, "turns": turns})

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from libra.config.listeners import GATEWAY
 from libra.live.trajectories import Trajectories
+from libra.route.custom import PolicyError
 from libra.route.policy import Placement, Policy, ToolReturn
 from libra.serve.answers import RefusedRequest, refused
 from libra.serve.bodies import body_of
@@ -110,6 +111,8 @@ class Turns:
             self.counts.answered(usage)
         if turn.session.lone:
             self.ends.forget(id)
+        else:
+            self.ends.turn_over(id)
         for each in self.sessions.ended(turn.session, None if usage is None else said):
             self.ends.expire(each)
 
@@ -131,7 +134,7 @@ class Turns:
                 return Relayed(answer)
             returned = None  # report it once
             self.counts.retries += number > 0
-            engine = self.upstreams.all[placement.instance]
+            engine = self._chosen(placement)
             self.watcher.placed(turn, engine, placement)
             sent = raw
             if self.config.priorities and not body.has_priority:
@@ -156,6 +159,12 @@ class Turns:
             return Relayed(answer)
         assert lost is not None
         raise UnavailableError(f"tried on {self.config.max_attempts} engines, each of which failed: {lost.message}")
+
+    def _chosen(self, placement: Placement) -> Upstream:
+        engine = self.upstreams.all.get(placement.instance)
+        if engine is None:
+            raise PolicyError(f"policy {self.config.route}: it chose {placement.instance!r:.80}, which is no engine")
+        return engine
 
     async def _relay(self, turn: RoutedTurn, engine: Upstream, body: bytes) -> Relayed:
         attempt = Attempt(self.upstreams, engine, turn.needed.context_tokens)
