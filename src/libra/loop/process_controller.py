@@ -18,7 +18,7 @@ from libra.backends.devices import CPU
 from libra.backends.grpo.trainers import DivergedError, Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
+from libra.backends.launch.launcher import LOCAL, WorkerLauncher, WorkerLink
 from libra.backends.launch.lenders import LenderLauncher, RunWeights
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
@@ -207,6 +207,7 @@ class SlotProcesses:
                 seed=self.settings.seed,
                 share=self.settings.share,
                 link=handle.link,
+                hashed=handle.node == LOCAL and self.lenders is None,
             )
         )
         self._layout = ready
