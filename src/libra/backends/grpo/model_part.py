@@ -158,7 +158,6 @@ class ShardedModel(ModelPart):
     def use_memory(self) -> None:
         shards = {name: self._distributed(name, parameter.data) for name, parameter in self.parameters.items()}
         self.model.load_state_dict(shards, strict=False, assign=True)
-        self.model.tie_weights()  # which were assigned to one of the modules that share them
         self._shards = dict(self.model.named_parameters())
 
     def use_gradients(self) -> None:
