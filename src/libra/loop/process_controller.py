@@ -18,7 +18,7 @@ from libra.backends.devices import CPU
 from libra.backends.grpo.trainers import DivergedError, Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import AgentLauncher, RunWeights, WorkerLauncher, WorkerLink
+from libra.backends.launch.launcher import LOCAL, AgentLauncher, RunWeights, WorkerLauncher, WorkerLink
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, StartEngine
@@ -206,6 +206,7 @@ class SlotProcesses:
                 seed=self.settings.seed,
                 share=self.settings.share,
                 link=handle.link,
+                hashed=handle.node == LOCAL and self.lenders is None,
             )
         )
         self._layout = ready

@@ -58,9 +58,11 @@ def start_order(
     share: float,
     link: WorkerLink,
     cores: tuple[int, ...] | None = None,
+    hashed: bool = False,
 ) -> StartTrainer:
     """The order to the worker at this `link` to train this model. `share`: of its slot's core, or of its GPU;
-    `precision`: the chosen one; `cores`: None for those of its slot."""
+    `precision`: the chosen one; `cores`: None for those of its slot; `hashed`: where a GPU may seal weights with its
+    own hash, which needs no CRC of all bytes."""
     on_cpu = link.device == CPU
     return StartTrainer(
         model_directory=str(model),
@@ -78,6 +80,7 @@ def start_order(
         sharding=training.sharding,
         device=link.device.kind,
         memory=1.0 if on_cpu else min(1.0, share),
+        hashed=hashed and not on_cpu,
     )
 
 

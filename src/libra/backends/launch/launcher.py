@@ -25,6 +25,8 @@ from libra.exec.protocols import WorkerFailedError
 if TYPE_CHECKING:
     from libra.backends.launch.handle import Handle
 
+LOCAL = "local"  # the node of a run that has one only
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLink:
@@ -35,7 +37,7 @@ class WorkerLink:
     channel: ControllerChannel
     cores: tuple[int, ...]  # all of its node that it may use
     core: int  # of its slot
-    node: str = "local"  # equal for workers that share memory
+    node: str = LOCAL  # equal for workers that share memory
     host: str = "127.0.0.1"  # where workers of other nodes reach it
     device: SlotDevice = CPU  # of its slot
 

@@ -32,6 +32,7 @@ class StartTrainer(Message, frozen=True):
     sharding: Sharding = "none"
     device: DeviceKind = "cpu"
     memory: float = 1.0  # share of its GPU's memory
+    hashed: bool = False  # published weights are sealed with a hash of the device: no other node checks them by CRC
 
 
 class MeasureTraining(Message, frozen=True):
