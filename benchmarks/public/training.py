@@ -3,8 +3,8 @@
 Invariant: a row is priced as one optimiser step of pre-training: forward, backward and update, without the forward
 passes that reinforcement learning adds. What a layout of Libra's cannot express is in the row's `note`.
 
-Micro-batches are interleaved as the source does it, which Libra's layouts cannot: the bubble is divided by the virtual
-stages. Experts are routed as by the source's benchmark, which decides what is exchanged.
+Experts are routed as by the source's benchmark, which decides what is exchanged. Beside tensor parallelism they are
+whole, as in the recipes of Megatron Bridge.
 
 Sources: the performance summaries of NeMo AutoModel (docs/performance-summary.mdx) and of Megatron Bridge
 (docs/performance-summary-archive.md, containers 25.09 to 26.06), and torchtitan's benchmarks
@@ -30,7 +30,7 @@ from libra.hardware.latent import LatentAttention
 from libra.hardware.mlp import Experts
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.hardware.parallel import ParallelLayout, Recompute, Sharding
+from libra.hardware.parallel import ParallelLayout, Recompute
 
 DENSE, EXPERTS = 0.15, 0.25
 _ADAMW = TrainingBytes(weights=2, gradients=2, states=12)
@@ -51,9 +51,6 @@ class PublishedRate:
     rate: float
     layout: ParallelLayout
     note: str = ""
-    stages: int = (
-        1  # virtual pipeline stages of a device: they divide the bubble (Narayanan et al. 2021, section 2.2.2)
-    )
     halved: bool = False  # every second layer is computed again: the mean of the seconds with none and with all
     fitted: bool = False  # one of those that `_EXPERTS` of `libra.cost.sources.rates` was fitted to
 
@@ -63,16 +60,14 @@ class PublishedRate:
 
 
 def _layout(
-    tp: int = 1,
-    pp: int = 1,
-    dp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    micro: int = 4096,
-    recompute: Recompute = "none",
-    sharding: Sharding = "zero1",
+    tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, micro: int = 4096, virtual: int = 1
 ) -> ParallelLayout:
-    return ParallelLayout(tp, pp, dp, cp, ep, micro, recompute, sharding, chunked_logits=False)
+    whole = tp > 1 and ep > 1
+    return ParallelLayout(tp, pp, dp, cp, ep, micro, "none", "zero1", False, virtual, whole)
+
+
+def _sharded(dp: int, cp: int = 1, micro: int = 8192, recompute: Recompute = "none") -> ParallelLayout:
+    return replace(_layout(dp=dp, cp=cp, micro=micro), recompute=recompute, sharding="zero3")
 
 
 def _consecutive(model: ModelSpec) -> ModelSpec:
@@ -107,45 +102,43 @@ _H100, _A100 = GPUS["H100"], GPUS["A100"]
 _FP8 = "the source multiplies in FP8, the price is of bf16"
 
 
-def _auto(model: ModelSpec, batch: int, rate: float, stages: int, fitted: bool = False, **layout: int) -> PublishedRate:
-    at = ParallelLayout(**{**_ONE, **layout}, recompute="full", sharding="zero1", chunked_logits=False)
-    return PublishedRate(_AUTO, _consecutive(model), _H100, batch, 4096, rate, at, stages=stages, fitted=fitted)
+def _auto(
+    model: ModelSpec, batch: int, rate: float, virtual: int, fitted: bool = False, **layout: int
+) -> PublishedRate:
+    at = replace(_layout(**layout, virtual=virtual), recompute="full")
+    return PublishedRate(_AUTO, _consecutive(model), _H100, batch, 4096, rate, at, fitted=fitted)
 
 
 def _bridge(
-    release: str, model: ModelSpec, batch: int, rate: float, stages: int, gpu: str = "H100", **layout: int
+    release: str, model: ModelSpec, batch: int, rate: float, virtual: int, gpu: str = "H100", **layout: int
 ) -> PublishedRate:
     """FP8 on H100, bf16 on GB200 and GB300."""
-    at = ParallelLayout(**{**_ONE, **layout}, recompute="none", sharding="zero1", chunked_logits=False)
+    at = _layout(**layout, virtual=virtual)
     source, note = f"{_BRIDGE} {release}", _FP8 if gpu == "H100" else ""
-    return PublishedRate(source, _even(model), GPUS[gpu], batch, 4096, rate, at, note, stages=stages)
+    return PublishedRate(source, _even(model), GPUS[gpu], batch, 4096, rate, at, note)
 
-
-_ONE = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "ep": 1, "micro_tokens": 4096}
 
 ROWS: Sequence[PublishedRate] = (
     _auto(_V3, 512, 1002, 8, pp=4, dp=64, ep=64),
     _auto(_V3, 8192, 865, 8, pp=4, dp=256, ep=64, fitted=True),
     _auto(_K2, 512, 924, 4, pp=8, dp=32, ep=32),
-    _auto(_Q30, 512, 12040, 1, dp=8, ep=8, micro_tokens=4 * 4096, fitted=True),
+    _auto(_Q30, 512, 12040, 1, dp=8, ep=8, micro=4 * 4096, fitted=True),
     _bridge("26.06", _Q30, 1024, 8826, 1, dp=16, ep=16),
-    _bridge("25.11", _Q235, 2048, 1575, 4, tp=2, pp=8, dp=16, ep=16),
-    _bridge("26.04.01", _Q235, 8192, 1712, 4, tp=2, pp=8, dp=16, ep=16),
+    _bridge("25.11", _Q235, 2048, 1575, 4, tp=2, pp=8, dp=16, ep=32),
+    _bridge("26.04.01", _Q235, 8192, 1712, 4, tp=2, pp=8, dp=16, ep=32),
     _bridge("25.09", _V3, 8192, 1297, 4, tp=2, pp=8, dp=64, ep=64),
     _bridge("25.11", _V3, 4096, 3848, 4, "GB300", pp=2, dp=128, ep=32),
     _bridge("25.11", _V3, 4096, 3139, 4, "GB200", pp=4, dp=64, ep=64),
-    _bridge("25.11", _Q235, 8192, 6131, 12, "GB300", pp=4, dp=64, ep=16, micro_tokens=2 * 4096),
+    _bridge("25.11", _Q235, 8192, 6131, 12, "GB300", pp=4, dp=64, ep=16, micro=2 * 4096),
     _bridge("25.11", _Q235, 8192, 4916, 3, "GB200", pp=8, dp=32, ep=32),
+    PublishedRate(_AUTO, _L70, _H100, 128, 8192, 867, _sharded(dp=32, cp=2, micro=8192, recompute="full")),
     PublishedRate(
-        _AUTO, _L70, _H100, 128, 8192, 867, _layout(dp=32, cp=2, micro=8192, recompute="full", sharding="zero3")
-    ),
-    PublishedRate(
-        *(_TITAN, _L8, _H100_500W, 16, 8192, 6667, _layout(dp=8, micro=2 * 8192, sharding="zero3")),
+        *(_TITAN, _L8, _H100_500W, 16, 8192, 6667, _sharded(dp=8, micro=2 * 8192)),
         note="H100 limited to 500 W",
         halved=True,
     ),
-    PublishedRate(*(_TITAN, _L8, _A100, 64, 8192, 2904, _layout(dp=64, micro=8192, sharding="zero3")), halved=True),
-    PublishedRate(_TITAN, _L70, _A100, 64, 8192, 331, _layout(dp=64, micro=8192, recompute="full", sharding="zero3")),
+    PublishedRate(*(_TITAN, _L8, _A100, 64, 8192, 2904, _sharded(dp=64, micro=8192)), halved=True),
+    PublishedRate(_TITAN, _L70, _A100, 64, 8192, 331, _sharded(dp=64, micro=8192, recompute="full")),
 )
 
 
@@ -166,8 +159,7 @@ def _seconds(row: PublishedRate, layout: ParallelLayout) -> float:
     batch = Batch((float(row.length),), (float(row.batch),))
     rates = training_rates(row.gpu)
     work = Work(row.model, batch, _ADAMW, "none", row.gpu, rates, fabric(nodes), old_policy=False)
-    step = train_step(work, layout)
-    return step.total - step.bubble * (1 - 1 / row.stages)
+    return train_step(work, layout).total
 
 
 def _case(row: PublishedRate) -> PublicCase:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
 from math import comb
 
 import numpy as np
@@ -15,11 +14,12 @@ from oracles.reshaped import reshaped
 
 import libra.cost.train_step as train_step_module
 from libra.config.recipe import TrainingBytes
+from libra.cost.pipeline import pipeline_seconds
 from libra.cost.sources.rates import TrainingRates, training_rates
 from libra.cost.train_batch import Batch
-from libra.cost.train_memory import Reference
+from libra.cost.train_memory import Reference, training_memory
 from libra.cost.train_passes import Passes, Work, reached_parts
-from libra.cost.train_step import STEP_ITEMS, pipeline_seconds, step_table, train_step
+from libra.cost.train_step import STEP_ITEMS, step_table, train_step
 from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.decoder import decoder
@@ -358,57 +358,71 @@ def test_dp_is_a_column() -> None:
     assert len(step_table(work(), table).total) == 64
 
 
-@pytest.mark.parametrize(("stages", "count", "idle"), [(4, 8, 3 / 11), (1, 5, 0.0), (8, 1, 7 / 8), (2, 16, 1 / 17)])
-def test_equal_micro_batches_leave_the_known_share_idle(stages: int, count: int, idle: float) -> None:
-    seconds = pipeline_seconds([[1.0] * count] * stages, [[2.0] * count] * stages)
-    assert 1 - 3 * count / seconds == pytest.approx(idle)
+def test_a_last_stage_has_fewer_layers_and_the_head() -> None:
+    """61 layers on four stages: 16 and 13. The price is that of stages that were simulated with what each has."""
+    model, count = reshaped(QWEN3_14B, layers=61), 16
+    even = work(batch=Batch((4096.0,), (float(count),)), model=model)
+    at = ParallelLayout(1, 4, 1, 1, 1, 4096, "none", "zero1", False)
+    step = train_step(even, at)
+    whole = step_table(even, LayoutTable.of([replace(at, pp=1)])).passes
+    sent = 4096 * 5120 * 2 / LINK + 1.8e-6
+    forward = [[float(whole.forward[0] + whole.attention_forward[0]) / count * n / 61 + sent] * count for n in DEPTHS]
+    backward = [
+        [float(whole.backward[0] + whole.attention_backward[0]) / count * n / 61 + sent] * count for n in DEPTHS
+    ]
+    head = float(whole.head[0]) / count
+    forward[-1] = [each + head for each in forward[-1]]
+    backward[-1] = [each + 2 * head for each in backward[-1]]
+    exact = pipeline_seconds(forward, backward) + pipeline_seconds(forward, [[0.0] * count] * 4)
+    priced = step.total - step.optimiser
+    assert exact <= priced <= 1.03 * exact
 
 
-def longest_path(forward: list[list[float]], backward: list[list[float]]) -> float:
-    """End of the last operation, from what must precede each: written from the definition, one stage list at a time."""
-    stages, count = len(forward), len(forward[0])
-    orders = []
-    for stage in range(stages):
-        warm = min(count, stages - stage)
-        order = [("F", i) for i in range(warm)]
-        for i in range(count - warm):
-            order += [("B", i), ("F", warm + i)]
-        orders.append(order + [("B", i) for i in range(count - warm, count)])
-
-    @cache
-    def end(stage: int, position: int) -> float:
-        kind, micro = orders[stage][position]
-        before = [0.0]
-        if position > 0:
-            before.append(end(stage, position - 1))
-        source = stage - 1 if kind == "F" else stage + 1
-        if 0 <= source < stages:
-            before.append(end(source, orders[source].index((kind, micro))))
-        return max(before) + (forward if kind == "F" else backward)[stage][micro]
-
-    return max(end(stage, 2 * count - 1) for stage in range(stages))
+DEPTHS = (16, 16, 16, 13)
 
 
-times = st.floats(0, 10)
+@pytest.mark.parametrize("virtual", [2, 5])
+def test_virtual_stages_divide_the_wait_and_send_more(virtual: int) -> None:
+    even = work(batch=Batch((4096.0,), (8.0,)))
+    at = ParallelLayout(1, 4, 1, 1, 1, 4096, "none", "zero1", False)
+    plain, parts = train_step(even, at), train_step(even, replace(at, virtual=virtual))
+    sent = 8 * (4096 * 5120 * 2 / LINK + 1.8e-6)
+    assert parts.communication - plain.communication == pytest.approx(3 * (virtual - 1) * sent)  # with the scoring
+    assert parts.bubble == pytest.approx(plain.bubble / virtual + 3 / 8 * 3 * sent * (1 - 1 / virtual), rel=1e-6)
+    odd = step_table(work(batch=Batch((4096.0,), (9.0,))), LayoutTable.of([replace(at, virtual=virtual)]))
+    assert odd.counts[0] == 12  # whole turns of four
 
 
-@given(st.data(), st.integers(1, 5), st.integers(1, 9))
-def test_unequal_micro_batches_take_the_longest_path(data: st.DataObject, stages: int, count: int) -> None:
-    matrix = st.lists(st.lists(times, min_size=count, max_size=count), min_size=stages, max_size=stages)
-    forward, backward = data.draw(matrix), data.draw(matrix)
-    assert pipeline_seconds(forward, backward) == pytest.approx(longest_path(forward, backward), abs=1e-9)
+SPARSE = st.builds(
+    lambda hidden, count, active, width, shared: reshaped(
+        QWEN3_30B, hidden=hidden, experts=Experts(count, min(active, count), width, shared)
+    ),
+    st.sampled_from([1024, 2048, 7168]),
+    st.sampled_from([16, 64, 256]),
+    st.integers(2, 8),
+    st.sampled_from([512, 2048]),
+    st.sampled_from([0, 1024]),
+)
 
 
-def test_forwards_alone_fill_the_pipeline_once() -> None:
-    assert pipeline_seconds([[1.0] * 6] * 3, [[0.0] * 6] * 3) == pytest.approx(6 + 2)
+@given(SPARSE, st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 4]), st.booleans())
+def test_whole_experts_are_never_worse_than_divided_ones(
+    model: ModelSpec, tp: int, ep: int, pp: int, slow: bool
+) -> None:
+    """In as many parts: this is why divided ones are not listed beside them."""
+    divided = ParallelLayout(tp, pp, 8, 1, ep, 8192, "none", "zero1", False)
+    whole = replace(divided, ep=ep * tp, whole_experts=True)
+    at = work(batch=Batch((4096.0,), (256.0,)), model=model, inter=5e9 if slow else 400e9)
+    assert train_step(at, whole).total <= train_step(at, divided).total
+    taken = [training_memory(model, each, 8192, 80e9, ADAMW, "none") for each in (divided, whole)]
+    assert (taken[0].weights, taken[0].optimiser) == (taken[1].weights, taken[1].optimiser)
+    assert taken[1].total <= taken[0].total
 
 
-@pytest.mark.parametrize(("forward", "backward"), [([], []), ([[]], [[]])])
-def test_an_empty_pipeline_is_refused(forward: list[list[float]], backward: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="at least one of each"):
-        pipeline_seconds(forward, backward)
-
-
-def test_a_missing_backward_is_refused() -> None:
-    with pytest.raises(ValueError, match="as many forwards as backwards"):
-        pipeline_seconds([[1.0, 1.0]], [[1.0]])
+def test_whole_experts_by_hand() -> None:
+    """Tokens go from tensor-parallel ranks, each with its part of the sequence, to the experts' devices and back."""
+    found = passes(layout(tp=4, ep=4, whole_experts=True), QWEN3_30B)
+    micro, reached = 8192, 4 * (1 - comb(96, 8) / comb(128, 8))
+    whole = 3 / 4 * micro * 2048 * 2 / LINK + 3 * 1.8e-6
+    moved = reached * 3 / 4 * micro * 2048 * 2 / 4 / LINK + 3 * 1.8e-6
+    assert found.exchange_forward[0] == pytest.approx(8 * 48 * (2 * whole + 2 * moved))

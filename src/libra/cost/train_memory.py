@@ -87,7 +87,7 @@ def stage_parameters(model: ModelSpec, table: LayoutTable) -> StageParameters:
     experts, largest = np.zeros_like(dense), np.zeros_like(dense)
     for kind, layers in stage_kinds(model, table):
         held = _beside_routed(kind, model.hidden, tp)
-        routed = kind.parameters(model.hidden).routed / (table.ep * tp)
+        routed = kind.parameters(model.hidden).routed / table.expert_parts
         dense, experts = dense + layers * held, experts + layers * routed
         if kind.experts or not model.experts:  # a layer with experts stands for those without
             largest = np.maximum(largest, held + routed)
@@ -128,7 +128,7 @@ def memory_columns(
     """The items of `MemoryBreakdown` for every layout of `table`; arguments as of `training_memory`."""
     parameters = stage_parameters(model, table)
     ranks = table.dp * table.cp
-    whole, divided = parameters.total, (parameters.dense + parameters.experts * table.ep) / ranks
+    whole, divided = parameters.total, parameters.dense / ranks + parameters.experts / table.expert_copies
     weights = state.weights * np.where(table.sharding == _ZERO3, divided, whole)
     gradients = state.gradients * np.where(table.sharding >= _ZERO2, divided, whole)
 
@@ -156,8 +156,9 @@ def memory_columns(
             copies = np.where(table.recompute == _FULL, 0.0, state.product * whole)
             logits = logits + np.where(table.recompute == _FULL, head, 0.0)
     # 1F1B: the first stage holds as many micro-batches as there are stages, the last one holds the logits.
-    first = tokens * (layers * kept * table.pp + inside_layer) + copies
-    last = tokens * (layers * kept + inside_layer) + copies + outside
+    first_held, last_held = held_micro_batches(table)
+    first = tokens * (layers * kept * first_held + inside_layer) + copies
+    last = tokens * (layers * kept * last_held + inside_layer) + copies + outside
     if not accumulated:
         # Gradients come as activations go, that of the head first; where it is the embedding, too, that one's is added.
         head = state.gradients * parameters.embedding
@@ -192,6 +193,18 @@ def memory_columns(
     }
 
 
+def held_micro_batches(table: LayoutTable) -> tuple[Array, Array]:
+    """Micro-batches that the first and the last stage hold at most, with the activations of all their layers.
+
+    1F1B: pp and 1. Interleaved, the first has pp + (pp - 1) / virtual (Korthikanti et al. 2022, sec. 4.2.3); the last
+    runs (virtual - 1) * pp parts ahead, of each 1 / virtual of its layers.
+    """
+    interleaved, pp, virtual = table.virtual > 1, table.pp, table.virtual
+    first = np.where(interleaved, pp + (pp - 1) / virtual, pp)
+    last = np.where(interleaved, ((virtual - 1) * pp + 1) / virtual, 1.0)
+    return first, last
+
+
 def training_memory(
     model: ModelSpec,
     layout: ParallelLayout,
@@ -222,11 +235,12 @@ def layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingB
     tp, value = table.tp, state.weights
     norms, product = model.hidden * mean_of(model, lambda kind: float(kind.parts)), mlp_width(model)
     heads = mean_of(model, lambda kind: kind.mixer.saved(tp) if kind.mixer else np.zeros_like(tp, dtype=float))
-    routed = 0.0
+    routed = np.zeros_like(tp)
     if model.experts:
         experts = model.experts
-        # Routed tokens are whole on every tensor-parallel rank, and one copy for each expert they go to.
-        routed = 2.0 * experts.active * experts.width(model.hidden) + 2 * experts.count
+        # Routed tokens are one copy for each expert they go to, on every rank of those that divide the expert.
+        of_token = 2.0 * experts.active * experts.width(model.hidden) + 2 * experts.count
+        routed = of_token * np.where(table.whole == 1, 1 / tp, 1.0)
     every = value * (norms / tp + norms / tp + heads + routed) + state.product * 3 * product / tp
     kept = np.where(table.recompute >= _SELECTIVE, every - (value * norms + state.product * product) / tp, every)
     return every, np.where(table.recompute == _FULL, value * model.hidden / tp, kept)

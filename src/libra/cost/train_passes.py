@@ -61,7 +61,7 @@ class Passes:
     backward: Array
     attention_forward: Array
     attention_backward: Array
-    head: Array  # one forward of the language-model head
+    head: Array  # one forward of the language-model head, beyond the layers that its stage has less than others
     layer_recompute: Array
     exchange_forward: Array  # tensor, context and expert parallelism, sending between stages
     exchange_backward: Array
@@ -105,12 +105,16 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         width = model.experts.width(model.hidden)
         copies = micro * model.experts.active * width * value
         reached = partial(reached_parts, model.experts)
-        moved = dispatch_seconds(micro * width * value / tp, reached, Group(table.ep, tp), fabric)
-        beside = np.where(tp > 1, 2 * whole + 2 * all_gather_seconds(copies, group, fabric), 0.0)
+        between = Group(table.ep, np.where(table.whole == 1, 1.0, tp))
+        moved = dispatch_seconds(micro * width * value / tp, reached, between, fabric)
+        # Around attention; then around experts that are divided, whose ranks need every token, or around shared ones.
+        shared = 2 * whole if model.experts.shared_intermediate else np.zeros_like(whole)
+        gathered = np.where(table.whole == 1, shared, 2 * all_gather_seconds(copies, group, fabric))
+        beside = np.where(tp > 1, 2 * whole + gathered, 0.0)
         per_sparse = np.where(table.ep > 1, 2 * moved, 0.0) + beside - per_layer
     next_stage = table.tp * table.cp * table.dp
     to_next = point_to_point_seconds(micro * model.hidden * value / tp, next_stage, fabric)
-    sent = np.where(table.pp > 1, to_next, 0.0)
+    sent = np.where(table.pp > 1, table.virtual * to_next, 0.0)
     ring = _ring_seconds(model, table, micro, value, fabric)
     layers_exchange = counts * (layers * per_layer + sparse * per_sparse + sent)
     backward_attention = ATTENTION_BACKWARD * attention
@@ -124,11 +128,23 @@ def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
         backward=(1 + state.trained) * (forward + launches),
         attention_forward=attention,
         attention_backward=backward_attention,
-        head=head,
+        head=np.maximum(0.0, head - _spared(model, table, state) * (forward + launches + attention)),
         layer_recompute=layer_recompute,
         exchange_forward=layers_exchange + ring_forward,
         exchange_backward=layers_exchange + ring_backward + again_exchange,
     )
+
+
+def _spared(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> Array:
+    """Share of a middle stage's layers that the last stage has not, where the layers do not divide by the stages.
+
+    It has that time for its head. Where logits are made in chunks, the head is computed once more than the layers are:
+    the share is lowered so that no time is counted as spared that is not.
+    """
+    layers = np.ceil(model.layers / table.pp)
+    passes = 2 + state.trained
+    missing: Array = (layers * table.pp - model.layers) / layers * passes / (passes + table.chunked)
+    return missing
 
 
 def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRates) -> tuple[Array, Array, Array]:
@@ -147,7 +163,7 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
         sparse = sparse + number * (kind.experts is not None)
     routed = sparse * active * model.expert_parameters
     # A pass reads every expert of the device once per micro-batch, however few tokens come to it.
-    held = sparse * model.expert_parameters * count / (table.ep * tp)
+    held = sparse * model.expert_parameters * count / table.expert_parts
     reading = counts * held * state.weights / rates.bandwidth
     experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
     forward = 2 * dense * tokens / tp / rates.linear + experts

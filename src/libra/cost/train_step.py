@@ -9,11 +9,12 @@ Sharded data parallelism: Rajbhandari et al. 2020 (arXiv 1910.02054), sec. 7. Wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from libra.cost.pipeline import pipeline_seconds
 from libra.cost.train_batch import Packed
 from libra.cost.train_memory import StageParameters, stage_parameters
 from libra.cost.train_passes import ATTENTION_BACKWARD, HIDDEN, Passes, Work, layer_passes
@@ -62,14 +63,19 @@ class StepTable:
         table, passes, count = self.table, self.passes, int(self.counts[row])
         tokens, keys = self.packed[int(table.micro_tokens[row])].of_rank(int(table.dp[row]), count)
         if count > SIMULATED:
-            chosen = np.linspace(0, count - 1, SIMULATED).round().astype(int)
+            part = SIMULATED if table.virtual[row] == 1 else SIMULATED // int(table.pp[row]) * int(table.pp[row])
+            chosen = np.linspace(0, count - 1, part).round().astype(int)
             tokens, keys = tokens[chosen], keys[chosen]
         share_tokens, share_keys = tokens / tokens.mean() / count, keys / keys.mean() / count
-        stages = int(table.pp[row])
+        stages, virtual = int(table.pp[row]), int(table.virtual[row])
 
         def rows(linear: float, attention: float, head: float) -> list[list[float]]:
-            middle = linear * share_tokens + attention * share_keys
-            return [middle.tolist()] * (stages - 1) + [(middle + head * share_tokens).tolist()]
+            middle = (linear * share_tokens + attention * share_keys) / virtual
+            return [middle.tolist()] * (stages * virtual - 1) + [(middle + head * share_tokens).tolist()]
+
+        def waited(forward: list[list[float]], backward: list[list[float]]) -> float:
+            own = (*forward[stages - 1 :: stages], *backward[stages - 1 :: stages])
+            return pipeline_seconds(forward, backward, virtual) - sum(map(sum, own))
 
         head = float(passes.head[row])
         forward = rows(passes.forward[row] + passes.exchange_forward[row], passes.attention_forward[row], head)
@@ -78,10 +84,8 @@ class StepTable:
             passes.attention_backward[row],
             (1 + self.trained + table.chunked[row]) * head,
         )
-        nothing = [[0.0] * len(share_tokens)] * stages
-        trained = pipeline_seconds(forward, backward) - sum(forward[-1]) - sum(backward[-1])
-        scored = pipeline_seconds(forward, nothing) - sum(forward[-1])
-        return trained + self.forwards_each * scored
+        nothing = [[0.0] * len(share_tokens)] * (stages * virtual)
+        return waited(forward, backward) + self.forwards_each * waited(forward, nothing)
 
     def seconds(self, row: int) -> float:
         """`total` of one layout, its pipeline simulated."""
@@ -97,6 +101,8 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
     packed = {int(size): work.batch.packed(int(size)) for size in sizes}
     share = np.ceil(np.array([kinds.count for kinds in packed.values()])[at] / table.dp - 1e-9)
     counts = np.maximum(1.0, share)
+    # Interleaved, parts of pp micro-batches take turns: Megatron-LM wants a multiple of pp.
+    counts = np.where(table.virtual > 1, np.ceil(counts / table.pp) * table.pp, counts)
     passes = layer_passes(work, table, counts)
     scored = work.scored
     layers_forward = passes.forward + passes.attention_forward
@@ -106,7 +112,7 @@ def step_table(work: Work, table: LayoutTable) -> StepTable:
     compute = passes.forward + passes.backward + (2 + work.state.trained) * passes.head
     attention = passes.attention_forward + passes.attention_backward
     forwards = scored * (layers_forward + passes.head)
-    bubble = (table.pp - 1) * ((1 + scored) * layers_forward + layers_backward + exchange) / counts
+    bubble = (table.pp - 1) * ((1 + scored) * layers_forward + layers_backward + exchange) / counts / table.virtual
     spread = work.batch.imbalance(table.dp, *_seconds_per_token(work)) - 1
     imbalance = spread * (compute + attention + recompute + forwards + exchange + bubble)
     if work.reference == "offloaded":
@@ -151,7 +157,7 @@ def _data_parallel_seconds(
     ranks = table.cp * table.dp
     groups = (
         (parameters.dense, Group(ranks, table.tp)),
-        (parameters.experts, Group(np.maximum(1.0, ranks / table.ep), table.tp * table.ep)),
+        (parameters.experts, Group(np.maximum(1.0, table.expert_copies), table.expert_parts)),
     )
     gather, reduce = np.zeros(len(table)), np.zeros(len(table))
     for size, group in groups:
@@ -179,7 +185,7 @@ def _data_parallel_seconds(
 
 def _stored_weights(work: Work, table: LayoutTable, parameters: StageParameters) -> Array:
     ranks = table.dp * table.cp
-    divided = (parameters.dense + parameters.experts * table.ep) / ranks
+    divided = parameters.dense / ranks + parameters.experts / table.expert_copies
     stored = np.where(table.sharding == _ZERO3, divided, parameters.total)
     return work.state.weights * stored
 
@@ -187,7 +193,7 @@ def _stored_weights(work: Work, table: LayoutTable, parameters: StageParameters)
 def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters) -> Array:
     """The optimiser reads and writes its state, reads gradients twice (for their norm, too) and writes weights."""
     state = work.state
-    own = (parameters.dense + parameters.experts * table.ep) / (table.dp * table.cp)
+    own = parameters.dense / (table.dp * table.cp) + parameters.experts / table.expert_copies
     return own * (2 * state.states + 2 * state.gradients + state.trained * state.weights) / work.rates.bandwidth
 
 
@@ -198,37 +204,3 @@ def _seconds_per_token(work: Work) -> tuple[float, float]:
     linear = (2 + work.state.trained) * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
     mean = work.batch.context_sum / work.batch.tokens
     return linear, (1 + ATTENTION_BACKWARD) * model.key_flops(mean) / rates.attention
-
-
-def pipeline_seconds(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> float:
-    """Seconds from the first forward to the last backward. `forward` and `backward` are [stage][micro-batch].
-
-    Stage s runs up to `stages - 1 - s` forwards ahead, then one forward and one backward in turn, then the remaining
-    backwards (1F1B). Forwards alone (log-probabilities) are the case of zero backwards. Sending is part of the seconds
-    given. For equal stages and micro-batches the idle share is (p - 1) / (m + p - 1) (Narayanan et al. 2021, arXiv
-    2104.04473, sec. 2.2.1; there relative to the busy time, (p - 1) / m).
-    """
-    stages = len(forward)
-    if stages == 0 or not forward[0]:
-        raise ValueError("there is no stage or no micro-batch; a pipeline has at least one of each")
-    count = len(forward[0])
-    if len(backward) != stages or any(len(row) != count for row in (*forward, *backward)):
-        raise ValueError(f"forward is {stages} x {count}; give every stage as many forwards as backwards")
-    forward_end = [[0.0] * count for _ in range(stages)]
-    backward_end = [[0.0] * count for _ in range(stages)]
-    free = [0.0] * stages
-    forwards, backwards = [0] * stages, [0] * stages
-    # Each pass lets every stage do its next operation if the input exists; what is next depends on counts alone.
-    while backwards[0] < count:
-        for stage in range(stages):
-            f, b = forwards[stage], backwards[stage]
-            if f < count and f - b < stages - stage:
-                if stage == 0 or forwards[stage - 1] > f:
-                    start = max(free[stage], forward_end[stage - 1][f]) if stage else free[stage]
-                    free[stage] = forward_end[stage][f] = start + forward[stage][f]
-                    forwards[stage] = f + 1
-            elif b < count and (stage == stages - 1 or backwards[stage + 1] > b):
-                start = max(free[stage], backward_end[stage + 1][b]) if stage < stages - 1 else free[stage]
-                free[stage] = backward_end[stage][b] = start + backward[stage][b]
-                backwards[stage] = b + 1
-    return max(free)

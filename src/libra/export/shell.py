@@ -30,14 +30,18 @@ def file(name: str, text: str) -> str:
 
 
 def megatron_degrees(layout: ParallelLayout) -> tuple[tuple[str, int], ...]:
-    """Degrees by the names that Megatron-LM has for them; expert tensor parallelism is that of the rest."""
+    """Degrees by the names that Megatron-LM has for them."""
     degrees = (
         ("tensor_model_parallel_size", layout.tp),
         ("pipeline_model_parallel_size", layout.pp),
         ("context_parallel_size", layout.cp),
         ("expert_model_parallel_size", layout.ep),
     )
-    return (*degrees, ("expert_tensor_parallel_size", layout.tp)) if layout.ep > 1 else degrees
+    return (
+        (*degrees, ("expert_tensor_parallel_size", 1 if layout.whole_experts else layout.tp))
+        if layout.ep > 1
+        else degrees
+    )
 
 
 def megatron_recompute(layout: ParallelLayout) -> tuple[tuple[str, object], ...]:

@@ -141,7 +141,7 @@ def split_of(plan: Plan, framework: Framework) -> DeviceSplit:
     )
     _require_expressible(split)
     if framework.families:
-        family = family_of(framework, layout)
+        family = family_of(framework, layout, request.model.layers)
         if family is None:
             names = " or ".join(it.name for it in framework.families)
             raise _refused(framework, f"training is {layout.name}, which is not of {names}")

@@ -33,6 +33,9 @@ class ParallelLayout:
     the MLP, which cost memory traffic only; "full": whole layers. `sharding`: what data-parallel (and
     context-parallel) ranks divide among themselves, as ZeRO counts it (Rajbhandari et al. 2020, arXiv 1910.02054):
     optimiser state ("zero1", Megatron's distributed optimiser), gradients too ("zero2"), weights too ("zero3", FSDP).
+    `virtual`: parts of the model that a pipeline's device has, in turn with the others (interleaved 1F1B, Narayanan et
+    al. 2021, arXiv 2104.04473, sec. 2.2). `whole_experts`: tensor parallelism divides no expert (Megatron's expert
+    tensor parallel size is 1, instead of tp), and expert-parallel groups are made of tensor-parallel ranks, too.
     """
 
     tp: int
@@ -44,15 +47,23 @@ class ParallelLayout:
     recompute: Recompute
     sharding: Sharding
     chunked_logits: bool  # logits are made, used and made again a few tokens at a time
+    virtual: int = 1
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(1, tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, micro_tokens=self.micro_tokens)
+        require_at_least(1, virtual=self.virtual)
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTE)}")
         if self.sharding not in SHARDING:
             raise ValueError(f"sharding is {self.sharding!r}; choose one of {', '.join(SHARDING)}")
-        if self.dp * self.cp % self.ep:
-            raise ValueError(f"ep is {self.ep}; it must divide dp * cp = {self.dp * self.cp}")
+        ranks, words = (
+            (self.devices // self.pp, "dp * cp * tp") if self.whole_experts else (self.dp * self.cp, "dp * cp")
+        )
+        if ranks % self.ep:
+            raise ValueError(f"ep is {self.ep}; it must divide {words} = {ranks}")
+        if self.virtual > 1 and self.pp == 1:
+            raise ValueError(f"virtual is {self.virtual} with pp 1; only a pipeline has virtual stages: set it to 1")
         if self.pp > 1 and self.sharding != "zero1":
             raise ValueError(
                 f"sharding is {self.sharding!r} with pp {self.pp}; a pipeline accumulates whole gradients of its stage"
@@ -79,8 +90,12 @@ class ParallelLayout:
 
     def _named(self, dp: str) -> str:
         words = [f"tp{self.tp} pp{self.pp} cp{self.cp} dp{dp}"]
+        if self.virtual > 1:
+            words.append(f"vp{self.virtual}")
         if self.ep > 1:
             words.append(f"ep{self.ep}")
+        if self.whole_experts:
+            words.append("etp1")
         words.append(self.sharding)
         if self.recompute != "none":
             words.append(f"{self.recompute}-recompute")
@@ -103,6 +118,8 @@ class LayoutTable:
     recompute: Array
     sharding: Array
     chunked: Array  # 0 or 1
+    virtual: Array
+    whole: Array  # 0 or 1, `whole_experts`
 
     @classmethod
     def of(cls, layouts: Sequence[ParallelLayout]) -> LayoutTable:
@@ -110,6 +127,7 @@ class LayoutTable:
             (
                 *(each.tp, each.pp, each.dp, each.cp, each.ep, each.micro_tokens),
                 *(RECOMPUTE.index(each.recompute), SHARDING.index(each.sharding), each.chunked_logits),
+                *(each.virtual, each.whole_experts),
             )
             for each in layouts
         ]
@@ -121,6 +139,17 @@ class LayoutTable:
     @property
     def replica_devices(self) -> Array:
         return self.tp * self.pp * self.cp
+
+    @property
+    def expert_parts(self) -> Array:
+        """Devices that the routed experts of a stage are divided among."""
+        parts: Array = self.ep * np.where(self.whole == 1, 1.0, self.tp)
+        return parts
+
+    @property
+    def expert_copies(self) -> Array:
+        """Copies that there are of each routed expert."""
+        return self.tp * self.dp * self.cp / self.expert_parts
 
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> LayoutTable:
         """The layouts at these positions, or where the mask is true."""
@@ -140,4 +169,6 @@ class LayoutTable:
             recompute=RECOMPUTE[int(self.recompute[row])],
             sharding=SHARDING[int(self.sharding[row])],
             chunked_logits=bool(self.chunked[row]),
+            virtual=int(self.virtual[row]),
+            whole_experts=bool(self.whole[row]),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -69,8 +70,16 @@ def every_layout(model: ModelSpec, at: NodeClass, given: Recipe) -> Iterator[Par
     experts = model.experts.count if model.experts else 1
     for tp, pp, cp, ep in product(powers, range(1, 17), powers, powers):
         replica = tp * pp * cp
-        if at.gpus % tp or at.gpus % cp or model.tp_refusal(tp) or model.layers % pp or experts % ep:
+        deep = math.ceil(model.layers / pp)
+        if (pp not in powers and model.layers % pp) or deep * (pp - 1) >= model.layers:
             continue
+        if at.gpus % tp or at.gpus % cp or model.tp_refusal(tp) or experts % ep:
+            continue
+        # Experts are divided by tp where there are not as many parts of whole ones.
+        whole = model.experts is not None and tp > 1 and ep * tp <= 64 and experts % (ep * tp) == 0
+        virtual = [
+            v for v in range(1, 9) if v == 1 or (pp > 1 and deep % v == 0 and deep * pp - model.layers < deep / v)
+        ]
         inside = at.gpus % replica == 0 and replica in (1, 2, 4, 8, 16)
         if replica > devices or not (inside or replica % at.gpus == 0):
             continue
@@ -78,9 +87,13 @@ def every_layout(model: ModelSpec, at: NodeClass, given: Recipe) -> Iterator[Par
             if dp * cp % ep:
                 continue
             quarter = [longest // 4] if pp > 1 and longest // 4 >= 2048 else []
-            for micro, recompute, sharding, chunked in product(quarter + multiples, RECOMPUTE, SHARDING, (False, True)):
+            choices = product(quarter + multiples, RECOMPUTE, SHARDING, (False, True), virtual)
+            for micro, recompute, sharding, chunked, parts in choices:
+                if parts > 1 and dp * pp > given.batch:
+                    continue
                 if sharding == "zero1" or (pp == 1 and dp * cp > 1):
-                    yield ParallelLayout(tp, pp, dp, cp, ep, micro, recompute, sharding, chunked)
+                    degree = ep * tp if whole else ep
+                    yield ParallelLayout(tp, pp, dp, cp, degree, micro, recompute, sharding, chunked, parts, whole)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +197,7 @@ def test_reasons_of_what_qwen3_14b_cannot_do() -> None:
     sharded = "tp1 pp1 cp1 dp* zero3 full-recompute chunked-logits 40960-token"
     assert sharded in {layout.family for layout in qwen().chosen.values()}
     assert re.fullmatch(r"at dp 4 .*largest item is optimiser with .* GB; it fits from dp 5", reason(rejected, sharded))
-    assert reason(rejected, "pp16") == "pp is 16; it must divide the 40 layers"
+    assert reason(rejected, "pp16") == "pp is 16; stages of 3 of the 40 layers leave none for the last one"
     assert "neither a power of two that divides" in reason(rejected, "tp1 pp5 cp1")
     assert "a replica has 80 devices; there are 48" in reason(rejected, "tp8 pp10 cp1")
 
@@ -247,8 +260,8 @@ def test_what_fits_nowhere_has_reasons_only() -> None:
 def test_experts_need_whole_groups() -> None:
     rejected = rejected_layouts(SMALL_MOE, nodes(1, 2), recipe(8, 8192), SKEWED)
     assert reason(rejected, "ep8") == "ep is 8; it must divide the 12 experts"
-    apart = reason(rejected, "tp2 pp1 cp1 dp* ep2 zero1 8192-token")
-    assert apart.startswith("ep 2 needs a dp of 2 or more; it fits from dp 2, on 4 devices of which there are 2")
+    apart = reason(rejected, "tp2 pp1 cp1 dp* ep4 etp1 zero1 8192-token")
+    assert apart.startswith("ep 4 needs a dp of 2 or more; it fits from dp 2, on 4 devices of which there are 2")
 
 
 @pytest.mark.parametrize(("gpus", "count"), [(8, 1), (8, 6), (8, 427), (4, 1280), (1, 3)])

@@ -3,10 +3,12 @@
 Invariant: a layout of the space is either in its tables or has a degree, or a shape of its replica, that `impossible`
 names.
 
-tp: powers of two inside a node; pp: powers of two and divisors of the layers, up to 16; cp and ep:
-powers of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. Micro-batches: the
-longest trajectory, four times it and so on up to 65,536 tokens, and, in a pipeline, a quarter of it. Devices: every
-number up to eight nodes, whole nodes above, in steps of at most 3 % beyond that.
+tp: powers of two inside a node; pp: powers of two and divisors of the layers, up to 16, where the last stage may have
+fewer layers; virtual stages: up to 8 that divide a stage, where the last part alone has fewer layers; cp and ep: powers
+of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. Beside tensor parallelism,
+experts are whole wherever that makes as many parts (`_expert_shapes`). Micro-batches: the longest trajectory, four
+times it and so on up to 65,536 tokens, and, in a pipeline, a quarter of it. Devices: every number up to eight nodes,
+whole nodes above, in steps of at most 3 % beyond that.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from libra.hardware.parallel import LayoutTable
 DEEPEST = 16  # pipeline stages
 EVERY_COUNT = 8  # nodes up to which every number of devices is listed
 STEP = 0.03  # between numbers of nodes beyond
+MOST_VIRTUAL = 8  # virtual stages
 EXPERT_GROUP = 64  # devices, at most
 MICRO_TOKENS = (2048, 65536)  # multiples and fractions of the longest trajectory stay in this range
 
@@ -59,8 +62,9 @@ def impossible(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[str, str]]:
         if refusal:
             yield (f"tp{tp}", refusal)
     for pp in _stages(model):
-        if model.layers % pp:
-            yield (f"pp{pp}", f"pp is {pp}; it must divide the {model.layers} layers")
+        refusal = _pp_refusal(model, pp)
+        if refusal:
+            yield (f"pp{pp}", refusal)
     for ep in _expert_degrees(model):
         if model.experts and model.experts.count % ep:
             yield (f"ep{ep}", f"ep is {ep}; it must divide the {model.experts.count} experts")
@@ -72,8 +76,37 @@ def impossible(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[str, str]]:
 
 def _replicas(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[int, int, int]]:
     tps = [tp for tp in _powers(nodes.gpus) if _tp_refusal(model, nodes, tp) is None]
-    pps = [pp for pp in _stages(model) if model.layers % pp == 0]
+    pps = [pp for pp in _stages(model) if _pp_refusal(model, pp) is None]
     return product(tps, pps, _powers(nodes.gpus))
+
+
+def _pp_refusal(model: ModelSpec, pp: int) -> str | None:
+    deep = -(-model.layers // pp)
+    if deep * (pp - 1) >= model.layers:
+        return f"pp is {pp}; stages of {deep} of the {model.layers} layers leave none for the last one"
+    return None
+
+
+def virtual_stages(layers: int, pp: int) -> list[int]:
+    """Numbers of virtual stages of a device that are priced, 1 included."""
+    deep = -(-layers // pp)
+    missing = deep * pp - layers
+    more = (v for v in range(2, MOST_VIRTUAL + 1) if pp > 1 and deep % v == 0 and missing < deep // v)
+    return [1, *more]
+
+
+def _expert_shapes(model: ModelSpec, tp: int) -> list[tuple[int, bool]]:
+    """Expert-parallel degrees, with whether tensor parallelism leaves experts whole. Whole experts in as many parts
+    take as much memory for weights, less for tokens, and less to exchange, so divided ones are not listed beside."""
+    experts = model.experts
+    if experts is None:
+        return [(1, False)]
+    shapes = []
+    for ep in _expert_degrees(model):
+        if experts.count % ep == 0:
+            whole = tp > 1 and ep * tp <= EXPERT_GROUP and experts.count % (ep * tp) == 0
+            shapes.append((ep * tp, True) if whole else (ep, False))
+    return shapes
 
 
 def _tp_refusal(model: ModelSpec, nodes: NodeClass, tp: int) -> str | None:
@@ -107,9 +140,11 @@ def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable
             continue
         shardings = (0, 1, 2) if pp == 1 else (0,)
         micro = sizes if pp == 1 else smaller + sizes
-        degrees = [ep for ep in _expert_degrees(model) if model.experts is None or model.experts.count % ep == 0]
-        for ep, tokens, recompute, sharding, chunked in product(degrees, micro, (0, 1, 2), shardings, (0, 1)):
-            rows.append((tp, pp, max(1, ep // cp), cp, ep, tokens, recompute, sharding, chunked))
+        shapes, virtual = _expert_shapes(model, tp), virtual_stages(model.layers, pp)
+        choices = product(shapes, micro, (0, 1, 2), shardings, (0, 1), virtual)
+        for (ep, whole), tokens, recompute, sharding, chunked, stages in choices:
+            dp = max(1, ep // (cp * tp if whole else cp))
+            rows.append((tp, pp, dp, cp, ep, tokens, recompute, sharding, chunked, stages, whole))
     return LayoutTable(*np.array(rows, dtype=float).T)
 
 
@@ -118,7 +153,9 @@ def members_of(families: LayoutTable, counts: Sequence[int], batch: int) -> tupl
     # The least dp of a family makes whole expert groups; others are multiples of it.
     unit = families.replica_devices * families.dp
     dp = np.array(counts)[None, :] / unit[:, None]
-    family, count = np.nonzero((dp == np.floor(dp)) & (dp * families.dp[:, None] <= batch) & (dp > 0))
+    # Interleaved, a rank has a micro-batch for every stage at least, each of one trajectory at least.
+    least = families.dp * np.where(families.virtual > 1, families.pp, 1.0)
+    family, count = np.nonzero((dp == np.floor(dp)) & (dp * least[:, None] <= batch) & (dp > 0))
     members = families.take(family).with_dp(dp[family, count] * families.dp[family])
     # With one rank there is nothing to shard: all shardings are equal, and only one is listed.
     alone = (members.dp * members.cp == 1) & (members.sharding > 0)

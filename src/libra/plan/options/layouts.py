@@ -71,7 +71,7 @@ def training_layouts(
         key = f"{nodes.name}/{layout.family}", layout.dp
         table = LayoutTable.of([layout])
         small_enough = layout.devices <= nodes.devices and _total(space.memory(table))[0] <= nodes.gpu.memory
-        if key not in chosen and small_enough and _may_train(recipe, nodes, layout):
+        if key not in chosen and small_enough and _may_train(recipe, nodes, layout, model.layers):
             chosen[key] = layout
             steps.append(step_table(work, table).seconds(0))
     tails = _tail_seconds(work, recipe, classes, tuple(chosen.values()))
@@ -153,9 +153,9 @@ class _LayoutSpace:
         framework = recipe.carried_by
         counts = whole_node_counts(framework, nodes, device_counts(nodes.gpus, nodes.count))
         family, table = members_of(families, counts, recipe.batch)
-        foreign = ~foreseen(framework, families)
+        foreign = ~foreseen(framework, families, model.layers)
         if framework.families:
-            allowed = permitted(framework, table, recipe.batch)
+            allowed = permitted(framework, table, recipe.batch, model.layers)
             foreign[family[allowed]] = False  # a single rank needs no sharding, whatever its family is called
             family, table = family[allowed], table.take(allowed)
 
@@ -177,11 +177,11 @@ class _LayoutSpace:
         return cls(work, memory, families, foreign, priced, family[fits], used, steps.total, best, kept)
 
 
-def _may_train(recipe: Recipe, nodes: NodeClass, layout: ParallelLayout) -> bool:
+def _may_train(recipe: Recipe, nodes: NodeClass, layout: ParallelLayout, layers: int) -> bool:
     """Whether the framework can be given the layout on these nodes."""
     framework = recipe.carried_by
     counts = whole_node_counts(framework, nodes, [layout.devices])
-    return bool(counts) and bool(permitted(framework, LayoutTable.of([layout]), recipe.batch)[0])
+    return bool(counts) and bool(permitted(framework, LayoutTable.of([layout]), recipe.batch, layers)[0])
 
 
 def _work(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: Sequence[TrajectoryClass]) -> Work:

@@ -21,23 +21,27 @@ from libra.plan.options.menu import Menu, Rejected
 Mask = NDArray[np.bool_]
 
 
-def permitted(framework: Framework, layouts: LayoutTable, batch: int) -> Mask:
-    """[layout] whether a family of the framework has it, and its ranks divide the batch."""
-    found = foreseen(framework, layouts)
+def permitted(framework: Framework, layouts: LayoutTable, batch: int, layers: int) -> Mask:
+    """[layout] whether a family of the framework has it for this number of layers, and its ranks divide the batch."""
+    found = foreseen(framework, layouts, layers)
     return found & (batch % layouts.dp == 0) if framework.families else found
 
 
-def foreseen(framework: Framework, layouts: LayoutTable) -> Mask:
-    """[layout] whether a family of the framework has it."""
+def foreseen(framework: Framework, layouts: LayoutTable, layers: int) -> Mask:
+    """[layout] whether a family of the framework has it for this number of layers. No export writes the keys that
+    frameworks have for interleaved pipelines and for stages that differ."""
     if not framework.families:
         return np.ones(len(layouts), dtype=bool)
     found: Mask = np.any([_has(family, layouts) for family in framework.families], axis=0)
-    return found
+    even: Mask = (layouts.virtual == 1) & (layers % layouts.pp == 0)
+    return found & even
 
 
-def family_of(framework: Framework, layout: ParallelLayout) -> TrainingFamily | None:
+def family_of(framework: Framework, layout: ParallelLayout, layers: int) -> TrainingFamily | None:
     """The first of the framework's families that has the layout; None where it has no such layout."""
     table = LayoutTable.of([layout])
+    if not foreseen(framework, table, layers)[0]:
+        return None
     return next((family for family in framework.families if _has(family, table)[0]), None)
 
 
