@@ -90,10 +90,7 @@ def planner(kinds: dict[str, int], log: Sequence[Trajectory], *, pairs: bool) ->
     gpus = {name: GPUS.get(name, H20) for name in kinds}
     cluster = Cluster(tuple(NodeClass(it.lower(), kinds[it], 8, gpu, gpu.link, 50e9) for it, gpu in gpus.items()))
     found = Planner(cluster, MODEL, recipe(pairs), engine_profiles(cluster, MODEL, recipe(False), host="default"))
-    tracker = found.tracker()
-    for trajectory in log:
-        tracker.observe(trajectory)
-    return found, tracker
+    return found, found.tracker(log)
 
 
 def bound_rows(logs: Logs) -> Iterator[Row]:
