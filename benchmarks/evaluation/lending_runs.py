@@ -19,6 +19,7 @@ from benchmarks.evaluation.cells import Cell
 from benchmarks.evaluation.cells import run as run_cells
 from benchmarks.lending.rules import RECALL, SERVING, SLO, USE
 from benchmarks.workloads.definition import read
+from benchmarks.workloads.drifting_tasks import Stationary
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool
@@ -87,7 +88,7 @@ class LendingSetting:
     @cached_property
     def episodes(self) -> Episodes:
         workload = read(self.workload)
-        return _Undrifting(workload.episodes("strong", seed=workload.seed, steps=60))
+        return Stationary(workload.episodes("strong", seed=workload.seed, steps=60), _STAGE)
 
     @cached_property
     def known(self) -> tuple[Trajectory, ...]:
@@ -125,10 +126,7 @@ class LendingSetting:
         )
 
     def _solved(self, planner: Planner) -> Plan:
-        tracker = planner.tracker()
-        for trajectory in self.known:
-            tracker.observe(trajectory)
-        return planner.plan(tracker)
+        return planner.plan(planner.tracker(self.known))
 
     def _profiles(self, nodes: NodeClass) -> Any:
         return engine_profiles(Cluster((nodes,)), load_model(self.model), self.recipe(), "tables")
@@ -137,24 +135,6 @@ class LendingSetting:
         policy = policy_named("cmlfq")
         teach(policy, self.known)
         return policy
-
-
-@dataclass(frozen=True)
-class _Undrifting:
-    """Trajectories of one version, whatever the version that they start with."""
-
-    drifting: Episodes
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.drifting.samples_per_prompt
-
-    @property
-    def max_context(self) -> int:
-        return self.drifting.max_context
-
-    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        return tuple(replace(it, policy_version=version) for it in self.drifting.group(number, _STAGE))
 
 
 # Who shares a device how
