@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from oracles.reshaped import reshaped
 
@@ -9,13 +12,14 @@ from libra.config.recipe import Execution, TrainingBytes
 from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import training_memory
-from libra.cost.train_passes import Work
+from libra.cost.train_passes import Work, layer_passes
 from libra.cost.train_step import TrainStep, train_step
 from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.decoder import decoder
+from libra.hardware.mlp import Experts
 from libra.hardware.model import ModelSpec
-from libra.hardware.parallel import ParallelLayout, Recompute
+from libra.hardware.parallel import LayoutTable, ParallelLayout, Recompute
 
 NARROW = decoder("narrow", 28, 2048, 16, 8, 128, 6144, 151936, True, 40960, qk_norm=True)
 WIDE = decoder("wide", 28, 8192, 64, 16, 128, 24576, 151936, True, 40960, qk_norm=True)
@@ -51,6 +55,22 @@ def test_narrow_layers_reach_less_eagerly_and_as_much_with_fused_kernels() -> No
 
 def test_weights_are_cast_under_autocast() -> None:
     assert step(NARROW, "eager", AUTOCAST).compute > step(NARROW, "eager").compute
+
+
+def test_each_held_expert_is_cast_once() -> None:
+    """Four ranks of a tensor-parallel group hold a quarter of each expert: autocast reads and writes that quarter."""
+    experts = reshaped(NARROW, experts=Experts(64, 4, 6144, 0))
+    at, batch = replace(layout(), tp=4), Batch((512.0,), (16.0,))
+    rates = replace(training_rates(H100, "bf16", "eager"), passes=0.0, fused=None)
+    cast, uncast = (
+        layer_passes(
+            Work(experts, batch, state, "none", H100, rates, fabric(NODES)), LayoutTable.of([at]), np.array([1.0])
+        ).forward[0]
+        for state in (AUTOCAST, TrainingBytes(4, 4, 8))
+    )
+    held = experts.kinds[0].parameters(experts.hidden)
+    matrices = 28 * (held.total - held.routed) + 28 * 64 * 3 * 2048 * 6144
+    assert cast - uncast == pytest.approx(matrices / 4 * (4 + 2) / rates.bandwidth)
 
 
 def test_flash_attention_3_is_hoppers() -> None:

@@ -49,7 +49,7 @@ class WarmUpConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The devices: CPU slots of fixed speed on a machine without accelerators."""
+    """The devices: GPUs or shares of them, or CPU slots of fixed speed on a machine without accelerators."""
 
     launcher: LauncherKind = "local"  # where workers run: here, or on the nodes of a Ray cluster
     ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
@@ -58,7 +58,9 @@ class ClusterConfig(Section):
     core: PositiveInt = 1  # always train
     hybrid: int = Field(default=1, ge=0)  # train or generate
     rollout: int = Field(default=2, ge=0)  # always generate
-    share: PositiveFloat = 0.45  # of one core, per slot
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where vLLM is built for it and there is a GPU
+    share: PositiveFloat = 0.45  # of one core, or of one GPU, per slot
+    gpus: PositiveInt = 1  # of a slot, with cuda: an engine divides its model among them, and so does a replica
     port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
     losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node, at which it is retired
 
@@ -80,11 +82,14 @@ class ClusterConfig(Section):
 
 
 class ShapeConfig(Section):
-    """A size in which an engine can be started on one device."""
+    """A size in which an engine can be started on the device of a slot."""
 
     max_model_len: PositiveInt
     max_num_seqs: PositiveInt
     kv_tokens: PositiveInt
+    max_num_batched_tokens: PositiveInt | None = None  # of one iteration; None: vLLM's default
+    graphs: bool = True  # on GPUs: iterations are compiled and captured as CUDA graphs
+    asynchronous: bool = True  # on GPUs: an iteration is scheduled while the one before is computed
 
 
 LENT = "lent"  # the shape, in buckets, of engines on devices that serve users

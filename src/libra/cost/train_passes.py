@@ -155,7 +155,7 @@ def _computed(work: Work, table: LayoutTable, counts: Array, rates: TrainingRate
         every, _ = layer_bytes_per_token(model, table, state)
         forward = forward + rates.passes * every * tokens * layers / rates.bandwidth
     if state.product < state.weights:  # weights are cast for every pass
-        forward = forward + counts * (dense + held) * (state.weights + state.product) / tp / rates.bandwidth
+        forward = forward + counts * (dense / tp + held) * (state.weights + state.product) / rates.bandwidth
     head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
     keys = batch.context_sum / table.dp
     # Where layers differ, each stage is taken to have its share of all attention and states.

@@ -169,6 +169,6 @@ def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
 
 
 def _name(group: DeviceGroup) -> str:
-    (node,) = group.nodes  # tensor parallelism never leaves a node
+    nodes = "+".join(map(str, group.nodes))
     first, last = group.gpus[0], group.gpus[-1]
-    return f"{group.pool}-{node}/{first}" + ("" if first == last else f"-{last}")
+    return f"{group.pool}-{nodes}/{first}" + ("" if first == last else f"-{last}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from libra.backends.transport.messages import Dtype, Message, Tensor
+from libra.backends.transport.messages import DeviceKind, Dtype, Message, Tensor
 
 # --- from the controller ---------------------------------------------------------------------------------------------
 
@@ -49,6 +49,12 @@ class StartEngine(Message, frozen=True):
     refresh_kv: bool  # salt the prefix cache with the weight version
     kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
     loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
+    device: DeviceKind = "cpu"
+    gpus: int = 1  # of this engine, which divides its model among them
+    memory: float = 1.0  # share of each GPU's memory
+    max_num_batched_tokens: int | None = None  # None: vLLM's default
+    graphs: bool = False  # capture iterations as CUDA graphs
+    asynchronous: bool = False  # schedule an iteration while the one before is computed
 
 
 class WeightsPlace(msgspec.Struct, frozen=True):

@@ -89,8 +89,25 @@ class WeightBuffer:
     def __init__(self, descriptor: int, size: int) -> None:
         if os.fstat(descriptor).st_size < BUFFERS * size:
             os.ftruncate(descriptor, BUFFERS * size)
-        self._size = size
+        self.descriptor, self.size = descriptor, size
         self._map = mmap.mmap(descriptor, BUFFERS * size)
+
+    @classmethod
+    def attach(cls, pid: int, descriptor: int, size: int) -> WeightBuffer:
+        """The buffers of a process of this machine. Raises `OSError` when it is gone."""
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        buffer = cls(opened, size)
+        weakref.finalize(buffer, os.close, opened)
+        return buffer
+
+    def pin(self) -> None:
+        """Have the GPU of this process copy from and to the buffers directly, without a copy on the way."""
+        import torch
+
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if status != 0:
+            raise RuntimeError(f"weight buffers of {memory.numel()} bytes cannot be pinned: CUDA error {status}")
 
     def write(self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor]) -> int:
         """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum
@@ -102,17 +119,21 @@ class WeightBuffer:
     def read(self, buffer: int, layout: Iterable[Tensor], checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, as views of the shared memory. Raises `WeightUpdateError` before the first one."""
         self.verify(buffer, checksum)
+        yield from self.views(buffer, layout)
+
+    def views(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by name, as views of shared memory that is known to hold them."""
         for tensor, place in self._places(buffer, layout):
             yield tensor.name, place
 
     def content(self, buffer: int) -> Vector:
         """The bytes of a buffer, as a view."""
-        return np.frombuffer(self._map, np.uint8, self._size, buffer * self._size)
+        return np.frombuffer(self._map, np.uint8, self.size, buffer * self.size)
 
     def store(self, buffer: int, content: Vector, checksum: int) -> None:
         """Fill a buffer with the content of another node's. Raises `WeightUpdateError` when that arrived damaged."""
-        if len(content) != self._size:
-            raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self._size}")
+        if len(content) != self.size:
+            raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self.size}")
         np.copyto(self.content(buffer), content)
         self.verify(buffer, checksum)
 
@@ -128,7 +149,7 @@ class WeightBuffer:
     def _places(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Tensor]]:
         import torch
 
-        memory = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self.size : (buffer + 1) * self.size]
         for tensor in layout:
             place = memory[tensor.offset : tensor.offset + prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]]
             yield tensor, place.view(getattr(torch, tensor.dtype)).view(tensor.shape)

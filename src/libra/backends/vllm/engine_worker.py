@@ -103,6 +103,8 @@ class _EngineWorker:
                 raise TypeError(f"{type(message).__name__} is not a message for an engine")
 
     def _load(self, message: LoadWeights, began: float) -> None:
+        for sampled in self._engine.drained():
+            self._report.iteration(sampled, self._engine.version)
         try:
             self._engine.load(message)
         except WeightUpdateError as error:
@@ -140,19 +142,20 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
     """Time this engine at its device's pace. Prompts are arbitrary tokens; every request is private to the cache."""
     tokens = 12  # decoded per request
 
-    def run(sequences: int, context: int, tag: str) -> list[float]:
+    def run(sequences: int, context: int, tag: str) -> tuple[list[float], list[float]]:
+        """Seconds of the iterations until all sequences have a token, and of those after."""
         for index in range(sequences):
             prompt = [4 + (index + 7 * position) % 16 for position in range(context)]
             engine.add(Generate(f"{tag}-{index}", prompt, tokens, 1.0, -1, 0, salt=f"{tag}-{index}"))
-        seconds = []
+        prefills, decodes, begun = list[float](), list[float](), set[str]()
         while engine.busy:
-            began = time.monotonic()
-            engine.step()
+            began, seconds = time.monotonic(), decodes if len(begun) == sequences else prefills
+            begun |= {part.turn for part in engine.step()}
             pacer.pace()
             seconds.append(time.monotonic() - began)
-        return seconds
+        return prefills, decodes
 
-    rows: dict[tuple[int, int], list[list[float]]] = {point: [] for point in order.points}
+    rows: dict[tuple[int, int], list[tuple[list[float], list[float]]]] = {point: [] for point in order.points}
     for repeat in range(order.repeats + 1):
         for point in order.points:
             seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
@@ -160,9 +163,12 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
                 rows[point].append(seconds)
     iterations: list[tuple[float, float, float, float]] = []
     for (sequences, context), runs in rows.items():
-        iterations.append((sequences, 0, sequences * context, fmean(run[0] for run in runs)))
+        # Prompts beyond an iteration's budget take several: their mean.
+        count = max(1, -(-sequences * context // engine.most_tokens))
+        prefill = fmean(sum(prefills) for prefills, _ in runs) / count
+        iterations.append((sequences / count, 0, sequences * context / count, prefill))
         decoding = sequences * (context + tokens / 2)
-        iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
+        iterations.append((sequences, decoding, 0, fmean(fmean(decodes) for _, decodes in runs)))
     return EngineMeasured(iterations)
 
 

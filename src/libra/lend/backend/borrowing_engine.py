@@ -52,8 +52,7 @@ class SteppedVllm:
     @property
     def most_tokens(self) -> int:
         """Most tokens that a step may ever compute."""
-        most: int = self._scheduler.scheduler_config.max_num_batched_tokens
-        return most
+        return self._engine.most_tokens
 
     def bounded_step(self, tokens: int) -> list[Sampled]:
         self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step

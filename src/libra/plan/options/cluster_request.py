@@ -17,7 +17,7 @@ from libra.cost.adapters import training_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
-from libra.cost.sources.roofline import tensor_degrees
+from libra.cost.sources.roofline import engine_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPU, Cluster, NodeClass
 from libra.hardware.gpus import RECORDS
@@ -280,7 +280,7 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
     remedies = list(_that_hold(request))
     remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more memory in all"
-    return f"no engine holds {model.name}, and engines stay within a node: {reasons}: {remedy}"
+    return f"no engine holds {model.name}: {reasons}: {remedy}"
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
@@ -314,7 +314,7 @@ def _measured() -> Iterator[GPU]:
 
 def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
     quantization = rollout_quantization(recipe)
-    degrees = [tp for tp in tensor_degrees(model, nodes) if quantization.tp_refusal(model, tp) is None]
+    degrees = [tp for tp in engine_degrees(model, nodes, recipe) if quantization.tp_refusal(model, tp) is None]
     return any(engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in degrees)
 
 

@@ -50,10 +50,10 @@ class Emulator:
         longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
         app = web.Application(client_max_size=EMULATOR.body_most(longest))
         app.on_shutdown.append(self._close)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/engines", self._list)
         for base in ("", "/engines/{engine}"):
+            app.router.add_get(f"{base}/health", self._health)
+            app.router.add_get(f"{base}/metrics", self._metrics)
             app.router.add_get(f"{base}/v1/models", self._models)
             app.router.add_post(base + "/v1/{path:completions|chat/completions}", self._serve)
         return app
@@ -62,11 +62,19 @@ class Emulator:
         for engine in self.engines.values():
             engine.close()
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _health(self, request: web.Request) -> web.Response:
+        self._asked(request)
         return web.Response()
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return metrics_response(_families(self.engines))
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return metrics_response(_families(self._asked(request)))
+
+    def _asked(self, request: web.Request) -> Mapping[str, LiveEngine]:
+        """The engine of the path, or all of them."""
+        if "engine" not in request.match_info:
+            return self.engines
+        name = self._named(request)
+        return {name: self.engines[name]}
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from libra.live.lengths import SeenLengths
+from libra.live.trajectories import Trajectories
 from libra.records.files import DiskError
 from libra.route.policy import Policy
 from libra.serve.answers import decoded
 from libra.serve.gateway.counts import Counts
-from libra.serve.gateway.lengths import SeenLengths
 from libra.serve.gateway.libra_field import Tokens
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.unnamed import UnnamedSessions
+from libra.serve.gateway.watcher import End, Watcher
 from libra.trajectory import Trajectory
 
 _LOG = logging.getLogger(__name__)
@@ -51,12 +52,13 @@ class TrajectoryEnds:
     unnamed: UnnamedSessions
     lengths: SeenLengths
     counts: Counts
+    watcher: Watcher
 
     def finish(self, id: str, outcome: Finish) -> Trajectory:
         """Raises KeyError for an unknown one, ValueError where its last turn has no answer, and `DiskError`."""
         trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
         self.keep(trajectory)
-        self._drop(id)
+        self._drop(id, End.FINISHED, trajectory)
         self.policy.finished(trajectory)
         self.lengths.ended(trajectory)
         self.counts.finished += 1
@@ -64,9 +66,7 @@ class TrajectoryEnds:
 
     def forget(self, id: str) -> bool:
         """Learn nothing from a trajectory. False: it is unknown."""
-        known = self._drop(id)
-        self.policy.forget(id)
-        return known
+        return self._leave(id, End.FORGOTTEN, None)
 
     def expire(self, id: str) -> None:
         """Give up a trajectory that its client does not finish. Where it cannot be kept, it is given up later."""
@@ -78,9 +78,15 @@ class TrajectoryEnds:
                 _LOG.warning("trajectory %s is not given up yet: %s", id, error)
                 return
             self.lengths.ended(bound)
-        self.forget(id)
+        self._leave(id, End.GIVEN_UP, bound)
         self.counts.forgotten += 1
 
-    def _drop(self, id: str) -> bool:
+    def _leave(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
+        known = self._drop(id, end, trajectory)
+        self.policy.forget(id)
+        return known
+
+    def _drop(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
         self.unnamed.drop(id)
+        self.watcher.closed(id, end, trajectory)
         return self.trajectories.forget(id)

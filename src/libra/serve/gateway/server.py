@@ -6,7 +6,7 @@ Turns are in `turns`, control requests in `control`, engines that join and leave
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 
@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from libra.config.listeners import GATEWAY, ID_LENGTH, SMALL_BODY_BYTES
+from libra.live.lengths import SeenLengths
+from libra.live.trajectories import Trajectories
 from libra.records.files import DiskError
 from libra.route.policy import Policy
 from libra.serve.answers import RefusedRequest, metrics_response, refused
@@ -28,11 +30,10 @@ from libra.serve.gateway.ends import Finish, TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
-from libra.serve.gateway.lengths import SeenLengths
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.turns import RETRY_AFTER, Turns
 from libra.serve.gateway.upstreams import Upstream, Upstreams
+from libra.serve.gateway.watcher import Watcher, watched_by
 from libra.serve.gateway.workers import Workers
 from libra.trajectory import Trajectory
 
@@ -55,6 +56,7 @@ class Gateway:
         policy: Policy,
         keep: Callable[[Trajectory], None] = lambda _: None,
         guarded: bool = False,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.upstreams = Upstreams(config.engines, config.limits)
         self.trajectories = Trajectories()
@@ -62,9 +64,12 @@ class Gateway:
         self.lengths = SeenLengths()
         self.counts = Counts()
         self._config, self._policy = config, policy
-        self._client = client = EngineClient()
+        self.client = client = EngineClient()
         self._health = HealthMonitor(config, self.upstreams, client, self._mark_lost)
-        self._ends = TrajectoryEnds(keep, policy, self.trajectories, self.sessions.unnamed, self.lengths, self.counts)
+        watcher = watched_by(watchers)
+        self._ends = TrajectoryEnds(
+            keep, policy, self.trajectories, self.sessions.unnamed, self.lengths, self.counts, watcher
+        )
         self._turns = Turns(
             config,
             policy,
@@ -76,6 +81,7 @@ class Gateway:
             self._health,
             client,
             self._mark_lost,
+            watcher,
             guarded,
         )
         self._control = Control(self.upstreams, client, guarded)
@@ -101,7 +107,7 @@ class Gateway:
         return app
 
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
-        async with self._client.running(application[CONNECTIONS]):
+        async with self.client.running(application[CONNECTIONS]):
             await self._health.start()
             expiring = asyncio.create_task(self._keep_expiring())
             yield

@@ -10,11 +10,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
 
 from libra.config.listeners import TRAJECTORIES
 from libra.route.policy import ToolReturn, TurnRequest
-from libra.serve.gateway.libra_field import ReportedReturn
-from libra.trajectory import Trajectory, Turn
+from libra.trajectory import ToolStatus, Trajectory, Turn
+
+UNKNOWN_TOOL = "unknown"
+
+
+class ReturnReport(Protocol):
+    """A tool return as its trajectory's client describes it."""
+
+    @property
+    def name(self) -> str:
+        """The tool's."""
+
+    @property
+    def status(self) -> ToolStatus: ...
+
+    @property
+    def returned_tokens(self) -> int | None:
+        """None: the growth of the prompt over the last context."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldReturn:
+    """A `ReturnReport`. By default nothing is known of the tool."""
+
+    name: str = UNKNOWN_TOOL
+    status: ToolStatus = "unknown"
+    returned_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -30,6 +57,18 @@ class _Live:
     generated: int | None = None  # by that turn, until the next one says what followed it
     in_flight: TurnRequest | None = None
     placed: bool = False  # the policy has seen the tool return before that one
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTrajectory:
+    """A trajectory in progress at one moment."""
+
+    id: str
+    task: str
+    context: int
+    turns: tuple[Turn, ...]  # answered
+    in_flight: bool
+    touched: float  # when its last turn began, or was answered
 
 
 class Trajectories:
@@ -55,7 +94,7 @@ class Trajectories:
         return live is not None and live.in_flight is not None
 
     def begin(
-        self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
+        self, id: str, prompt_id: str, task: str, context: int, returned: ReturnReport | None, now: float
     ) -> tuple[TurnRequest, ToolReturn | None]:
         """The turn and the tool return before it, for the policy. Raises ValueError while another turn of the
         trajectory is in flight."""
@@ -66,7 +105,7 @@ class Trajectories:
         if live.in_flight is not None:
             raise ValueError(f"trajectory {id}: a turn is in flight: wait for its answer, or name another trajectory")
         if live.generated is not None:
-            what = returned or ReportedReturn()
+            what = returned or ToldReturn()
             tokens = max(0, context - live.context) if what.returned_tokens is None else what.returned_tokens
             live.turns.append(Turn(live.generated, what.name, what.status, tokens, now - live.touched))
             live.generated, live.placed = None, False
@@ -96,6 +135,24 @@ class Trajectories:
         """Note that the turn was not answered: the next turn is this one again."""
         if (live := self._of(turn)) is not None:
             live.in_flight = None
+
+    def latest(self, most: int) -> list[LiveTrajectory]:
+        """Those whose last turn began or ended last, the latest first."""
+        return [
+            LiveTrajectory(
+                id,
+                live.task,
+                live.context if live.in_flight is None else live.in_flight.context_tokens,
+                (*live.turns, *(() if live.generated is None else (Turn(live.generated, None, None, 0),))),
+                live.in_flight is not None,
+                live.touched,
+            )
+            for id, live in islice(reversed(self._live.items()), most)
+        ]
+
+    def contexts(self) -> list[int]:
+        """Present context of each."""
+        return [it.context if it.in_flight is None else it.in_flight.context_tokens for it in self._live.values()]
 
     def _of(self, turn: TurnRequest) -> _Live | None:
         """The turn's trajectory; None: it has been forgotten, even if another one of the same name has begun."""
