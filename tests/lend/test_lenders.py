@@ -156,7 +156,7 @@ async def test_weights_can_be_followed_and_a_publisher_that_ends_is_replaced(tmp
         async with lenders.agent():
             await lenders.launcher.look()
             lenders.launcher.begin(RunWeights(LAYOUT, PUBLISHED.size, publication(3)))
-            lost = asyncio.Event()
+            lost, others = asyncio.Event(), set(psutil.Process().children())
             engine = Handle(await lenders.launcher.spawn("lent-0", 4), lambda name, why: lost.set())
             assert await lenders.launcher.join(engine) == LENT
             asked = lenders.heard[-1]
@@ -169,7 +169,7 @@ async def test_weights_can_be_followed_and_a_publisher_that_ends_is_replaced(tmp
             lenders.launcher.publish(publication(4))
             assert (await follower.next()).version == 4
             await follower.close()
-            [process] = psutil.Process().children()
+            [process] = set(psutil.Process().children()) - others
             process.send_signal(signal.SIGKILL)
             await lost.wait()
             lenders.launcher.kill(engine.link)
