@@ -81,7 +81,9 @@ class ResponseAnswer(Answer):
     def piece(self, tokens: Sequence[int], last: bool) -> bytes:
         head = b""
         if len(self.tokens) == len(tokens):
-            head = self._event("response.created", response=self._response("in_progress", []))
+            begun = self._response("in_progress", [])
+            head = self._event("response.created", response=begun)
+            head += self._event("response.in_progress", response=begun)
             head += self._event("response.output_item.added", output_index=0, item=self._item(None))
             head += self._event("response.content_part.added", **self._place(), part=_output(""))
         return head + self._event("response.output_text.delta", **self._place(), delta=text_of(tokens), logprobs=[])
@@ -94,13 +96,9 @@ class ResponseAnswer(Answer):
                 self._event("response.output_text.done", **self._place(), text=text, logprobs=[]),
                 self._event("response.content_part.done", **self._place(), part=_output(text)),
                 self._event("response.output_item.done", output_index=0, item=item),
-                self._event(self._end, response=self._response("completed", [item], cached_tokens)),
+                self._event("response.completed", response=self._response("completed", [item], cached_tokens)),
             )
         )
-
-    @property
-    def _end(self) -> str:
-        return "response.incomplete" if self.reason == "length" else "response.completed"
 
     def _event(self, type: str, **more: Any) -> bytes:
         self.events += 1
