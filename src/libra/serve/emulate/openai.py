@@ -97,15 +97,18 @@ def _completion(body: _Completion, longest: int) -> GenerationRequest:
 
 
 def _chat(body: _Chat, longest: int) -> GenerationRequest:
-    texts: list[str] = []
-    for message in body.messages:
-        content = message.content or ""
-        texts += [f"<{message.role}>", content if isinstance(content, str) else "".join(it.text for it in content)]
+    contents = ((it.role, it.content or "") for it in body.messages)
+    said = [(role, it if isinstance(it, str) else "".join(part.text for part in it)) for role, it in contents]
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return GenerationRequest(True, body, dialogue_within(said, longest), most, body.logprobs)
+
+
+def dialogue_within(messages: Sequence[tuple[str, str]], longest: int) -> tuple[int, ...]:
+    """Tokens of messages, each a role and a text. Raises ValueError where they leave no room within `longest`."""
+    texts = [text for role, said in messages for text in (f"<{role}>", said)]
     texts.append("<assistant>")  # so that a later prompt, which holds the response after this role, shares the prefix
     _require_room(sum(map(_count, texts)), longest)
-    prompt = [token for text in texts for token in tokens_of(text)]
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return GenerationRequest(True, body, tuple(prompt), most, body.logprobs)
+    return tuple(token for text in texts for token in tokens_of(text))
 
 
 def prompt_within(prompt: str | TokenIds, longest: int) -> tuple[int, ...]:
@@ -149,8 +152,9 @@ class Answer:
     ) -> None:
         self.asked, self.number, self.reason = asked, number, finish_reason
         self.tokens: list[int] = []
+        self.events = 0  # of its stream, where they are numbered
         self._id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{number}"
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._random = Random(f"{seed} {number}")
 
     def extend(self, count: int) -> list[int]:
@@ -196,7 +200,7 @@ class Answer:
         return event(self._head(object_name, []) | self._usage(cached_tokens)) + end
 
     def _head(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id, "object": object_name, "created": self._created, "model": self.asked.body.model}
+        head = {"id": self._id, "object": object_name, "created": self.created, "model": self.asked.body.model}
         return head | {"choices": choices}
 
     def _prompt_holder(self, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:

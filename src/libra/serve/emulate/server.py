@@ -22,6 +22,7 @@ from libra.config.listeners import EMULATOR
 from libra.serve.answers import RefusedRequest, metrics_response, refused
 from libra.serve.bodies import body_of
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
+from libra.serve.emulate.message_endpoints import MessageAnswer, ResponseAnswer, parse_message, parse_response
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
 from libra.serve.emulate.token_endpoints import SGLangAnswer, TokenAnswer, parse_generate, parse_sglang
 from libra.sim.engine.config import EngineSpec
@@ -49,6 +50,8 @@ _ENDPOINTS = {
     "/v1/completions": _Endpoint(lambda body, longest: parse(body, False, longest)),
     "/v1/chat/completions": _Endpoint(lambda body, longest: parse(body, True, longest)),
     "/inference/v1/generate": _Endpoint(parse_generate, TokenAnswer),
+    "/v1/responses": _Endpoint(parse_response, ResponseAnswer),
+    "/v1/messages": _Endpoint(parse_message, MessageAnswer),
     "/generate": _Endpoint(parse_sglang, SGLangAnswer),
 }
 

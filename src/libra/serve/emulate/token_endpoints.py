@@ -75,21 +75,22 @@ class SGLangAnswer(Answer):
     """SGLang's answer: each event of a stream has all that was generated up to there."""
 
     def whole(self, cached_tokens: int) -> bytes:
-        return msgspec.json.encode(self._said(cached_tokens, last=True))
+        said = self._said(last=True)
+        said["meta_info"]["cached_tokens"] = cached_tokens
+        return msgspec.json.encode(said)
 
     def piece(self, tokens: Sequence[int], last: bool) -> bytes:
-        return event(self._said(0, last))
+        return event(self._said(last))
 
     def last(self, cached_tokens: int) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def _said(self, cached_tokens: int, last: bool) -> dict[str, Any]:
+    def _said(self, last: bool) -> dict[str, Any]:
         ended = {"type": "length", "length": len(self.tokens)} if self.reason == "length" else {"type": "stop"}
         meta = {
             "id": f"generate-{self.number}",
             "finish_reason": ended if last else None,
             "prompt_tokens": len(self.asked.prompt),
             "completion_tokens": len(self.tokens),
-            "cached_tokens": cached_tokens,
         }
         return {"text": text_of(self.tokens), "output_ids": self.tokens, "meta_info": meta}
