@@ -15,6 +15,7 @@ import yaml
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.rows import Row, at_least, none
+from libra.loop.checkpoint import can_be_resumed
 
 _STEPS, _DRY_STEPS = 40, 6
 _PATIENCE = 300.0  # seconds
@@ -30,12 +31,16 @@ def run(setting: Setting, directory: Path) -> list[Row]:
     began = time.monotonic()
     with open(directory / "first.log", "wb") as log:
         first = subprocess.Popen(base, stdout=log, stderr=log, env=environment)
-    checkpoints = directory / "runs" / "gpu" / "checkpoints"
-    while first.poll() is None and not any(checkpoints.glob("*")) and time.monotonic() - began < _PATIENCE:
-        time.sleep(0.2)
-    killed = first.poll() is None
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    made = directory / "runs" / "gpu"
+    try:
+        while first.poll() is None and not (made.is_dir() and can_be_resumed(made)):
+            if time.monotonic() - began > _PATIENCE:
+                raise RuntimeError(f"the run has made no checkpoint in {_PATIENCE:.0f} s")
+            time.sleep(0.2)
+        killed = first.poll() is None
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
     done = subprocess.run(
         [*base, "--resume", "--json"], capture_output=True, text=True, env=environment, timeout=_PATIENCE
     )
