@@ -40,7 +40,7 @@ class SharedStep:
 
     @property
     def ready(self) -> int:
-        """Samples that have to be ready when the shared GPUs begin to train: the first batch, and so many that each
+        """Samples that have to be ready when the shared GPUs begin to train: the first batch, and enough that each
         later one is ready in time."""
         later = self.samples - self.alone * self.training * (self.batches - 1) / self.batches
         return min(self.samples, max(-(-self.samples // self.batches), round(later)))
