@@ -34,13 +34,18 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(HOSTS)/verl/.installed  ## the adapters inside verl, which it installs in build/hosts
-	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl*.py)
+test-integrations: $(HOSTS)/verl/.installed $(HOSTS)/trl/.installed  ## the adapters inside verl and TRL, which it installs
+	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
+	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/verl 'verl>=0.9.1,<0.10' --with 'transformers>=5.5.3,<5.11' 'hydra-core<1.4' \
 	    'tensordict>=0.8,<=0.10' torchdata codetiming peft 'antlr4-python3-runtime==4.9.*' cachetools datasets dill
+	@touch $@
+
+$(HOSTS)/trl/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/trl 'trl>=1.16,<1.18' requests
 	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.
