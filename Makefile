@@ -11,7 +11,10 @@ TRAFFIC ?= $(LIBRA_SERVING_TRACE)
 # Of `make docs`: a small virtual environment of its own, for the site needs nothing of what Libra needs.
 DOCS_VENV := build/docs-venv
 
-.PHONY: help setup run test wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
+# Of `make test-integrations`: hosts of adapters, each beside the libraries of $(VENV), of which it has some its own way.
+HOSTS := build/hosts
+
+.PHONY: help setup run test test-integrations wheels docs compiled test-compiled fuzz soak lint bench bench-quick bench-lending bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +33,15 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
+
+test-integrations: $(HOSTS)/verl/.installed  ## the adapters inside verl, which it installs in build/hosts
+	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl*.py)
+
+# verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
+$(HOSTS)/verl/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/verl 'verl>=0.9.1,<0.10' --with 'transformers>=5.5.3,<5.11' 'hydra-core<1.4' \
+	    'tensordict>=0.8,<=0.10' torchdata codetiming peft 'antlr4-python3-runtime==4.9.*' cachetools datasets dill
+	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.
 compiled: setup  ## the simulator's core compiled in build/compiled, and whether it gives the same bytes

@@ -18,6 +18,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "evaluation": "hours; what has finished is kept",
     "fidelity": "a quarter of an hour (extra `cpu`)",
     "gateway": "7 minutes (21,000 open files)",
+    "gpu": "10 minutes (a GPU of 80 GB; a minute with `--dry-run`)",
     "joins": "minutes (extra `cpu`)",
     "kv_tiers": "a minute",
     "lending.fidelity": "minutes (extra `cpu`, recorded requests)",
@@ -42,6 +43,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "simulation": "a quarter of an hour",
     "soak": "20 minutes (extra `cpu`)",
     "tracking": "a quarter of an hour",
+    "watching": "seconds (extra `otel`)",
     "weights": "minutes (extra `cpu`)",
     "workloads": "a minute",
 }

@@ -108,10 +108,7 @@ def check(index: int, router: str, seeds: int) -> Verdict:
     question = list(questions())[index]
     planner, log = question.ask()
     planner = replace(planner, recipe=planner.recipe.model_copy(update={"router": router}))
-    tracker = planner.tracker()
-    for trajectory in log:
-        tracker.observe(trajectory)
-    began = process_time()
+    tracker, began = planner.tracker(log), process_time()
     plan = choose_plan(planner.request(tracker), log, effort=Effort(_SECONDS))
     planning = process_time() - began
     simulated = _simulated(plan, log, router, seeds) if seeds else {}

@@ -14,9 +14,11 @@ workload is ours, not Frontier's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
@@ -28,13 +30,12 @@ from benchmarks.simulation import SESSIONS
 from benchmarks.workloads import definition
 from libra import read_trajectories
 from libra.config.recipe import Recipe
-from libra.cost.grid import EngineProfile
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model_file import load_model
+from libra.lengths.tracker import LengthTracker
 from libra.plan.decision import ROLE_CHANGE
-from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.problem import Problem
 from libra.route.baselines import LeastLoaded
@@ -48,24 +49,24 @@ from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory, Turn, truncate
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-MODEL = load_model("Qwen/Qwen3-8B")
-LONGEST = 40960  # tokens of context
+MODEL, LONGEST = load_model("Qwen/Qwen3-8B"), 40960  # tokens of context
 LONGEST_TOOL = 5.0  # seconds: longer calls waited for people
 GROUPS = 64  # of 16, that are planned with
 H20 = load_cluster(EXAMPLES / "cluster_prefill_decode.yaml").nodes[1].gpu
-KINDS = {name: GPUS.get(name, H20) for name in ("H100", "A800", "L40S", "H20")}
 MIXES = (("H100", "H100"), ("H100", "A800"), ("A800", "L40S"), ("H100", "H20"))
 SHARES = (0.2, 0.33, 0.5, 0.67, 0.8)  # of the GPUs that are of the first kind
+SIZES = ((2, 2), (3, 4), (4, 8), (8, 8))  # nodes of H100 and of H20
+ENGINES, REQUESTS, TOGETHER = 16, 2000, 512  # requests of each kind, and in flight
+NETWORK = 45e9  # bytes/s of a GPU: 400 Gb/s each, as nodes of H800 have
+LONG_PROMPTS, LONG_ANSWERS = (8192, 64), (256, 2048)  # tokens of prompt and answer
+
+Logs = dict[str, tuple[Trajectory, ...]]
 
 
-def nodes(gpu: str, count: int) -> NodeClass:
-    return NodeClass(gpu.lower(), count, 8, KINDS[gpu], KINDS[gpu].link, 50e9)
-
-
-def workloads(sessions: Path) -> dict[str, tuple[Trajectory, ...]]:
+def workloads(sessions: Path) -> Logs:
     """Agents that search, those that write code, and sessions of coding, which are told much and say little."""
-    found = {"search_agent": tuple(read_trajectories(EXAMPLES / "search_agent.jsonl"))}
     episodes = definition.read("r2e_gym").episodes("strong")
+    found = {"search_agent": tuple(read_trajectories(EXAMPLES / "search_agent.jsonl"))}
     found["r2e_gym"] = tuple(it for number in range(GROUPS) for it in episodes.group(number, 0))
     if sessions.exists():
         found["coding sessions"] = tuple(read_trajectories(sessions))
@@ -76,189 +77,133 @@ def workloads(sessions: Path) -> dict[str, tuple[Trajectory, ...]]:
 
 
 def _cut(trajectory: Trajectory) -> Trajectory:
-    turns = (
-        turn if turn.tool_seconds is None else replace(turn, tool_seconds=min(LONGEST_TOOL, turn.tool_seconds))
-        for turn in trajectory.turns
-    )
-    return replace(trajectory, turns=tuple(turns))
+    limits = ((it, it.tool_seconds and min(LONGEST_TOOL, it.tool_seconds)) for it in trajectory.turns)
+    return replace(trajectory, turns=tuple(replace(turn, tool_seconds=tool) for turn, tool in limits))
 
 
-def recipe(*, pairs: bool) -> Recipe:
+def recipe(pairs: bool) -> Recipe:
     return Recipe(batch=1024, samples_per_prompt=16, max_length=LONGEST, prefill_decode=pairs)
 
 
-def profiles_of(cluster: Cluster) -> tuple[EngineProfile, ...]:
-    return engine_profiles(cluster, MODEL, recipe(pairs=False), host="default")
+def planner(kinds: dict[str, int], log: Sequence[Trajectory], *, pairs: bool) -> tuple[Planner, LengthTracker]:
+    """A planner for these nodes of eight GPUs, and lengths as the log has them."""
+    gpus = {name: GPUS.get(name, H20) for name in kinds}
+    cluster = Cluster(tuple(NodeClass(it.lower(), kinds[it], 8, gpu, gpu.link, 50e9) for it, gpu in gpus.items()))
+    found = Planner(cluster, MODEL, recipe(pairs), engine_profiles(cluster, MODEL, recipe(False), host="default"))
+    return found, found.tracker(log)
 
 
-def planner(cluster: Cluster, *, pairs: bool) -> Planner:
-    return Planner(cluster, MODEL, recipe(pairs=pairs), profiles_of(cluster))
-
-
-# What pairs could gain at most
-
-
-def bound_rows(logs: dict[str, tuple[Trajectory, ...]]) -> Iterator[Row]:
-    for name, log in logs.items():
-        for first, second in MIXES:
-            kinds = (nodes(first, 8),) if first == second else (nodes(first, 8), nodes(second, 8))
-            one = planner(Cluster(kinds), pairs=True)
-            tracker = one.tracker()
-            for trajectory in log:
-                tracker.observe(trajectory)
-            problem = one.problem(tracker)
-            pools = [it.name for it in kinds]
-            gains = [_gain(problem, dict(zip(pools, (share, 1 - share), strict=False))) for share in SHARES]
-            yield Row(f"{name}, {first} and {second}", "most that rollout gains, times", max(gains), "")
+def bound_rows(logs: Logs) -> Iterator[Row]:
+    """What pairs could gain at most."""
+    for (name, log), mix in product(logs.items(), MIXES):
+        one, tracker = planner(dict.fromkeys(mix, 8), log, pairs=True)
+        problem, pools = one.problem(tracker), [gpu.lower() for gpu in dict.fromkeys(mix)]
+        gains = [_gain(problem, dict(zip(pools, (share, 1 - share), strict=False))) for share in SHARES]
+        yield Row(f"{name}, {mix[0]} and {mix[1]}", "most that rollout gains, times", max(gains), "")
 
 
 def _gain(problem: Problem, gpus: dict[str, float]) -> float:
     """Rate of all engines with pairs over the rate without; `gpus` has the number of GPUs of each kind."""
-    alone = {it.shape: (it.pool, it.devices * max(map(sum, it.work))) for it in problem.engines if it.prefill is None}
-    halves: dict[tuple[str, str], tuple[str, float]] = {}
+    alone = {
+        it.shape: ("alone", it.pool, it.devices * max(map(sum, it.work))) for it in problem.engines if not it.prefill
+    }
+    halves: dict[tuple[str, str], tuple[str, str, float]] = {}
     for it in problem.engines:
         if it.prefill is not None:
             first, then = (half.split()[1] for half in it.shape.split(" > "))
-            halves["prefill", first] = it.prefill[0], it.prefill[1] * sum(it.work[0])
-            halves["decode", then] = it.pool, it.devices * max(map(sum, it.work[2:]))
-    return _rate(alone, halves, gpus) / _rate(alone, {}, gpus)
+            halves["prefill", first] = "prefill", it.prefill[0], it.prefill[1] * sum(it.work[0])
+            halves["decode", then] = "decode", it.pool, it.devices * max(map(sum, it.work[2:]))
+    return _rate([*alone.values(), *halves.values()], gpus) / _rate([*alone.values()], gpus)
 
 
-def _rate(
-    alone: dict[str, tuple[str, float]], halves: dict[tuple[str, str], tuple[str, float]], gpus: dict[str, float]
-) -> float:
-    """Steps/s, by a linear program. Its variables: GPUs of each engine, given the GPU seconds that it takes a step, and
-    the steps/s that go through pairs."""
-    engines = [("alone", *it) for it in alone.values()] + [(role, *it) for (role, _), it in halves.items()]
+def _rate(engines: Sequence[tuple[str, str, float]], gpus: dict[str, float]) -> float:
+    """Steps/s, by a linear program, of engines by role, pool and the GPU seconds that they take a step. Its variables:
+    GPUs of each engine, and the steps/s that go through pairs."""
     cost = [-1 / each if role == "alone" else 0.0 for role, _, each in engines] + [-1.0]
     rows = [[-1 / each if role == half else 0.0 for role, _, each in engines] + [1.0] for half in ("prefill", "decode")]
     rows += [[float(pool == kind) for _, pool, _ in engines] + [0.0] for kind in gpus]
     return float(-linprog(cost, A_ub=np.array(rows), b_ub=[0.0, 0.0, *gpus.values()]).fun)
 
 
-# What plans gain
+def plan_rows(logs: Logs, steps: int) -> Iterator[Row]:
+    for (name, log), (h100, h20) in product(logs.items(), SIZES):
+        asked = [planner({"H100": h100, "H20": h20}, log, pairs=pairs) for pairs in (False, True)]
+        plans = [one.plan(tracker) for one, tracker in asked]
+        case, (without, paired) = f"{name}, {8 * h100} H100 and {8 * h20} H20", (it.predicted.step for it in plans)
+        yield Row(case, "step without pairs", without, "s")
+        yield Row(case, "gain by pairs, planned, times", without / paired, "")
+        if not any(it.role == "prefill" for it in plans[1].placement) or without / paired <= 1.005:
+            continue
+        batch = tuple(draw(log, recipe(True).batch, 0, same_prompts=True))
+        for what, word, took in (
+            ("step", "simulated", [simulate_run(plan, log, steps, learned=log).step_seconds for plan in plans]),
+            ("rollout", "by an oracle", [roll_out(plan, batch).seconds for plan in plans]),
+        ):
+            yield Row(case, f"{what} without pairs, {word}", took[0], "s")
+            yield Row(case, f"gain by pairs, {word}, times", took[0] / took[1], "")
 
 
-def plan_rows(logs: dict[str, tuple[Trajectory, ...]], steps: int) -> Iterator[Row]:
-    for name, log in logs.items():
-        for h100, h20 in ((2, 2), (3, 4), (4, 8), (8, 8)):
-            cluster = Cluster((nodes("H100", h100), nodes("H20", h20)))
-            plans = [_planned(planner(cluster, pairs=pairs), log) for pairs in (False, True)]
-            case = f"{name}, {8 * h100} H100 and {8 * h20} H20"
-            without, with_pairs = (plan.predicted.step for plan in plans)
-            yield Row(case, "step without pairs", without, "s")
-            yield Row(case, "gain by pairs, planned, times", without / with_pairs, "")
-            if any(it.role == "prefill" for it in plans[1].placement) and without / with_pairs > 1.005:
-                runs = [simulate_run(plan, log, steps, learned=log).step_seconds for plan in plans]
-                yield Row(case, "step without pairs, simulated", runs[0], "s")
-                yield Row(case, "gain by pairs, simulated, times", runs[0] / runs[1], "")
-                batch = tuple(draw(log, recipe(pairs=True).batch, 0, same_prompts=True))
-                rollouts = [roll_out(plan, batch).seconds for plan in plans]
-                yield Row(case, "rollout without pairs, by an oracle", rollouts[0], "s")
-                yield Row(case, "gain by pairs, by an oracle, times", rollouts[0] / rollouts[1], "")
+def makespan(prefill: int, later: int | None = None, drain: bool = True) -> float:
+    """Seconds with `prefill` engines for prompts and the others for answers; 0: all are for both. With `later`, so many
+    stay for prompts once the last long prompt is in flight."""
+    work = [LONG_PROMPTS] * REQUESTS + [LONG_ANSWERS] * REQUESTS
+    log = [
+        Trajectory(str(number), str(number), "t", prompt, (Turn(answer, None, None, 0),), None, 0, True)
+        for number, (prompt, answer) in enumerate(work)
+    ]
+    halves: dict[str, Any] = {"kv_transfer": KVNetwork(NETWORK), "decode_route": LeastLoaded()} if prefill else {}
+    roles = [(PREFILL if it < prefill else DECODE) if prefill else COLOCATED for it in range(ENGINES)]
+    specs = [_spec(*it) for it in enumerate(roles)]
+    cluster = SimCluster(specs, Replay(log, concurrency=TOGETHER), LeastLoaded(), patient=True, **halves)
 
-
-def _planned(one: Planner, log: Sequence[Trajectory]) -> Plan:
-    tracker = one.tracker()
-    for trajectory in log:
-        tracker.observe(trajectory)
-    return one.plan(tracker)
-
-
-# What a change of roles is worth
-
-ENGINES = 16
-REQUESTS = 2000  # of each kind
-TOGETHER = 512
-NETWORK = 45e9  # bytes/s of a GPU: 400 Gb/s each, as nodes of H800 have
-LONG_PROMPTS, LONG_ANSWERS = (8192, 64), (256, 2048)  # tokens of prompt and answer
-
-
-@dataclass(slots=True)
-class Turning:
-    """Engines in two roles whose work turns from long prompts to long answers, and which then may be divided anew."""
-
-    prefill: int  # engines, at first
-    later: int | None  # and afterwards; None: as before
-    drain: bool = True
-
-    def makespan(self) -> float:
-        if not self.prefill:
-            return self._run(self._cluster([_spec(number, COLOCATED) for number in range(ENGINES)], None))
-        specs = [_spec(number, PREFILL if number < self.prefill else DECODE) for number in range(ENGINES)]
-        cluster = self._cluster(specs, KVNetwork(NETWORK))
-        if self.later is not None:
-            cluster.at(0, partial(self._look, cluster))
-        return self._run(cluster)
-
-    def _cluster(self, specs: Sequence[EngineSpec], network: KVNetwork | None) -> SimCluster:
-        kinds = [LONG_PROMPTS] * REQUESTS + [LONG_ANSWERS] * REQUESTS
-        log = [
-            Trajectory(str(number), str(number), "t", prompt, (Turn(answer, None, None, 0),), None, 0, True)
-            for number, (prompt, answer) in enumerate(kinds)
-        ]
-        decode = None if network is None else LeastLoaded()
-        work = Replay(log, concurrency=TOGETHER)
-        return SimCluster(specs, work, LeastLoaded(), kv_transfer=network, decode_route=decode, patient=True)
-
-    def _run(self, cluster: SimCluster) -> float:
-        cluster.run()
-        return seconds(cluster.now)
-
-    def _look(self, cluster: SimCluster, now: int) -> None:
-        """Once a second, until the last of the first kind is in flight."""
+    def look(now: int) -> None:
         if len(cluster.requests) < REQUESTS:
-            cluster.at(now + ticks(1.0), partial(self._look, cluster))
+            cluster.at(now + ticks(1.0), look)
             return
-        assert self.later is not None
-        for number in range(self.later, self.prefill):
-            name, changed = _spec(number, PREFILL).name, _spec(number, DECODE)
-            back = partial(self._back, cluster, changed)
-            if self.drain:
-                cluster.drain(name, back)
+        for number in range(later or 0, prefill):
+            begin = partial(_begin, cluster, _spec(number, DECODE))
+            if drain:
+                cluster.drain(specs[number].name, begin)
             else:
-                cluster.close(name)
-                back(now)
+                cluster.close(specs[number].name)
+                begin(now)
 
-    @staticmethod
-    def _back(cluster: SimCluster, spec: EngineSpec, now: int) -> None:
-        def ready(_: int) -> None:
-            cluster.add(spec)
+    if later is not None:
+        cluster.at(0, look)
+    cluster.run()
+    return seconds(cluster.now)
 
-        cluster.at(now + ticks(ROLE_CHANGE), ready)
+
+def _begin(cluster: SimCluster, spec: EngineSpec, now: int) -> None:
+    def ready(_: int) -> None:
+        cluster.add(spec)
+
+    cluster.at(now + ticks(ROLE_CHANGE), ready)
 
 
 def _spec(number: int, role: EngineRole) -> EngineSpec:
+    return EngineSpec(f"e{number}", *_h800(), 0, "", 1, role, MODEL.kv_bytes_per_token(2))
+
+
+@cache
+def _h800() -> tuple[EngineConfig, GridCost]:
     config = EngineConfig(16384, 25_000, max_num_seqs=256, kv_load_failure_policy="recompute")
-    grid = engine_profiles(Cluster((NodeClass("h800", 2, 8, GPUS["H800"], 200e9, 50e9),)), MODEL, recipe(pairs=False))[
-        0
-    ]
-    kv_bytes = MODEL.kv_bytes_per_token(2)
-    return EngineSpec(f"e{number}", config, _cost(grid, config), 0, "", 1, role, kv_bytes)
-
-
-_COSTS: dict[EngineConfig, GridCost] = {}
-
-
-def _cost(profile: EngineProfile, config: EngineConfig) -> GridCost:
-    if config not in _COSTS:
-        _COSTS[config] = GridCost(profile.grid(1), config)
-    return _COSTS[config]
+    there = Cluster((NodeClass("h800", 2, 8, GPUS["H800"], 200e9, 50e9),))
+    return config, GridCost(engine_profiles(there, MODEL, recipe(False))[0].grid(1), config)
 
 
 def role_rows() -> Iterator[Row]:
     case = f"{ENGINES} H800, from long prompts to long answers"
-    still = {prefill: Turning(prefill, None).makespan() for prefill in (2, 4, 8, 12, 14)}
+    still = {prefill: makespan(prefill) for prefill in (2, 4, 8, 12, 14)}
     first = min((12, 14), key=lambda it: still[it])
     for prefill, took in still.items():
         yield Row(case, f"{prefill} prefill engines throughout", took, "s")
     for drain, word in ((True, "drained"), (False, "dropped")):
-        changed = {later: Turning(first, later, drain).makespan() for later in (1, 2, 4)}
-        took = min(changed.values())
-        yield Row(case, f"{first} prefill engines, then {min(changed, key=changed.__getitem__)}, {word}", took, "s")
+        took, later = min((makespan(first, later, drain), later) for later in (1, 2, 4))
+        yield Row(case, f"{first} prefill engines, then {later}, {word}", took, "s")
         yield Row(case, f"that over {first} throughout, times", took / still[first], "")
         yield Row(case, "that over the best throughout, times", took / min(still.values()), "")
-    yield Row(case, "colocated", Turning(0, None).makespan(), "s")
+    yield Row(case, "colocated", makespan(0), "s")
     yield Row(case, "published: makespan with reconfiguration, times", 0.49, "")
     yield Row(case, "published: a switch", ROLE_CHANGE, "s")
 
@@ -269,13 +214,11 @@ def main() -> None:
     parser.add_argument("--sessions", type=Path, default=SESSIONS, metavar="FILE", help="a log of coding sessions")
     parser.add_argument("--only", choices=("bound", "plan", "roles"))
     options = parser.parse_args()
-    rows: list[Row] = []
-    if options.only in (None, "bound"):
-        rows += bound_rows(workloads(options.sessions))
-    if options.only in (None, "plan"):
-        rows += plan_rows(workloads(options.sessions), options.steps)
-    if options.only in (None, "roles"):
-        rows += role_rows()
+    logs = {} if options.only == "roles" else workloads(options.sessions)
+    only, rows = options.only, list[Row]()
+    rows += bound_rows(logs) if only in (None, "bound") else ()
+    rows += plan_rows(logs, options.steps) if only in (None, "plan") else ()
+    rows += role_rows() if only in (None, "roles") else ()
     report(rows, options.json)
 
 

@@ -27,9 +27,7 @@ _REPLAYED = 4_096  # observed trajectories that a router learns from, or is meas
 def request_of(case: Case) -> ClusterRequest:
     """The planner's request for a case, from all of its observed trajectories."""
     planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
-    tracker = planner.tracker(half_life_steps=1e6)  # all that is observed counts
-    for trajectory in case.observed():
-        tracker.observe(trajectory)
+    tracker = planner.tracker(case.observed(), half_life_steps=1e6)  # all of them count
     return planner.request(tracker)
 
 

@@ -81,12 +81,9 @@ def question(
     `InfeasiblePlanError`."""
     known, judged = logs
     planner = Planner(cluster, model, recipe, profiles)
-    tracker = planner.tracker(half_life_steps=1e6)  # all that is known counts
     episodes = Resampled(tuple(known), recipe.samples_per_prompt, recipe.max_length, seed)
     before = tuple(it for group in range(recipe.prompts) for it in episodes.group(group, 0))
-    for trajectory in before:
-        tracker.observe(trajectory)
-    plan = planner.plan(tracker)
+    plan = planner.plan(planner.tracker(before, half_life_steps=1e6))  # all of them count
     engines = ", ".join(f"{it.shape} x {it.engines}" for it in plan.allocation.buckets)
     return Question(f"{name}: {engines}", plan, before, tuple(judged), recipe)
 

@@ -8,7 +8,8 @@ the same trajectories, after it has learned from the same ones.
 
 Trajectories are drawn: 16 samples of each prompt, 12 turns each in the mean, 8 tools that say little or much about the
 turns that follow. A decision is what follows a tool return. Instances are in 3 buckets. With `--quick` policies have
-seen 2,000 trajectories, otherwise 100,000. At a gateway, two loads change with each decision. Sessions without a name
+seen 2,000 trajectories, otherwise 100,000. At a gateway, two loads change with each decision. In a trainer a decision
+is the whole of `SessionRouter.acquire`. Sessions without a name
 are 1,000 at a time, with one system prompt and 8 turns each; all that finding them adds to a turn is timed.
 """
 
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.rows import Row, report
+from libra.live.session_router import SessionRouter
 from libra.route.catalogue import policy_named
 from libra.route.policy import Fleet, InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.serve.gateway.config import UpstreamSection
@@ -34,6 +36,7 @@ from libra.serve.gateway.upstreams import Upstreams
 from libra.trajectory import Trajectory, Turn
 
 GOAL_MICROSECONDS = 20.0  # of a decision with 10 instances
+TRAINER_MICROSECONDS = 1000.0  # of a decision in a trainer, at P99
 ADDED_MICROSECONDS = 1000.0  # to a turn of a session without a name, at the median
 
 _POLICIES = ("least-loaded", "cmlfq-published", "cmlfq")
@@ -94,7 +97,15 @@ def measured(name: str, seen: int, fleets: Sequence[int]) -> list[Row]:
         Row(case, f"decision at a gateway, {instances} engines, median", typical, "us")
         for instances, typical in zip(_GATEWAY_ENGINES, (few, many), strict=True)
     ]
-    return [*rows, Row(case, "the second over the first", many / few, "")]
+    taken = np.array(list(in_trainer(policy, _GATEWAY_ENGINES[-1])))
+    slow = float(np.quantile(taken, 0.99))
+    where = f"decision in a trainer, {_GATEWAY_ENGINES[-1]} servers"
+    return [
+        *rows,
+        Row(case, "the second over the first", many / few, ""),
+        Row(case, f"{where}, median", float(np.median(taken)), "us"),
+        Row(case, f"{where}, P99", slow, "us", *_at_most(slow, TRAINER_MICROSECONDS)),
+    ]
 
 
 def at_gateway(policy: Policy, instances: int) -> float:
@@ -121,6 +132,27 @@ def at_gateway(policy: Policy, instances: int) -> float:
         ended.load_tokens = max(0, ended.load_tokens - 1_000)
 
     return float(np.median(list(decisions(policy, upstreams.fleet(500), drawn(_ASKED, seed=1), placed))))
+
+
+def in_trainer(policy: Policy, servers: int) -> Iterator[float]:
+    """Microseconds of each decision for a trainer that tells tools and ends; each server has a turn at the start."""
+    router = SessionRouter(policy, capacity_tokens=_LIMITS[-1], turn_tokens=500)
+    router.add(f"server {number}" for number in range(servers))
+    random = np.random.default_rng(2)
+    for number in range(servers):
+        router.acquire(f"before {number}", int(random.integers(1_000, 40_000)))
+    for trajectory in drawn(_ASKED, seed=1):
+        id = f"asked {trajectory.id}"
+        router.began(id, trajectory.prompt_id, trajectory.task)
+        for turn, context in zip(trajectory.turns, trajectory.contexts(), strict=False):
+            began = time.process_time_ns()
+            server = router.acquire(id, context)
+            yield (time.process_time_ns() - began) / 1e3
+            router.release(server, id)
+            router.answered(id, context, turn.generated_tokens)
+            if turn.tool is not None and turn.status is not None:
+                router.returned(id, turn.tool, turn.status)
+        router.forget(id)
 
 
 def found(tokens: int, sessions: int) -> list[Row]:

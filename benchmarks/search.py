@@ -32,10 +32,10 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.plan.problem import InfeasiblePlanError
-from libra.plan.serving import ServingOption, ServingProblem, solve_serving
 from libra.serving.candidate import ServingCandidate
 from libra.serving.menu import MenuFile, ServingMenu
 from libra.serving.mix import plan_mix, single_engines
+from libra.serving.mix_problem import ServingOption, ServingProblem, solve_serving
 from libra.serving.objective import parse_objectives
 from libra.serving.question import SizingQuestion
 from libra.serving.search import answer

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from benchmarks.evaluation.setting import Setting
 from benchmarks.rollout_price_cases import Case, logged_cases, logged_trajectories
 from benchmarks.rows import Row, report
 from benchmarks.workloads.definition import read
-from benchmarks.workloads.drifting_tasks import DriftingTasks
+from benchmarks.workloads.drifting_tasks import Stationary
 from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.plan.plan import Plan
@@ -59,25 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += run_rows(f"{case.name}, {words}", [simulated_log(case, half)])
     report(rows, options.json)
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Stationary:
-    """`Episodes` of one stage of a drift."""
-
-    tasks: DriftingTasks
-    stage: int
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.tasks.samples_per_prompt
-
-    @property
-    def max_context(self) -> int:
-        return self.tasks.max_context
-
-    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        return tuple(replace(each, policy_version=version) for each in self.tasks.group(number, self.stage))
 
 
 class Watching:
@@ -137,12 +118,9 @@ def simulated_log(case: Case, half: int, steps: int = _RUN_STEPS) -> list[dict[s
     recipe = case.recipe.model_copy(update={"mode": "async", "staleness": _LOG_STALENESS, "batch": _LOG_BATCH})
     log = logged_trajectories(case)[half::2]
     planner = Planner(case.cluster, case.model, recipe, case.profiles)
-    known = planner.tracker()
-    for trajectory in log:
-        known.observe(trajectory)
     episodes = Resampled(tuple(log), recipe.samples_per_prompt, recipe.max_length, half)
     watching = Watching(episodes, recipe.batch, steps)
-    system = System("log", planner.plan(known), LeastLoaded, lambda: watching)
+    system = System("log", planner.plan(planner.tracker(log)), LeastLoaded, lambda: watching)
     simulate_posttraining(system, episodes, steps)
     return watching.errors
 

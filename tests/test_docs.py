@@ -24,6 +24,7 @@ from libra.cli.app import app
 from libra.config.frameworks import FRAMEWORKS
 from libra.config.recipe import Recipe
 from libra.config.run import RunConfig
+from libra.config.yaml_file import without_null
 from libra.environments.protocol import Environment
 from libra.hardware.cluster_file import load_cluster
 from libra.records.causes import Cause
@@ -111,10 +112,9 @@ def _config_keys(section: type[BaseModel], prefix: str = "", within: str = "") -
     """Every key and its default as JSON, sections opened; without a default "required", or, in a section that need not
     be given, "with `SECTION`"."""
     for name, field in section.model_fields.items():
-        inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)), None)
+        inner = next((kind for kind in _kinds(field.annotation) if _is_section(kind)), None)
         if inner is not None:
-            kinds = (field.annotation, *get_args(field.annotation))
-            several = any(get_origin(kind) in (dict, tuple) for kind in kinds)
+            several = any(get_origin(kind) in (dict, tuple) for kind in _kinds(field.annotation))
             optional = within if field.is_required() else name
             yield from _config_keys(inner, f"{prefix}{name}." + ("*." if several else ""), optional)
         elif field.is_required():
@@ -122,6 +122,10 @@ def _config_keys(section: type[BaseModel], prefix: str = "", within: str = "") -
         else:
             default = str(field.default) if isinstance(field.default, Path) else field.default
             yield prefix + name, list(default) if isinstance(default, tuple) else default
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    return [without_null(kind) for kind in (annotation, *get_args(annotation))]
 
 
 def _stated(default: str) -> Any:

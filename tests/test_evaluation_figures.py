@@ -20,8 +20,8 @@ BARS = [
 TOKENS, SECONDS = Axis("tokens", doubling=True), Axis("seconds", logarithmic=True)
 
 
-def bars(series: list[Bars] = BARS, title: str = "T & U", groups: tuple[str, ...] = ("a", "b", "c d")) -> BarChart:
-    return BarChart(title, "D", groups, series, "tokens/s", decimals=1)
+def bars(series: list[Bars] = BARS) -> BarChart:
+    return BarChart("T & U", "D", ("a", "b", "c d"), series, "tokens/s", decimals=1)
 
 
 def lines(*series: Line) -> LineChart:
@@ -65,12 +65,9 @@ def test_numbers_of_others_look_different_in_the_same_colour() -> None:
 
 
 REFUSED: list[tuple[Callable[[], Figure], str]] = [
-    (lambda: bars([Bars("a", (1.0,))]), "a: there are 1 values for 3 groups"),
+    (lambda: bars([Bars("a", (1.0,))]), "shorter"),
     (lambda: bars([Bars("a", (1.0, -2.0, 3.0))]), "bars start at 0"),
     (lambda: bars([Bars("a", (None, None, None))]), "no figure of none"),
-    (lambda: bars([Bars("a", (1.0, 2.0, 3.0))] * 2), "give each its own name"),
-    (lambda: bars([Bars(str(it), (1.0, 2.0, 3.0)) for it in range(8)]), "there are 8 series: show 7 or fewer"),
-    (lambda: bars(title=" "), "title or description is empty"),
     (lambda: lines(Line("a", ())), "a: there are no points"),
     (lambda: lines(Line("a", ((1024.0, 0.0),))), "a logarithm needs positive"),
 ]

@@ -23,10 +23,10 @@ from benchmarks.evaluation.engines import a800_nodes, engines_of
 from benchmarks.evaluation.estimates import Estimate
 from benchmarks.evaluation.experiment import MODULES, Experiment, Found, experiments
 from benchmarks.evaluation.generation import PROMPT, spread_requests
-from benchmarks.evaluation.page import with_tables
 from benchmarks.evaluation.table import Column, Table
 from benchmarks.evaluation.tp_by_length import EXPERIMENT as TP_BY_LENGTH
 from benchmarks.evaluation.tp_by_length import crossover
+from benchmarks.page import PLACE, with_tables
 from libra.config.recipe import Recipe
 from libra.hardware.model_file import load_model
 from libra.plan.options.engines import engine_kv_tokens
@@ -49,12 +49,12 @@ after"""
 
 
 def test_tables_reach_their_places_and_the_rest_stays() -> None:
-    written = with_tables(PAGE, {"one/a": "| A |\n", "one/b": "| B |"}, ["one", "two"])
+    written = with_tables(PAGE, {"one/a": "| A |\n", "one/b": "| B |"})
     assert written == PAGE.replace("old\n", "\n| A |\n\n").replace(
         "<!-- table: one/b -->\n", "<!-- table: one/b -->\n\n| B |\n\n"
     )
-    assert with_tables(written, {"one/a": "| A |", "one/b": "| B |"}, ["one", "two"]) == written
-    assert with_tables(PAGE, {}, ["one", "two"]) == PAGE
+    assert with_tables(written, {"one/a": "| A |", "one/b": "| B |"}) == written
+    assert with_tables(PAGE, {}) == PAGE
 
 
 _TEXT = st.text(st.sampled_from("ab <>|-!\r\n"), max_size=30).filter(lambda it: "<!--" not in it)
@@ -70,30 +70,23 @@ def test_what_is_outside_of_the_markers_stays(outside: list[str], inside: list[s
     count = len(outside) - 1
     tables = {f"x/t{number}": f"| {number} |" for number in range(count)}
     before = page([f"{text}\n" for text in inside[:count]])
-    assert with_tables(before, tables, ["x"]) == page([f"\n{text}\n\n" for text in tables.values()])
+    assert with_tables(before, tables) == page([f"\n{text}\n\n" for text in tables.values()])
 
 
 @pytest.mark.parametrize(
-    ("page", "tables", "message"),
+    ("page", "tables"),
     [
-        ("", {"one/a": ""}, "no place for one/a; add <!-- table: one/a -->"),
-        (PAGE, {"one/a": ""}, "line 13: one makes no table one/b"),
-        (PAGE, {"one/a": "", "one/b": "", "one/c": ""}, "no place for one/c"),
-        ("<!-- table: three/a -->\n<!-- end -->", {}, "line 1: there is no experiment three; known are one, two"),
-        ("<!-- table: one/a -->\n", {}, "table one/a does not end"),
-        ("<!-- end -->\n", {}, "line 1: <!-- end --> ends nothing"),
-        ("<!-- table: one/a -->\n<!-- table: one/b -->\n", {}, "line 2: table one/b begins inside of one/a"),
-        ("<!-- table: one/a -->\n<!-- end -->\n" * 2, {}, "line 3: table one/a has a place already"),
-        ("<!--table: one/a-->\n", {}, "line 1: '<!--table: one/a-->' is no marker"),
-        ("<!-- table one/a -->\n", {}, "is no marker"),
-        ("<!-- table: one -->\n", {}, "is no marker"),
-        ("text <!-- table: one/a -->\n", {}, "is no marker"),
-        ("<!-- table: one/a -->\n<!-- end --> text\n", {}, "line 2: .* is no marker"),
+        ("", {"one/a": ""}),
+        (PAGE, {"one/a": ""}),
+        (PAGE, {"one/a": "", "one/b": "", "one/c": ""}),
+        ("<!-- table: one/a -->\n", {"one/a": ""}),
+        ("<!-- table: one/a -->\n<!-- end -->\n" * 2, {"one/a": ""}),
+        ("text <!-- table: one/a -->\n<!-- end -->\n", {"one/a": ""}),
     ],
 )
-def test_a_page_that_does_not_fit_is_refused(page: str, tables: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_tables(page, tables, ["one", "two"])
+def test_a_page_that_does_not_fit_is_refused(page: str, tables: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"the page has places for .*, and the tables are one/a"):
+        with_tables(page, tables)
 
 
 def test_a_table_is_one_line_a_row() -> None:
@@ -115,8 +108,8 @@ def test_a_table_is_one_line_a_row() -> None:
         ("case, z", "share", 2.0, "%"),
         ("case, z", "speed", 7, "tokens/s"),
     ]
-    with pytest.raises(ValueError, match="z: there are 1 values for 3 columns"):
-        Table("a", columns, {"z": (1.0,)})
+    with pytest.raises(ValueError, match="shorter"):
+        Table("a", columns, {"z": (1.0,)}).markdown()
 
 
 def test_every_experiment_is_registered_under_its_own_name() -> None:
@@ -169,7 +162,7 @@ def test_requests_are_spread_over_their_range(low: int, width: int, seed: int) -
 
 def test_the_page_has_tables_figures_and_a_command_of_every_experiment_and_of_no_other() -> None:
     page, names = EVALUATION.read_text(encoding="utf-8"), [it.name for it in experiments()]
-    assert with_tables(page, {}, names) == page
+    assert len(re.findall("<!-- (?:table|end)", page)) == 2 * len(PLACE.findall(page))
     assert list(dict.fromkeys(re.findall(r"<!-- table: ([a-z0-9-]+)/", page))) == names
     for figure in re.findall(r"\(figures/([^)]+)\)", page):
         assert any(figure.startswith(f"{name}-") for name in names), f"{figure} is of no experiment"
@@ -305,13 +298,3 @@ def test_a_list_runs_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert command.main(["--list"]) == 0
     assert "tiny: Does it run?" in capsys.readouterr().out
     assert not (tiny / "cache").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"name": "Tiny One"}, "name is 'Tiny One'"), ({"title": " "}, "title is empty"), ({"question": ""}, "question")],
-)
-def test_an_experiment_says_what_it_is(changes: dict[str, str], message: str) -> None:
-    given_: dict[str, Any] = {"name": "a", "title": "A", "question": "Q"}
-    with pytest.raises(ValueError, match=message):
-        Experiment(**(given_ | changes), cells=_tiny, found=_tiny_found)

@@ -20,7 +20,7 @@ from rich.markup import escape
 from benchmarks.command import command_line
 from benchmarks.evaluation.cells import CellError, run
 from benchmarks.evaluation.experiment import Experiment, Found, experiments
-from benchmarks.evaluation.page import with_tables
+from benchmarks.page import with_tables
 from benchmarks.rows import report, write_rows
 
 
@@ -55,8 +55,8 @@ def _main(options: argparse.Namespace) -> int:
         write_rows([row for its in found.values() for row in its.rows], options.json)
     if options.markdown is not None:
         tables = {f"{name}/{table}": it.markdown() for name, its in found.items() for table, it in its.tables.items()}
-        page, known = options.markdown.read_text(encoding="utf-8"), [experiment.name for experiment in experiments()]
-        options.markdown.write_text(with_tables(page, tables, known), encoding="utf-8")
+        page = options.markdown.read_text(encoding="utf-8")
+        options.markdown.write_text(with_tables(page, tables), encoding="utf-8")
     return 0
 
 

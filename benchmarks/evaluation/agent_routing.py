@@ -185,10 +185,8 @@ def makespan(log: str, waits: bool, seed: int, routes: Sequence[str]) -> dict[st
     recipe = Recipe(batch=BATCH, samples_per_prompt=SAMPLES, max_length=longest, max_buckets=2)
     model, cluster = load_model(MODEL), a800_nodes(NODES)
     planner = Planner(cluster, model, recipe, profiles_of(cluster, model, recipe))
-    tracker, before = planner.tracker(), _step(known, longest, seed)
-    for trajectory in before:
-        tracker.observe(trajectory)
-    plan, step = planner.plan(tracker), _step(judged, longest, seed)
+    before, step = _step(known, longest, seed), _step(judged, longest, seed)
+    plan = planner.plan(planner.tracker(before))
     found: dict[str, Any] = {"plan": [[it.shape, it.engines, it.up_to] for it in plan.allocation.buckets]}
     for route in routes:
         metrics = metrics_of(simulate_plan(plan, step, policy_named(route, seed=seed), learned=before, seed=seed))

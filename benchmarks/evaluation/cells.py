@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -20,8 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.digest import Code, code_of, versions
-from benchmarks.evaluation.progress import Progress
+from benchmarks.evaluation.digest import digest, versions
 from libra.config.cache import cache_directory
 
 
@@ -45,8 +45,6 @@ class Cell:
     cost: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("name is empty; errors and progress name a cell by it")
         if not self.function.__qualname__.isidentifier() or self.function.__module__ == "__main__":
             raise ValueError(
                 f"cell {self.name}: function is {self.function_name}; give a top-level function of a module that can"
@@ -90,37 +88,31 @@ def run(
     Raises `CellError` where a cell raises, once the cells that run at the same time have finished and are kept. Also
     raises it where code or inputs changed meanwhile, as results would then belong to neither version.
     """
-    if processes < 1:
-        raise ValueError(f"processes is {processes}; give 1 or more")
     folder = folder or cache_directory() / "evaluation"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written") from None
-    codes = _codes(cells)
-    keys = [_key(cell, codes[_code(cell)][1]) for cell in cells]
+    keys = _keys(cells)
     first = {key: cell for key, cell in reversed(list(zip(keys, cells, strict=True)))}
-    stored: dict[str, Stored] = {}
-    with Progress(len(first), progress) as shown:
-        missing = []
-        for key in dict.fromkeys(keys):
-            kept = _find(folder, key)
-            if kept is None:
-                missing.append(key)
-            else:
-                stored[key] = kept
-                shown.finished(first[key].name, kept.cpu_seconds, found=True)
-        missing.sort(key=lambda key: -first[key].cost)
-        with closing(_computed({key: first[key] for key in missing}, processes, shown)) as finished:
-            for key, computed in finished:
-                cell = first[key]
-                _require_unchanged(cell, *codes[_code(cell)])
-                _keep(folder, key, cell, computed)
-                stored[key] = computed
-                shown.finished(cell.name, computed.cpu_seconds, found=False)
-    computed_now = set(missing)
+    kept = {key: _find(folder, key) for key in dict.fromkeys(keys)}
+    stored = {key: it for key, it in kept.items() if it is not None}
+    missing = {key: first[key] for key in kept if key not in stored}
+    if progress and stored:
+        print(f"{len(stored)} of {len(kept)} cells are kept from before", file=sys.stderr, flush=True)
+    with closing(_computed(missing, processes)) as finished:
+        for key, computed in finished:
+            name = missing[key].name
+            if _keys([missing[key]]) != [key]:
+                raise CellError(f"cell {name}: its code or an input changed while it ran, so it is not kept: run again")
+            _keep(folder, key, missing[key], computed)
+            stored[key] = computed
+            if progress:
+                print(
+                    f"{len(stored)}/{len(kept)}  {computed.cpu_seconds:8.2f} s CPU  {name}", file=sys.stderr, flush=True
+                )
     return tuple(
-        Result(cell, stored[key].values, stored[key].cpu_seconds, key not in computed_now)
+        Result(cell, stored[key].values, stored[key].cpu_seconds, key not in missing)
         for key, cell in zip(keys, cells, strict=True)
     )
 
@@ -136,83 +128,58 @@ def call(cell: Cell) -> Stored:
     return Stored(json.loads(canonical(dict(values), f"{cell.function_name} returned")), took)
 
 
-def _computed(cells: Mapping[str, Cell], processes: int, shown: Progress) -> Generator[tuple[str, Stored], None, None]:
-    """Key and result of every cell, as they finish. No more are handed out once one has failed."""
-    if not cells:
-        return
-    left = iter(cells.items())
+def _computed(cells: Mapping[str, Cell], processes: int) -> Generator[tuple[str, Stored], None, None]:
+    """Key and result of every cell, as they finish, those of most cost first. Few more start once one has failed."""
     failed: str | None = None
     # Spawned, so that a cell starts from the same state wherever it runs.
-    with ProcessPoolExecutor(min(processes, len(cells)), mp_context=get_context("spawn")) as pool:
-        running: dict[Future[Stored], str] = {}
-        while True:
-            while failed is None and len(running) < processes and (following := next(left, None)) is not None:
-                running[pool.submit(call, following[1])] = following[0]
-            if not running:
-                break
-            shown.running([cells[key].name for key in running.values()])
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                key = running.pop(future)
-                error = future.exception()
-                if error is None:
-                    yield key, future.result()
-                elif failed is None:
-                    # All that run fail with a process that is killed, and it is not known whose it was.
-                    beside = [cells[other].name for other in running.values()]
-                    killed = isinstance(error, BrokenProcessPool)
-                    whose = " or ".join([cells[key].name, *(beside if killed else [])])
-                    failed = f"cell {whose} failed:\n{''.join(traceback.format_exception(error))}"
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    try:
+        ordered = sorted(cells.items(), key=lambda it: -it[1].cost)
+        running = {pool.submit(call, cell): key for key, cell in ordered}
+        for future in as_completed(running):
+            error = None if future.cancelled() else future.exception()
+            if error is None and not future.cancelled():
+                yield running[future], future.result()
+            elif failed is None:
+                # All that are left fail with a process that is killed, and it is not known whose it was.
+                killed = isinstance(error, BrokenProcessPool)
+                name = "that a process was killed under" if killed else cells[running[future]].name
+                failed = f"cell {name} failed:\n{''.join(traceback.format_exception(error))}"
+                pool.shutdown(wait=False, cancel_futures=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
     if failed is not None:
         raise CellError(failed)
 
 
-def _code(cell: Cell) -> tuple[str, tuple[Path, ...]]:
-    return cell.function.__module__, cell.inputs
-
-
-def _codes(cells: Sequence[Cell]) -> dict[tuple[str, tuple[Path, ...]], tuple[Code, str]]:
-    """The code and inputs that the cells depend on, with their digest."""
-    found = {}
-    for part in dict.fromkeys(_code(cell) for cell in cells):
-        code = code_of(*part)
-        found[part] = (code, code.digest())
-    return found
-
-
-def _require_unchanged(cell: Cell, code: Code, digest: str) -> None:
-    if code.digest() != digest:
-        raise CellError(
-            f"cell {cell.name}: its code or an input changed while it ran, so its result is not kept: run again"
-        )
-
-
-def _key(cell: Cell, digest: str) -> str:
-    parts = [cell.function_name, cell.arguments, digest, versions()]
-    return hashlib.sha256(canonical(parts, f"cell {cell.name}").encode()).hexdigest()
+def _keys(cells: Sequence[Cell]) -> list[str]:
+    """What results are found by: the call, the files that it depends on, as they are now, and versions of libraries."""
+    parts = {(it.function.__module__, it.inputs) for it in cells}
+    digests = {part: digest(*part) for part in parts}
+    return [
+        _sum([it.function_name, it.arguments, digests[it.function.__module__, it.inputs], versions()]) for it in cells
+    ]
 
 
 def _find(folder: Path, key: str) -> Stored | None:
     """The result under a key. A file that is damaged counts as not there."""
     try:
         record = json.loads((folder / f"{key}.json").read_bytes())
-        if record["sum"] == _sum(record["values"], record["cpu_seconds"]):
-            return Stored(record["values"], record["cpu_seconds"])
+        return Stored(dict(record["values"]), float(record["cpu_seconds"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        pass
-    return None
+        return None
 
 
 def _keep(folder: Path, key: str, cell: Cell, result: Stored) -> None:
     """Written whole or not at all, with the call that it is the result of for who reads the file."""
     told = {"name": cell.name, "function": cell.function_name, "arguments": cell.arguments, "versions": versions()}
-    record = {**told, **asdict(result), "sum": _sum(result.values, result.cpu_seconds)}
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as part:
-        part.write(json.dumps(record, indent=1) + "\n")
+        part.write(json.dumps(told | asdict(result), indent=1) + "\n")
     Path(part.name).replace(folder / f"{key}.json")
 
 
-def _sum(values: Any, cpu_seconds: Any) -> str:
-    return hashlib.sha256(canonical([values, cpu_seconds], "result").encode()).hexdigest()
+def _sum(parts: Any) -> str:
+    return hashlib.sha256(canonical(parts, "a cell's key").encode()).hexdigest()
 
 
 def canonical(value: Any, what: str) -> str:

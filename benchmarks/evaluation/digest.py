@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,26 +19,12 @@ PACKAGES = ("libra", "benchmarks")  # ours; of others the versions count
 LIBRARIES = ("numpy", "ortools", "aiconfigurator-core")  # whose numbers end up in results
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Files that a result depends on: modules by their names, inputs in the order given."""
-
-    modules: tuple[tuple[str, Path], ...]
-    inputs: tuple[Path, ...] = ()
-
-    def digest(self) -> str:
-        """SHA-256 of the contents as they are now. Raises ValueError where a file is gone."""
-        sums = {
-            "modules": {name: _sum(path) for name, path in self.modules},
-            "inputs": [_sum(path) for path in self.inputs],
-        }
-        return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
-def code_of(module: str, inputs: Iterable[Path] = ()) -> Code:
-    """The module, all that it imports from `PACKAGES` and from its own package, and the files that it reads besides."""
+def digest(module: str, inputs: Iterable[Path] = ()) -> str:
+    """SHA-256 of the module, all that it imports from `PACKAGES` and from its own package, and of the files that it
+    reads besides, as they are now. Raises ValueError where a file is gone."""
     roots = {name: _folder(name) for name in dict.fromkeys((*PACKAGES, module.partition(".")[0]))}
-    return Code(tuple(sorted(imported(module, roots).items())), tuple(inputs))
+    modules = {name: _sum(path) for name, path in sorted(imported(module, roots).items())}
+    return hashlib.sha256(repr((modules, [_sum(path) for path in inputs])).encode()).hexdigest()
 
 
 def imported(module: str, roots: Mapping[str, Path]) -> dict[str, Path]:

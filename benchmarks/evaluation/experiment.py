@@ -5,7 +5,6 @@ Invariant: what is found is a function of the results alone. A name stands for o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,7 +26,6 @@ MODULES = (  # of this package, in the order of the page; each has an `EXPERIMEN
     "routing_real",
     "lending",
 )
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +57,14 @@ class Experiment:
     found: Callable[[Sequence[Result]], Found]
     lacks: Callable[[], str | None] = lambda: None  # why it cannot be run here, and the remedy; None: it can
 
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"name is {self.name!r}; give small letters, digits and single hyphens")
-        for field, value in (("title", self.title), ("question", self.question)):
-            if not value.strip():
-                raise ValueError(f"experiment {self.name}: {field} is empty; say in words what is found out")
-
 
 def experiments(names: Sequence[str] = ()) -> tuple[Experiment, ...]:
     """The named experiments, or all, in the order of the page. Raises ValueError for an unknown name."""
-    known = tuple(_load(module) for module in MODULES)
-    by_name = {experiment.name: experiment for experiment in known}
+    known: dict[str, Experiment] = {}
+    for module in MODULES:
+        experiment: Experiment = import_module(f"benchmarks.evaluation.{module}").EXPERIMENT
+        known[experiment.name] = experiment
     for name in names:
-        if name not in by_name:
-            raise ValueError(unknown("experiment", name, by_name))
-    return tuple(experiment for experiment in known if not names or experiment.name in names)
-
-
-def _load(module: str) -> Experiment:
-    found = import_module(f"benchmarks.evaluation.{module}").EXPERIMENT
-    if not isinstance(found, Experiment):
-        raise TypeError(f"{module}.EXPERIMENT is a {type(found).__name__}; make it an Experiment")
-    if found.name != module.replace("_", "-"):
-        raise ValueError(f"{module}.EXPERIMENT is called {found.name}; call it {module.replace('_', '-')}")
-    return found
+        if name not in known:
+            raise ValueError(unknown("experiment", name, known))
+    return tuple(it for name, it in known.items() if not names or name in names)

@@ -80,12 +80,7 @@ class BarChart:
     decimals: int = 0
 
     def svg(self) -> str:
-        """Raises ValueError where a series has not one value for each group, and for values below 0."""
-        for bars in self.series:
-            if len(bars.values) != len(self.groups):
-                raise ValueError(
-                    f"{bars.name}: there are {len(bars.values)} values for {len(self.groups)} groups; give one each"
-                )
+        """Raises ValueError where a series lacks a value for a group, and where there is none or one below 0."""
         rows = list(self._rows())
         if not rows or min(row["value"] for row in rows) < 0:
             raise ValueError(f"{self.title}: bars start at 0; draw lines of values below it, and no figure of none")
@@ -206,15 +201,9 @@ def _estimate(value: Estimate | float) -> Estimate:
 
 
 def _colours(series: Sequence[Bars | Line]) -> dict[str, Any]:
-    """The colour of each series, with a legend. Raises ValueError where two have one name, or there are more than
-    colours."""
+    """The colour of each series, with a legend. Raises IndexError where there are more than colours."""
     names = [one.name for one in series]
-    if len(set(names)) < len(names):
-        raise ValueError(f"series are called {names}; give each its own name")
-    numbers = _numbers(series)
-    if max(numbers) >= len(PALETTE):
-        raise ValueError(f"there are {max(numbers) + 1} series: show {len(PALETTE)} or fewer in one figure")
-    colours = [PALETTE[number] for number in numbers]
+    colours = [PALETTE[number] for number in _numbers(series)]
     fills = [_pale(colour) if one.hollow else colour for one, colour in zip(series, colours, strict=True)]
     return {
         "fill": alt.Fill("series:N", scale=alt.Scale(domain=names, range=fills), legend=_legend()),
@@ -269,9 +258,6 @@ def _wrapped(label: str, width: float) -> str:
 
 
 def _file(chart: Any, title: str, description: str) -> str:
-    """Raises ValueError where it does not say what it shows."""
-    if not title.strip() or not description.strip():
-        raise ValueError("title or description is empty; say what is shown, for those who cannot see it")
     styled = chart.properties(
         width=WIDTH, height=HEIGHT, title=alt.Title(title, anchor="start", fontSize=15)
     ).configure(background=PAPER, padding=12, font="sans-serif", view=alt.ViewConfig(stroke=None))

@@ -53,7 +53,7 @@ class Foresight:
         recipe = self.planner.recipe
         # As this version was made, and the one before it is in use, the groups of `staleness` steps more have started.
         first = 0 if current is None else (version + recipe.staleness) * recipe.prompts
-        tracker = self.planner.tracker(_ALL_ALIKE)
+        tracker = self.planner.tracker(half_life_steps=_ALL_ALIKE)
         for number in range(self.period * recipe.prompts):
             # All of one version: there is no trend to follow further, as what comes is known.
             for trajectory in self.episodes.group(first + number, version):

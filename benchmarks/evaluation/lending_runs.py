@@ -19,6 +19,7 @@ from benchmarks.evaluation.cells import Cell
 from benchmarks.evaluation.cells import run as run_cells
 from benchmarks.lending.rules import RECALL, SERVING, SLO, USE
 from benchmarks.workloads.definition import read
+from benchmarks.workloads.drifting_tasks import Stationary
 from libra.config.recipe import Recipe
 from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool
@@ -28,24 +29,25 @@ from libra.lend.gate import Gate, SharingRule
 from libra.lend.lender import Lender
 from libra.lend.recall import Recall, WatchedRule
 from libra.lend.rules import Alternate, PositiveSlack, ServeFirst
+from libra.lend.sim.certify import LendingCase, certify
+from libra.lend.sim.lending import LenderOutcome, lender_outcomes
+from libra.lend.sim.shared_device import SharedDevice, SpendsAll
+from libra.lend.sim.tenancy import ServingDevice, Tenancy
+from libra.lend.sim.tenant import misses
+from libra.lend.traffic.envelope import Envelope
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
-from libra.sim.certify import LendingCase, certify
 from libra.sim.clock import TICKS, ticks
 from libra.sim.of_plan import teach
 from libra.sim.planned_engines import lent_engines
-from libra.sim.shared_device import SharedDevice, SpendsAll
-from libra.sim.tenant import misses
 from libra.sim.training_run.episodes import Episodes, generator_of
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
-from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
-from libra.traffic.envelope import Envelope
 from libra.trajectory import Trajectory
 
 VARIABLE = "LIBRA_SERVING_TRACE"  # of the environment: the trace that lenders serve
@@ -86,7 +88,7 @@ class LendingSetting:
     @cached_property
     def episodes(self) -> Episodes:
         workload = read(self.workload)
-        return _Undrifting(workload.episodes("strong", seed=workload.seed, steps=60))
+        return Stationary(workload.episodes("strong", seed=workload.seed, steps=60), _STAGE)
 
     @cached_property
     def known(self) -> tuple[Trajectory, ...]:
@@ -124,10 +126,7 @@ class LendingSetting:
         )
 
     def _solved(self, planner: Planner) -> Plan:
-        tracker = planner.tracker()
-        for trajectory in self.known:
-            tracker.observe(trajectory)
-        return planner.plan(tracker)
+        return planner.plan(planner.tracker(self.known))
 
     def _profiles(self, nodes: NodeClass) -> Any:
         return engine_profiles(Cluster((nodes,)), load_model(self.model), self.recipe(), "tables")
@@ -136,24 +135,6 @@ class LendingSetting:
         policy = policy_named("cmlfq")
         teach(policy, self.known)
         return policy
-
-
-@dataclass(frozen=True)
-class _Undrifting:
-    """Trajectories of one version, whatever the version that they start with."""
-
-    drifting: Episodes
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.drifting.samples_per_prompt
-
-    @property
-    def max_context(self) -> int:
-        return self.drifting.max_context
-
-    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        return tuple(replace(it, policy_version=version) for it in self.drifting.group(number, _STAGE))
 
 
 # Who shares a device how
@@ -214,8 +195,8 @@ def _system(where: LendingSetting, name: str) -> System:
 
 def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRun) -> dict[str, Any]:
     """Time that lenders lent, and what that cost their users."""
-    devices = {} if system.tenancy is None else system.tenancy.devices
-    lenders = outcome.lenders
+    devices = system.tenancy.devices if isinstance(system.tenancy, Tenancy) else {}
+    lenders = lender_outcomes(outcome)
     attributable = covered = 0
     for lender in lenders:
         if lender.missed.any:

@@ -94,10 +94,7 @@ class Setting:
 
     def tracker(self, planner: Planner) -> LengthTracker:
         """A tracker that has observed the `known` trajectories."""
-        tracker = planner.tracker()
-        for trajectory in self.known:
-            tracker.observe(trajectory)
-        return tracker
+        return planner.tracker(self.known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.evaluation.estimates import Estimate
+from benchmarks.page import markdown
 from benchmarks.rows import Row
 
 Value = float | str | Estimate | None  # None: nothing is known
@@ -41,13 +42,6 @@ class Table:
     note: str = ""  # a sentence below the table
     case: str = ""
 
-    def __post_init__(self) -> None:
-        for label, values in self.body.items():
-            if len(values) != len(self.columns):
-                raise ValueError(
-                    f"{label}: there are {len(values)} values for {len(self.columns)} columns; give one each"
-                )
-
     def rows(self) -> Iterator[Row]:
         """A row for each number; text, such as what others published, is on the page alone."""
         for label, values in self.body.items():
@@ -57,16 +51,9 @@ class Table:
                     yield Row(", ".join(filter(None, (self.case, label))), column.name, number, column.unit)
 
     def markdown(self) -> str:
-        """The first column is to the left, the others, which hold numbers, to the right."""
-        header = [self.head, *(column.name for column in self.columns)]
-        ruler = ["---", *("---:" for _ in self.columns)]
+        """Raises ValueError for a label that has not a value for each column."""
         body = [
             [label, *(column.written(value) for column, value in zip(self.columns, values, strict=True))]
             for label, values in self.body.items()
         ]
-        lines = [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in (header, ruler, *body)]
-        return "\n".join([*lines, "", self.note] if self.note else lines)
-
-
-def _cell(words: str) -> str:
-    return " ".join(words.split()).replace("|", "\\|")
+        return "\n\n".join(filter(None, (markdown([self.head, *(it.name for it in self.columns)], body), self.note)))

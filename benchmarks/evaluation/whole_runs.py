@@ -139,10 +139,7 @@ def ceiling(setting: dict[str, Any]) -> dict[str, Any]:
     for number in range(_VERSIONS):
         version = round((number + 0.5) * where.steps / _VERSIONS)
         batch = _batch(where, version, prompts)
-        tracker = planner.tracker()
-        for trajectory in batch:
-            tracker.observe(trajectory)
-        best = balance(planner.request(tracker).menu().problem)
+        best = balance(planner.request(planner.tracker(batch)).menu().problem)
         generated = sum(trajectory.generated_tokens for trajectory in batch)
         seconds, tokens = seconds + best.seconds, tokens + generated
         versions.append([version, best.seconds, generated / best.seconds, best.training_devices, best.shape])

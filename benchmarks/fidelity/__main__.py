@@ -36,6 +36,7 @@ from benchmarks.fidelity.comparison import Comparison, compare
 from benchmarks.fidelity.comparison import rows as rows_of_times
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
+from benchmarks.page import with_tables
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.cost.sources.files import save_fit
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{generated}")
     if options.markdown is not None:
         text = options.markdown.read_text(encoding="utf-8")
-        options.markdown.write_text(page.with_generated(text, generated), encoding="utf-8")
+        options.markdown.write_text(with_tables(text, {"fidelity/all": generated}), encoding="utf-8")
     report([*schedule.rows(schedules), *(row for one in comparisons for row in rows_of_times(one))], options.json)
     differences = [schedules.difference, *(one.difference for one in comparisons)]
     return int(any(difference is not None for difference in differences))

@@ -21,8 +21,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import DPEngineCoreProc
 from vllm.v1.outputs import ModelRunnerOutput
 
+from benchmarks.fidelity.clocked import alarms_of
 from benchmarks.fidelity.groups import Ranks, step_ticks
-from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.sim.engine.request import Request
 

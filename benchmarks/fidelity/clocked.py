@@ -8,6 +8,7 @@ begin with its end, loads with its begin, one after the other in each direction.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
+from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
+from libra.sim.engine.messages import Iteration
+from libra.sim.engine.request import Request
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class ClockedEngine:
     worker: TierWorker | None = None
     sends: bool = False
     fails: frozenset[str] = frozenset()
+    tells_ends: bool = False  # steps have the requests that finish with them
     steps: list[Step] = field(default_factory=list)  # of those that schedule nothing only the ones that preempt
     end: int | None = None  # of the step under way
     given_up: list[int] = field(default_factory=list)  # since the step began: seen when it has ended
@@ -96,7 +100,7 @@ class ClockedEngine:
         step = self.engine.end_oldest(self._began, self._heard(now))
         self.end = None
         if step.scheduled or step.preempted:
-            self.steps.append(replace(step, finished=()))
+            self.steps.append(step if self.tells_ends else replace(step, finished=()))
         return step.finished
 
     def cancel(self) -> None:
@@ -153,3 +157,47 @@ class ClockedEngine:
             finished_recving=loaded,
             kv_connector_worker_meta=self.engine.of_tier(jobs),
         )
+
+
+def serve(one: ClockedEngine, requests: Sequence[Request], pulls: Mapping[int, int] | None = None) -> tuple[Step, ...]:
+    """The steps by which an engine serves requests; `pulls` are ticks that it takes to pull the prompts that are. At a
+    tick pulls and steps end, requests are cancelled, requests arrive, the next step is scheduled."""
+    ends: dict[int, int] = {}  # of pulls under way, by request
+    alarms = alarms_of(requests)
+    while alarms or ends or one.ticks:
+        now = min([*[tick for tick, *_ in alarms[:1]], *ends.values(), *one.ticks])
+        for number in sorted(number for number, tick in ends.items() if tick <= now):
+            del ends[number]
+            one.done[name_of(number)] = None
+        one.end_step(now)
+        one.cancel()
+        while alarms and alarms[0][0] <= now:
+            _, arrives, number, request = alarms.pop(0)
+            if arrives:
+                one.engine.add(request)
+            else:
+                one.given_up.append(number)
+                one.cancel()
+        one.hear(now)
+        one.begin(now)
+        for number in one.engine.started_pulls() if pulls is not None else ():
+            assert pulls is not None
+            ends[number] = now + pulls[number]
+    return tuple(one.steps)
+
+
+def alarms_of(requests: Sequence[Request]) -> list[tuple[int, bool, int, Request]]:
+    """(tick, whether it arrives or is cancelled, number, request), in order."""
+    seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
+    alarms = [(request.arrival, True, request.number, request) for request in seen]
+    alarms += [(it.cancel_at, False, it.number, it) for it in seen if it.cancel_at is not None]
+    return sorted(alarms, key=lambda it: it[:3])
+
+
+def simulated_steps(iterations: Iterable[Iteration], engine: int = 0) -> tuple[Step, ...]:
+    """Iterations of one simulated engine as steps, without the requests that finish with them."""
+    return tuple(
+        Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks)
+        for it in iterations
+        if it.engine == engine
+    )

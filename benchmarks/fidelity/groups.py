@@ -21,9 +21,9 @@ from vllm.v1.worker.dp_utils import _post_process_cudagraph_mode, _post_process_
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
 
+from benchmarks.fidelity.clocked import alarms_of, simulated_steps
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.graphs import dispatcher
-from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine
 from libra.cost.graphs import capture_sizes
@@ -113,14 +113,7 @@ def simulated_ranks(ranks: Ranks, requests: Sequence[Request], *, exact: bool = 
     specs = [EngineSpec(f"rank {place}", ranks.config, cost, group=group) for place in range(ranks.count)]
     workload = Requests(lambda: ordered, {})
     SimCluster(specs, workload, _ByNumber(requests, ranks.count), exact=exact, trace=iterations.append).run()
-    return [
-        tuple(
-            Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks)
-            for it in iterations
-            if it.engine == place
-        )
-        for place in range(ranks.count)
-    ]
+    return [simulated_steps(iterations, place) for place in range(ranks.count)]
 
 
 def vllm_ranks(ranks: Ranks, requests: Sequence[Request]) -> list[tuple[Step, ...]]:

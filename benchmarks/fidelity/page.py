@@ -1,6 +1,6 @@
-"""The part of a page that this benchmark writes, and the page around it that people do.
+"""The part of a page that this benchmark writes, all findings in one place.
 
-Invariant: whatever stands outside the two markers stays as it is, to the byte.
+Invariant: equal findings give equal text.
 """
 
 from __future__ import annotations
@@ -13,18 +13,6 @@ from benchmarks.fidelity.tables import errors_table, goals_table, residuals_tabl
 
 if TYPE_CHECKING:  # it imports vLLM
     from benchmarks.fidelity.schedule import Summary as Schedules
-
-BEGIN = "<!-- made by benchmarks.fidelity: begin -->"
-END = "<!-- made by benchmarks.fidelity: end -->"
-
-
-def with_generated(page: str, generated: str) -> str:
-    """The page with `generated` between its markers. Raises ValueError unless each is there once, in order."""
-    before, begun, rest = page.partition(BEGIN)
-    inside, ended, after = rest.partition(END)
-    if not begun or not ended or END in before or BEGIN in inside or END in after or BEGIN in after:
-        raise ValueError(f"the page must hold the lines {BEGIN!r} and {END!r}, each once and in this order: add them")
-    return f"{before}{BEGIN}\n\n{generated.strip()}\n\n{END}{after}"
 
 
 def generated_part(command: str, schedules: Schedules, comparisons: Sequence[Comparison]) -> str:

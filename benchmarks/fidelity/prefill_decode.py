@@ -12,9 +12,8 @@ from functools import partial
 from heapq import heappop, heappush
 from random import Random
 
-from benchmarks.fidelity.clocked import ClockedEngine, TierWorker
+from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, alarms_of, simulated_steps
 from benchmarks.fidelity.drafts import with_drafts
-from benchmarks.fidelity.pulls import alarms_of
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.tiered import with_tier
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
@@ -193,15 +192,7 @@ def simulated_pair(
         watch=look if pair.fails else None,
     )
     cluster.run()
-    told = [
-        tuple(
-            Step(it.start, it.scheduled, it.preempted, it.cached, (), it.free_blocks)
-            for it in iterations
-            if it.engine == index
-        )
-        for index in range(2)
-    ]
-    return told[0], told[1]
+    return simulated_steps(iterations, 0), simulated_steps(iterations, 1)
 
 
 def replace_pull(request: Request) -> Request:

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from vllm.v1.outputs import KVConnectorOutput
-
-from benchmarks.fidelity.clocked import ClockedEngine
+from benchmarks.fidelity.clocked import ClockedEngine, alarms_of, serve
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.random_workloads import async_case, random_case
 from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, name_of
@@ -52,78 +50,11 @@ def random_pulls(
 def vllm_pulls(
     config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer]
 ) -> tuple[Step, ...]:
-    """vLLM's steps. Of those that schedule nothing only the ones that preempt are told."""
-    engine = VllmEngine(config, kv_role="kv_both")
-    steps: list[Step] = []
-    ends: dict[int, int] = {}  # of pulls under way, by request
-    alarms = alarms_of(requests)
-    step_end = None
-    now = 0
-    while alarms or ends or step_end is not None:
-        now = min([*[tick for tick, *_ in alarms[:1]], *ends.values(), *([] if step_end is None else [step_end])])
-        ended = sorted(number for number, tick in ends.items() if tick <= now)
-        if step_end == now or (step_end is None and ended):
-            heard = KVConnectorOutput(
-                finished_recving={name_of(number) for number in ended},
-                failed_recving={name_of(number) for number in ended if transfers[number].fails},
-            )
-            for number in ended:
-                del ends[number]
-            if step_end is None:
-                engine.hear(heard)
-            else:
-                steps.append(engine.end_oldest(step_end - 1, heard))
-                step_end = None
-        elif ended and step_end is not None:
-            for number in ended:
-                ends[number] = step_end  # it is seen then
-        while alarms and alarms[0][0] <= now:
-            _, arrives, _, request = alarms.pop(0)
-            if arrives:
-                engine.add(request)
-            else:
-                engine.cancel(request.number)
-        while step_end is None and engine.unfinished:
-            engine.schedule()
-            for number in engine.started_pulls():
-                ends[number] = now + transfers[number].ticks
-            if engine.scheduled_something:
-                step_end = now + 1
-                break
-            step = engine.end_oldest(now)
-            if not step.preempted:
-                break
-            steps.append(step)
-    return tuple(steps)
-
-
-def vllm_pulls_ahead(
-    config: EngineConfig, requests: Sequence[Request], transfers: Mapping[int, Transfer]
-) -> tuple[Step, ...]:
-    """The same steps of vLLM's asynchronous scheduler, without the requests that finish with each."""
+    """vLLM's steps; those of its asynchronous scheduler are without the requests that finish with each."""
     fails = frozenset(name_of(number) for number, transfer in transfers.items() if transfer.fails)
-    one = ClockedEngine(VllmEngine(config, kv_role="kv_both"), step=1, per_token=0, fails=fails)
-    ends: dict[int, int] = {}  # of pulls under way, by request
-    alarms = alarms_of(requests)
-    while alarms or ends or one.ticks:
-        now = min([*[tick for tick, *_ in alarms[:1]], *ends.values(), *one.ticks])
-        for number in [number for number, tick in ends.items() if tick <= now]:
-            del ends[number]
-            one.done[name_of(number)] = None
-        one.end_step(now)
-        one.cancel()
-        while alarms and alarms[0][0] <= now:
-            _, arrives, number, request = alarms.pop(0)
-            if arrives:
-                one.engine.add(request)
-            else:
-                one.given_up.append(number)
-                one.cancel()
-        one.hear(now)
-        one.begin(now)
-        for number in one.engine.started_pulls():
-            ends[number] = now + transfers[number].ticks
-    return tuple(one.steps)
+    engine = VllmEngine(config, kv_role="kv_both")
+    one = ClockedEngine(engine, 1, 0, fails=fails, tells_ends=not config.async_scheduling)
+    return serve(one, requests, {number: transfer.ticks for number, transfer in transfers.items()})
 
 
 def simulated_pulls(
@@ -167,11 +98,3 @@ def simulated_pulls(
         )
         for it in iterations
     )
-
-
-def alarms_of(requests: Sequence[Request]) -> list[tuple[int, bool, int, Request]]:
-    """(tick, whether it arrives or is cancelled, number, request), in order."""
-    seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
-    alarms = [(request.arrival, True, request.number, request) for request in seen]
-    alarms += [(it.cancel_at, False, it.number, it) for it in seen if it.cancel_at is not None]
-    return sorted(alarms, key=lambda it: it[:3])

@@ -13,15 +13,15 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 from benchmarks.fidelity.async_groups import vllm_ranks_ahead
+from benchmarks.fidelity.clocked import ClockedEngine, TierWorker, serve, simulated_steps
 from benchmarks.fidelity.drafts import with_drafts
 from benchmarks.fidelity.groups import random_ranks, simulated_ranks, vllm_ranks
 from benchmarks.fidelity.hybrid import with_groups
 from benchmarks.fidelity.prefill_decode import random_pair, simulated_pair, vllm_pair
-from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls, vllm_pulls_ahead
+from benchmarks.fidelity.pulls import random_pulls, simulated_pulls, vllm_pulls
 from benchmarks.fidelity.random_workloads import async_case, random_case
-from benchmarks.fidelity.tiered import random_tier
-from benchmarks.fidelity.tiers import simulated_tier, vllm_tier
-from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
+from benchmarks.fidelity.tiered import Tiered, random_tier, tiered_cluster
+from benchmarks.fidelity.vllm_schedule import Step, VllmEngine, vllm_schedule
 from benchmarks.rows import Row
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -103,8 +103,7 @@ def _schedules(
     if kind in ("pull", "pull-async", "both"):
         drafts, ahead = kind == "both", kind == "pull-async"
         config, requests, transfers = random_pulls(seed, drafts=drafts, ahead=ahead)
-        drive_pulls = vllm_pulls_ahead if ahead else vllm_pulls
-        theirs = drive_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
+        theirs = vllm_pulls(*random_pulls(seed, drafts=drafts, ahead=ahead))
         return config, requests, [simulated_pulls(config, requests, transfers)], [theirs]
     if kind in get_args(Pairs):
         drafts, tier, fails = kind == "pd-drafts", kind == "pd-tiers", kind.startswith("pd-fails")
@@ -116,13 +115,19 @@ def _schedules(
         drafts = kind == "tiers-drafts"
         ahead = seed % 2 == 1 if drafts else kind == "tiers-async"
         case, requests = random_tier(seed, ahead=ahead, drafts=drafts)
+        iterations: list[Iteration] = []
         try:
-            ours = simulated_tier(case, requests)
+            tiered_cluster(case, requests, trace=iterations.append).run()
         except ValueError as error:
             if "at the same time" not in str(error):
                 raise
             return _schedules(kind, seed + _OVERLAPPED)
-        return case.config, requests, [ours], [vllm_tier(*random_tier(seed, ahead=ahead, drafts=drafts))]
+        return (
+            case.config,
+            requests,
+            [simulated_steps(iterations)],
+            [vllm_tier(*random_tier(seed, ahead=ahead, drafts=drafts))],
+        )
     if kind in get_args(Groups):
         ahead, drafts = kind.endswith("-async"), "drafts" in kind
         ranks, requests = random_ranks(seed, ahead=ahead, drafts=drafts)
@@ -180,6 +185,12 @@ def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tup
         )
         for iteration in iterations
     )
+
+
+def vllm_tier(case: Tiered, requests: Sequence[Request]) -> tuple[Step, ...]:
+    """vLLM's steps with the scheduler half of its `OffloadingConnector`, which has the same costs of a block."""
+    worker = TierWorker(case.store, case.load)
+    return serve(ClockedEngine(VllmEngine(case.config), case.step, case.per_token, worker), requests)
 
 
 def difference(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:

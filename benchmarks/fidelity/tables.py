@@ -10,6 +10,7 @@ from statistics import fmean
 
 from benchmarks.fidelity.comparison import LATENCY_GOAL, THROUGHPUT_GOAL, Compared, Comparison
 from benchmarks.fidelity.summary import Summary
+from benchmarks.page import markdown
 
 Value = tuple[str, Callable[[Summary], float], str]  # heading, what to show, and how
 
@@ -41,7 +42,7 @@ def goals_table(comparisons: Sequence[Comparison]) -> str:
             error, repeat = comparison.error(of), comparison.repeat(of)
             met = "yes" if error <= max(goal, repeat) else "no"
             lines.append([comparison.model, name, _percent(error), _percent(repeat), _percent(goal), met])
-    return table(["model", "of", "error", "repeat error", "goal: at most the repeat error, or", "met"], lines)
+    return markdown(["model", "of", "error", "repeat error", "goal: at most the repeat error, or", "met"], lines)
 
 
 def errors_table(comparison: Comparison) -> str:
@@ -50,7 +51,7 @@ def errors_table(comparison: Comparison) -> str:
     lines = [_errors_line(one) for one in comparison.workloads]
     means = [_percent(of_all(of)) for _, of in _ERRORS for of_all in (comparison.error, comparison.repeat)]
     lines.append(["mean absolute error", *means, _percent(fmean(abs(one.priced) for one in comparison.workloads))])
-    return table(headings, lines)
+    return markdown(headings, lines)
 
 
 def values_table(comparison: Comparison) -> str:
@@ -62,7 +63,7 @@ def values_table(comparison: Comparison) -> str:
         ]
         for one in comparison.workloads
     ]
-    return table(["workload", *(heading for heading, _, _ in _VALUES)], lines)
+    return markdown(["workload", *(heading for heading, _, _ in _VALUES)], lines)
 
 
 def residuals_table(comparison: Comparison) -> str:
@@ -71,16 +72,7 @@ def residuals_table(comparison: Comparison) -> str:
         [one.kind, f"{one.steps:,}", f"{one.seconds:.1f}", f"{100 * one.bias:+.1f} %", _percent(one.error)]
         for one in comparison.residuals
     ]
-    return table(["steps", "number", "seconds in all", "error of the sum", "mean absolute error of a step"], lines)
-
-
-def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers. Raises ValueError for a line that is longer or shorter."""
-    for line in lines:
-        if len(line) != len(headings):
-            raise ValueError(f"a line has {len(line)} cells, and the table {len(headings)} columns: {line}")
-    rule = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *lines))
+    return markdown(["steps", "number", "seconds in all", "error of the sum", "mean absolute error of a step"], lines)
 
 
 def _errors_line(one: Compared) -> list[str]:

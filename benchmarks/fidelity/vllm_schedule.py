@@ -172,11 +172,6 @@ class VllmEngine:
         return len(self._under_way) == self._most_under_way
 
     @property
-    def scheduled_something(self) -> bool:
-        """Whether the youngest step under way schedules something."""
-        return bool(self._under_way[-1][1].scheduled)
-
-    @property
     def scheduled_tokens(self) -> int:
         """Tokens of the youngest step under way."""
         return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.lend.backend.terms import device_loan
 
 os.environ.update(WORKER_ENVIRONMENT)  # read as vLLM is imported
 
@@ -15,13 +16,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.lending._vllm import ask as ask_engine
 from benchmarks.lending._vllm import make_engine
-from libra.backends.lend.scheduler import SynchronousLending
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import DeviceLoan, Generate, StartEngine
+from libra.backends.transport.engine_messages import Generate, StartEngine
 from libra.backends.transport.shared_memory import WeightBuffer, create_buffer
 from libra.backends.vllm.engine import VllmEngine
 from libra.config.run import ModelConfig
-from libra.records.lending import LendingTerms
+from libra.lend.backend.scheduler import BorrowingScheduler, SynchronousLending
+from libra.lend.records.lending import LendingTerms
 
 LONGEST = 2048  # tokens of a context
 CHUNK = 128  # tokens that a serving step computes
@@ -72,13 +73,13 @@ def start_rollout(directory: Path, device: Path, terms: LendingTerms, record: Pa
         share=1.0,
         cores=tuple(sorted(os.sched_getaffinity(0)))[-1:],
         refresh_kv=False,
-        loan=DeviceLoan(str(device), terms, None if record is None else str(record)),
+        loan=device_loan(str(device), terms, None if record is None else str(record)),
     )
 
 
 def rollout_engine(start: StartEngine) -> VllmEngine:
     """A rollout engine in this process."""
-    return VllmEngine(start, WeightBuffer(create_buffer(), start.buffer_bytes))
+    return VllmEngine(start, WeightBuffer(create_buffer(), start.buffer_bytes), BorrowingScheduler)
 
 
 def prompt(tokens: int, salt: int) -> list[int]:

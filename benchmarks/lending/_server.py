@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lending._engines import ask, serving_engine
-from libra.backends.lend.scheduler import SynchronousLending
+from libra.lend.backend.scheduler import SynchronousLending
 
 
 def _run_delay() -> float:

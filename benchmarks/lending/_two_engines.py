@@ -91,7 +91,7 @@ class _Asked:
 
 def serve(pipe: Connection, setting: Setting) -> None:
     """Told a phase, answers what became of its requests and steps; ends with the pipe."""
-    from libra.backends.lend.scheduler import DEVICE, AsynchronousLending, SynchronousLending
+    from libra.lend.backend.scheduler import DEVICE, AsynchronousLending, SynchronousLending
 
     os.environ[DEVICE] = setting.device
     engine = setting.serving.make(AsynchronousLending if setting.serving.asynchronous else SynchronousLending)
@@ -130,10 +130,10 @@ def serve(pipe: Connection, setting: Setting) -> None:
 
 def roll(pipe: Connection, setting: Setting) -> None:
     """Told a phase, answers what it made in it; ends with the pipe."""
-    from libra.backends.lend.borrower import GatedBorrower
-    from libra.backends.lend.borrower_token import BorrowerToken
-    from libra.backends.lend.device import device_here
-    from libra.backends.lend.scheduler import BorrowingScheduler
+    from libra.lend.backend.borrower import GatedBorrower
+    from libra.lend.backend.borrower_token import BorrowerToken
+    from libra.lend.backend.device import device_here
+    from libra.lend.backend.scheduler import BorrowingScheduler
 
     engine = _Stepped(setting.rollout.make(BorrowingScheduler))
     _warm_up(engine.llm, setting.rollout.vocabulary)

@@ -26,13 +26,13 @@ from benchmarks.lending._engines import CHUNK, LONGEST
 from benchmarks.lending.pair import LEARN, TERMS, TURNS, Asked, Pair, Served, arrivals_of
 from benchmarks.rows import Row, report
 from libra.lend.gate import Gate, Grant, Refusal, ServingCost, ServingView
+from libra.lend.records.lending import LendingAnswer, LentStep, ServedStep, read_lending, replay
+from libra.lend.sim.shared_device import RolloutBorrower, SharedDevice
 from libra.lend.step_cost import StepCost, StepShape
-from libra.records.lending import LendingAnswer, LentStep, ServedStep, read_lending, replay
 from libra.sim.clock import seconds, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.shared_device import RolloutBorrower, SharedDevice
 from libra.sim.workload.requests import RecordedRequest, recorded_requests
 
 _GOAL = 0.06
@@ -70,7 +70,7 @@ def measured(traffic: Path, rate: float, count: int, directory: Path) -> list[Ro
     records = [directory / f"lending-{number}.jsonl" for number in range(3)]
     runs = [pair.serve(arrivals(), TERMS.rule(), record) for record in records]
     real = [Observed.of(run) for run in runs]
-    simulated = _simulated(arrivals(), runs[0], records[0], pair.rollout.most_tokens)
+    simulated = _simulated(arrivals(), runs[0], records[0], pair.steps.most_tokens)
     rows = []
     for name, unit in (("rollout", "tokens/s"), ("lent", "of the time"), ("ttft", "ms"), ("tpot", "ms")):
         values = [float(getattr(it, name)) for it in real]

@@ -149,7 +149,7 @@ def _on_cpu(directory: Path, options: argparse.Namespace) -> tuple[Slo, Setting]
 
 def measured(setting: Setting, slo: Slo, rates: Sequence[float], seconds: float) -> list[Row]:
     """Rows of every way at every rate. Before them lending is learnt for as long as one of them takes."""
-    from libra.backends.lend.lender_token import LenderToken
+    from libra.lend.backend.lender_token import LenderToken
 
     phases = [Phase("gate", rates[0], seconds), *(Phase(mode, rate, seconds) for rate in rates for mode in _MODES)]
     engines = _Processes(setting)

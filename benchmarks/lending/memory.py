@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(directory: Path) -> list[Row]:
     """Rows of everything, with files in `directory`."""
-    from libra.backends.lend.borrower_token import BorrowerToken
-    from libra.backends.lend.kv_loan import BorrowedKV
-    from libra.backends.lend.lender_token import LenderToken
-    from libra.backends.lend.scheduler import DEVICE, LendingScheduler
+    from libra.lend.backend.borrower_token import BorrowerToken
+    from libra.lend.backend.kv_loan import BorrowedKV
+    from libra.lend.backend.lender_token import LenderToken
+    from libra.lend.backend.scheduler import DEVICE, LendingScheduler
 
     write_model(directory / "model", "tiny")
     os.environ[DEVICE] = str(directory / "device")
@@ -221,7 +221,7 @@ class _Rollout:
 
 def _moved(serving: _Engine, rollout: _Engine) -> list[Row]:
     """A thousand blocks, all of them with pages, from one engine to the other and back."""
-    from libra.backends.lend.block_quota import BlockQuota
+    from libra.lend.backend.block_quota import BlockQuota
 
     case, quotas = f"{_MOVED} blocks that change hands", (BlockQuota(serving.scheduler), BlockQuota(rollout.scheduler))
     quotas[1].take(_MOVED)

@@ -31,19 +31,20 @@ from benchmarks.lending._engines import (
     write_models,
 )
 from benchmarks.rows import Row, at_least, at_most, below, none, report
-from libra.backends.lend.borrower import GatedBorrower
-from libra.backends.lend.borrower_token import BorrowerToken
-from libra.backends.lend.lender_token import LenderToken
-from libra.backends.lend.record import LendingRecord
-from libra.backends.lend.scheduler import DEVICE, SynchronousLending
+from libra.lend.backend.borrower import GatedBorrower
+from libra.lend.backend.borrower_token import BorrowerToken
+from libra.lend.backend.borrowing_engine import SteppedVllm
+from libra.lend.backend.lender_token import LenderToken
+from libra.lend.backend.record import LendingRecord
+from libra.lend.backend.scheduler import DEVICE, SynchronousLending
 from libra.lend.gate import SharingRule, Slo
 from libra.lend.recall import RecallPolicy
+from libra.lend.records.lending import LendingTerms, LentStep, read_lending, replay
 from libra.lend.rules import ServeFirst
 from libra.lend.step_cost import StepCost
-from libra.records.lending import LendingTerms, LentStep, read_lending, replay
+from libra.lend.traffic.envelope import Envelope
 from libra.sim.clock import seconds
 from libra.sim.workload.request_file import read_requests
-from libra.traffic.envelope import Envelope
 
 _SLO = Slo(ttft=0.5, tpot=0.1)
 _USE = 0.8
@@ -126,6 +127,7 @@ class Pair:
         self.lender.extend(float("inf"))
         self._page, self._directory, self._runs = page, directory, 0
         self.rollout = rollout_engine(start_rollout(directory, page, TERMS))
+        self.steps = SteppedVllm(self.rollout)
 
     def serve(self, requests: list[Asked], rule: SharingRule | None, record: Path | None = None) -> Served:
         """`rule` None: serving alone. A record is written of a rule that is the one of `TERMS`."""
@@ -135,7 +137,7 @@ class Pair:
         borrower = None
         if rule is not None:
             borrower = GatedBorrower(
-                token, rule, self.device, shortest=TERMS.shortest, most_tokens=self.rollout.most_tokens, record=written
+                token, rule, self.device, shortest=TERMS.shortest, most_tokens=self.steps.most_tokens, record=written
             )
         try:
             return self._serve(requests, borrower)
@@ -173,7 +175,7 @@ class Pair:
                     order = turn(self._runs * 10**6 + made, int(rng.integers(40, 500)), int(rng.integers(20, 200)))
                     self.rollout.add(order)
                     self._turns.add(order.id)
-                step = borrower.step(self.rollout)
+                step = borrower.step(self.steps)
                 if step is not None:
                     made_steps += 1
                     for part in step:

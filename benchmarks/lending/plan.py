@@ -29,12 +29,12 @@ from libra.hardware.model_file import load_model
 from libra.lend.certificate import Certificate, Harvest
 from libra.lend.gate import Slo
 from libra.lend.lender import Lender
+from libra.lend.traffic.envelope import Envelope
 from libra.plan.model.solve import solve
 from libra.plan.options.price import own_training
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.sim.of_plan import simulate_run
-from libra.traffic.envelope import Envelope
 
 _MODEL = "Qwen/Qwen3-14B"
 _SERVED = {1: "Qwen/Qwen3-8B", 4: "Qwen/Qwen3-32B"}  # by GPUs of an engine

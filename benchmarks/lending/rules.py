@@ -26,13 +26,13 @@ from libra.lend.certificate import Certificate
 from libra.lend.gate import Gate, SharingRule, Slo
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.lend.rules import Alternate, NoLending, PositiveSlack, ServeFirst
-from libra.sim.certify import LendingCase, certify
+from libra.lend.sim.certify import LendingCase, certify
+from libra.lend.sim.shared_device import DeviceOutcome, RolloutBorrower, SharedDevice
+from libra.lend.sim.tenant import misses
 from libra.sim.clock import TICKS, seconds, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.shared_device import DeviceOutcome, RolloutBorrower, SharedDevice
-from libra.sim.tenant import misses
 from libra.sim.workload.request_file import read_requests
 
 _US = TICKS // 1_000_000

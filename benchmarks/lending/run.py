@@ -20,8 +20,9 @@ from benchmarks.command import command_line
 from benchmarks.rows import Row, at_least, none, report
 from libra.config.run import load_config
 from libra.lend.gate import Slo
+from libra.lend.lending_config import LendingConfig
+from libra.lend.records.served import attributable, read_served
 from libra.records.schema import LendingSummary, RunSummary, ServedSummary, StepRecord, parse_record, read_records
-from libra.records.served import attributable, read_served
 
 _RUN = Path(__file__).parents[2] / "examples" / "lent.yaml"
 _SECONDS = 1200.0  # that one run may take
@@ -65,7 +66,7 @@ def _run(directory: Path, rule: str, seed: int, steps: int) -> _Run:
 
 def _rows(runs: dict[tuple[str, int], _Run], rules: Sequence[str], seeds: Sequence[int]) -> list[Row]:
     lending = load_config(_RUN).lending
-    assert lending is not None
+    assert isinstance(lending, LendingConfig)
     slo, rows = Slo(*lending.objective), list[Row]()
     for rule in rules:
         mine = [runs[rule, seed] for seed in seeds]

@@ -32,16 +32,16 @@ from benchmarks.command import command_line
 from benchmarks.lending._engines import ask, serving_engine, start_rollout, turn, write_models
 from benchmarks.rows import Row, report
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.lend.agent import LendingAgent
-from libra.backends.lend.lender_file import LoanOrder
-from libra.backends.lend.scheduler import DEVICE
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import Borrow, Lent
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.lend.backend.agent import LendingAgent
+from libra.lend.backend.lender_file import LoanOrder
+from libra.lend.backend.scheduler import DEVICE
 from libra.lend.recall import RecallPolicy
-from libra.records.lending import LendingTerms
-from libra.traffic.envelope import Envelope
+from libra.lend.records.lending import LendingTerms
+from libra.lend.traffic.envelope import Envelope
 
 _MARGIN = 0.002  # seconds beyond the grant
 _TERMS = LendingTerms(
@@ -60,7 +60,7 @@ _BLOCKS, _BLOCK_STEPS = 40, 50  # of steps without a borrower, in turn with and 
 _SLOW = """
 import random, sys, time
 from pathlib import Path
-from libra.backends.lend.borrower_token import BorrowerToken, FencedError
+from libra.lend.backend.borrower_token import BorrowerToken, FencedError
 token, longest = BorrowerToken(Path(sys.argv[1]), float(sys.argv[3])), float(sys.argv[2])
 token.wish(0.001)
 print("ready", flush=True)

@@ -19,7 +19,7 @@ from benchmarks.soak.lenders import Lenders, Served
 from benchmarks.soak.storm import Struck
 from benchmarks.soak.survival import Recovery, Seen, summed
 from benchmarks.soak.written import Row, read_rows
-from libra.records.lending import replay
+from libra.lend.records.lending import replay
 
 _LEASE = 2.0  # seconds for which a loan outlives the word of its lender
 _SETTLES = 2.0  # seconds after a fault in which serving catches up

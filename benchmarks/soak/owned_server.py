@@ -29,9 +29,9 @@ def main(directory: Path, number: int) -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from libra.backends.lend.device import Cores
-    from libra.backends.lend.scheduler import DEVICE, SynchronousLending
     from libra.backends.tiny_model import kv_bytes_per_token
+    from libra.lend.backend.device import Cores
+    from libra.lend.backend.scheduler import DEVICE, SynchronousLending
 
     os.environ[DEVICE] = str(directory / f"device-{number}")
 

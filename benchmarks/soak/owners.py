@@ -25,11 +25,11 @@ from benchmarks.soak.small_loan import ROOMY, write_loan
 from benchmarks.soak.unruly import Unruly
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.launch.worker import die_with
-from libra.backends.lend.device_page import DevicePage, LendingError
 from libra.backends.tiny_model import write_tiny_model
 from libra.config.run import ModelConfig
+from libra.lend.backend.device_page import DevicePage, LendingError
 from libra.lend.gate import Slo
-from libra.traffic.envelope import Envelope
+from libra.lend.traffic.envelope import Envelope
 
 _PAUSE = 4.0  # seconds between the end of a process and its next start: its word has lapsed by then
 _ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_tokens": 1024}  # that borrows

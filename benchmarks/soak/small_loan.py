@@ -10,7 +10,7 @@ import yaml
 
 from libra.lend.certificate import Certificate, Harvest, certificate_json
 from libra.lend.gate import Slo
-from libra.traffic.envelope import Envelope
+from libra.lend.traffic.envelope import Envelope
 
 ROOMY = Certificate(  # whatever a small server may be asked, it is inside
     model="chat",

@@ -24,6 +24,7 @@ from benchmarks.soak.storm import Storm, Struck
 from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
 from benchmarks.soak.written import Segments, Tail, read_rows
 from libra.config.run import load_config
+from libra.lend.lending_config import LendingConfig
 
 CONFIG, LENDING_CONFIG = (Path(__file__).with_name(name) for name in ("soak.yaml", "lent.yaml"))
 
@@ -73,7 +74,7 @@ class Soak:
         self._segments = Segments(self._run_directory, self._kept)
         self._journal = Tail(self._run_directory / "journal.jsonl")
         self._slo, lending = Slo(TTFT, TPOT), load_config(config).lending
-        if lending is not None and lending.ttft is not None and lending.tpot is not None:
+        if isinstance(lending, LendingConfig) and lending.ttft is not None and lending.tpot is not None:
             self._slo = Slo(lending.ttft, lending.tpot)
         count = 0 if lending is None else lending.devices
         self._lenders = Lenders(owned if owners else self._run_directory, count, self._owners)

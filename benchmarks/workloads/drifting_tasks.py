@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.workloads.task_shape import TaskShape, ToolOutcome
-from libra.sim.training_run.episodes import generator_of, prompt_at
+from libra.sim.training_run.episodes import Episodes, generator_of, prompt_at
 from libra.trajectory import Trajectory, Turn, truncate
 
 _PROMPTS, _GROUP = 0x70726F6D707473, 0x67726F7570  # streams of one seed
@@ -249,3 +249,22 @@ def _quantile(probability: float) -> float:
     if 0 < probability < 1:
         return NormalDist().inv_cdf(probability)
     return -math.inf if probability <= 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Stationary:
+    """`Episodes` of one stage of a drift, whatever the version that they start with."""
+
+    tasks: Episodes
+    stage: int
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.tasks.samples_per_prompt
+
+    @property
+    def max_context(self) -> int:
+        return self.tasks.max_context
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        return tuple(replace(each, policy_version=version) for each in self.tasks.group(number, self.stage))

@@ -36,9 +36,7 @@ def log() -> tuple[Trajectory, ...]:
 
 def request(**changes: Any) -> ClusterRequest:
     planner = Planner(CLUSTER, QWEN_06B, RECIPE.model_copy(update=changes))
-    tracker = planner.tracker()
-    for trajectory in log():
-        tracker.observe(trajectory)
+    tracker = planner.tracker(log())
     return planner.request(tracker)
 
 

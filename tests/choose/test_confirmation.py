@@ -24,9 +24,7 @@ LOG = tuple(trajectories(0, 6, 48))
 
 def plans() -> tuple[Plan, Plan]:
     """One with a single engine, and the best."""
-    tracker = PLANNER.tracker()
-    for trajectory in LOG:
-        tracker.observe(trajectory)
+    tracker = PLANNER.tracker(LOG)
     request = PLANNER.request(tracker)
     best = make_plan(request)
     bucket = max(best.allocation.buckets, key=lambda it: it.up_to)

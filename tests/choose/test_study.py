@@ -55,9 +55,7 @@ def test_the_same_seed_draws_the_same_for_all() -> None:
 
 def test_whole_runs_are_those_of_a_rehearsal() -> None:
     planner = Planner(CLUSTER, QWEN_06B, RECIPE)
-    tracker = planner.tracker()
-    for it in LOG:
-        tracker.observe(it)
+    tracker = planner.tracker(LOG)
     plan = planner.plan(tracker)
     found = compare_policies(WholeRuns(plan, LOG, LOG, 2), ("cmlfq", "sticky"), (3,))
     policy = policy_named("sticky", seed=3)

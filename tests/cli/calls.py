@@ -54,7 +54,7 @@ def assert_refused(result: Result | subprocess.CompletedProcess[str], *words: st
     code = result.returncode if isinstance(result, subprocess.CompletedProcess) else result.exit_code
     assert code == status, result.stderr
     for message in words:
-        assert message in result.stderr
+        assert message in result.stderr, result.stderr
     assert result.stderr.startswith("libra: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""

@@ -9,11 +9,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from calls import BASE, assert_refused, changed, libra, process, write
+from fakes.gpus import FakeGpu, fake_driver
 
 from libra.config.extras import install_command
 from libra.config.run import ConfigError, RunConfig, load_config
@@ -248,6 +250,50 @@ def test_the_weights_of_a_model_that_is_given_are_counted(here: Path) -> None:
         needed.append(float(result.stderr.partition("need about ")[2].partition(" GiB")[0]))
     assert needed[0] > 4 * 3 * 1024  # the weights, and two moments at least
     assert needed[1] == pytest.approx(2 * needed[0], rel=0.01)
+
+
+QWEN3_8B = Path(str(files("libra.hardware") / "models" / "Qwen--Qwen3-8B.json"))
+H100 = FakeGpu("NVIDIA H100 80GB HBM3", 81559, "9.0")
+FULL_GPU = FakeGpu("NVIDIA H100 80GB HBM3", 81559, "9.0", users=(4711,))
+
+
+def on_gpus(here: Path, **sections: dict[str, Any]) -> str:
+    """The configuration of a run of Qwen3-8B, with tied embeddings, on two slots."""
+    model = make_model(here, json.loads(QWEN3_8B.read_text()) | {"tie_word_embeddings": True})
+    cluster = {"slots": 2, "core": 1, "hybrid": 0, "rollout": 1, "device": "cuda", **sections.pop("cluster")}
+    start = {"replicas": 1, "buckets": [{**BASE["start"]["buckets"][1], "engines": 1}]}
+    return write(here / "run.yaml", changed(model=model["model"], cluster=cluster, start=start, **sections))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cluster", "training", "message"),
+    [
+        ([], {}, {}, "cluster.device: cuda, and nvidia-smi lists no GPU that is visible here; set it to cpu"),
+        ([H100, FULL_GPU], {"share": 1}, {}, "GPU 1 (NVIDIA H100 80GB HBM3) is used by process 4711; use fewer slots"),
+        ([H100], {}, {}, "cluster.share: a training replica needs about"),  # 20 bytes a parameter: 152 GiB
+        ([H100] * 4, {"gpus": 2, "share": 1}, {}, "training.processes is 1, and a slot has 2 GPU(s)"),
+    ],
+)
+def test_what_gpus_do_not_hold_is_refused(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[FakeGpu],
+    cluster: dict[str, Any],
+    training: dict[str, Any],
+    message: str,
+) -> None:
+    for name, value in fake_driver(here, gpus).items():
+        monkeypatch.setenv(name, value)
+    assert_refused(libra("run", on_gpus(here, cluster=cluster, training=training)), message)
+
+
+def test_memory_and_cores_of_the_host_do_not_bound_what_gpus_hold(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of Qwen3-8B, each on eight GPUs, where this machine has a few cores: all that is refused comes later."""
+    for name, value in fake_driver(here, [H100] * 16).items():
+        monkeypatch.setenv(name, value)
+    cluster, training = {"gpus": 8, "share": 1}, {"processes": 8, "sharding": "fsdp2"}
+    config = on_gpus(here, cluster=cluster, training=training, routing={"policy": "no/such.py:Policy"})
+    assert_refused(libra("run", config), "routing.policy: ")
 
 
 BAD_CONTINUATIONS = [

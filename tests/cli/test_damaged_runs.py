@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from benchmarks.soak.attack.commands import STOPPED, read_and_stop
 from benchmarks.soak.attack.damage import KINDS, STRANGE, Damage, damage_run
 from libra.config.run import load_config
+from libra.loop.recorder import RECORDS
+from libra.records.run_lock import LOCK
 
 EXAMPLES = 60
 DAMAGES = st.builds(Damage, st.sampled_from(KINDS), st.floats(0, 1), st.integers(0, 255))
@@ -72,3 +74,24 @@ def test_a_damaged_run_ends_with_a_line(
     resume: Callable[[Callable[[Path], None]], Result], damages: list[tuple[float, Damage]], strange: str | None
 ) -> None:
     assert_told(resume(lambda run: damage_run(run, damages, strange)))
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_missing_record_is_named(resume: Callable[[Callable[[Path], None]], Result], name: str) -> None:
+    result = resume(lambda run: (run / f"{name}.jsonl").unlink())
+    assert_told(result)
+    assert f"{name}.jsonl is missing; restore it, or start again with --overwrite" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
+@pytest.mark.parametrize("byte", [0, 1])  # a link leads nowhere, or to a file that may not be written
+def test_a_lock_that_is_no_file_is_named(
+    resume: Callable[[Callable[[Path], None]], Result], kind: str, byte: int
+) -> None:
+    def damage(run: Path) -> None:
+        (run / LOCK).touch()
+        Damage(kind, 0.0, byte)(run / LOCK)
+
+    result = resume(damage)
+    assert_told(result)
+    assert "lock is not a regular file; remove it" in result.stderr

@@ -19,6 +19,8 @@ DECLARED = {
     "vl_convert": "vl-convert-python",
     "torch": "vllm",  # a dependency of what is declared
     "markupsafe": "jinja2",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
 }
 
 

@@ -14,9 +14,9 @@ BARE = """
 import sys
 import libra.backends.launch.fork_server as fork_server
 from libra.backends.machine import Bf16Speed
-fork_server._import_everything = lambda: None
-fork_server._probe = lambda: Bf16Speed("", 16.0)  # which would import torch
-fork_server.main(int(sys.argv[1]), int(sys.argv[2]))
+fork_server._import_everything = lambda kind: None
+fork_server._probe = lambda kind: Bf16Speed("", 16.0)  # which would import torch
+fork_server.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 """
 TRAINING = BARE.replace(
     "import sys\n",

@@ -8,10 +8,10 @@ from fakes.made_run import write_lines
 
 from libra.lend.gate import Slo
 from libra.lend.recall import RecallPolicy
-from libra.records.lending import LendingAnswer, LendingTerms, LentStep, QuotaChange, ServedStep
+from libra.lend.records.lending import LendingAnswer, LendingTerms, LentStep, QuotaChange, ServedStep
+from libra.lend.records.served import ServedRequest
+from libra.lend.traffic.envelope import Envelope
 from libra.records.schema import EventRecord, StepLoan
-from libra.records.served import ServedRequest
-from libra.traffic.envelope import Envelope
 
 BEGAN = 5000.0  # on the machine's clock
 SLO = Slo(0.5, 0.1)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from fakes.far_end import FarEnd
 
+from libra.backends.devices import SlotDevice
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
 from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
@@ -189,7 +190,7 @@ class MadeLauncher:
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 
     @contextlib.asynccontextmanager
-    async def open(self, logs: Path) -> AsyncIterator[Self]:
+    async def open(self, logs: Path, devices: Sequence[SlotDevice] = ()) -> AsyncIterator[Self]:
         """As the class is used by a run."""
         try:
             yield self

@@ -46,7 +46,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 engine = LLMEngine.from_engine_args(EngineArgs(
     model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
     max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20, block_size=32, dtype="float32", enforce_eager=True,
-    disable_log_stats=True, async_scheduling=False, scheduler_cls="libra.backends.lend.scheduler.LendingScheduler"))
+    disable_log_stats=True, async_scheduling=False, scheduler_cls="libra.lend.backend.scheduler.LendingScheduler"))
 print("ready", flush=True)
 ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set())).start()

@@ -22,7 +22,7 @@ from libra.backends.transport.engine_messages import Borrow, Generate, Lent
 from libra.backends.transport.messages import Message
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.exec.protocols import WorkerLostError
-from libra.records.lending import LendingAnswer, LentStep, read_lending, replay
+from libra.lend.records.lending import LendingAnswer, LentStep, read_lending, replay
 
 pytestmark = pytest.mark.integration
 
@@ -59,7 +59,7 @@ ceded = []
 first = make(None)
 alone = serve(first)
 assert not os.path.exists(os.environ["LIBRA_LEND_DEVICE"])  # nothing is lent, no file is touched
-engine = make("libra.backends.lend.scheduler.LendingScheduler")
+engine = make("libra.lend.backend.scheduler.LendingScheduler")
 print("ready", flush=True)
 sys.stdin.readline()
 same = []

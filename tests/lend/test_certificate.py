@@ -9,7 +9,7 @@ import pytest
 from libra.config.yaml_file import ConfigError
 from libra.lend.certificate import Certificate, Harvest, ServerLimits, best, certificate_json, load_certificate
 from libra.lend.gate import Slo
-from libra.traffic.envelope import Envelope
+from libra.lend.traffic.envelope import Envelope
 
 MADE = Certificate(
     model="Qwen/Qwen3-8B",

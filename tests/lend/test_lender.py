@@ -12,11 +12,11 @@ from oracles.small_lender import CERTIFICATE, lender
 from tables import by_name
 
 from libra.hardware.cluster import ServingPool
-from libra.hardware.loan_terms import LoanTerms, RatesAhead
 from libra.lend.certificate import Certificate
 from libra.lend.lender import make_lender
-from libra.traffic.envelope import Envelope
-from libra.traffic.forecast import RateForecast
+from libra.lend.loan_terms import LoanTerms, RatesAhead
+from libra.lend.traffic.envelope import Envelope
+from libra.lend.traffic.forecast import RateForecast
 
 TERMS = LoanTerms("Qwen/Qwen3-0.6B", 1, 1.0, 0.1, ("c.json",), RatesAhead((16.0,), 300.0))
 POOL = ServingPool(replace(A800, name="chat"), TERMS)

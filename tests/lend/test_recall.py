@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from libra.lend.gate import Grant, ServingView
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
-from libra.traffic.envelope import Envelope, Load, RateWindow
+from libra.lend.traffic.envelope import Envelope, Load, RateWindow
 
 
 def test_lending_stops_at_once_and_the_quiet_time_doubles_when_it_comes_back_too_soon() -> None:

@@ -18,8 +18,7 @@ from libra.backends.grpo.membership import STANDARD
 from libra.backends.grpo.trainers import DivergedError
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import WorkerLink
-from libra.backends.launch.lenders import RunWeights
+from libra.backends.launch.launcher import RunWeights, WorkerLink
 from libra.backends.transport.engine_messages import (
     Borrow,
     DeviceLoan,
@@ -46,20 +45,16 @@ from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsP
 from libra.exec.pool import DEADLINES, WorkerPool, make_pool
 from libra.exec.protocols import Applied, UnsupportedTransitionError, WorkerLostError
 from libra.exec.recovery import Recovery
-from libra.lend.recall import RecallPolicy
 from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
 from libra.records.files import DiskError
-from libra.records.lending import LendingTerms
-from libra.traffic.envelope import Envelope
 
 
 @pytest.fixture
 def loan() -> DeviceLoan:
-    terms = LendingTerms("chat", "made", 0.1, 0.05, 0.01, Envelope(9.0, 99, 9, 999, 2.0), RecallPolicy(1.0, 8.0))
-    return DeviceLoan("device", terms, None)
+    return DeviceLoan("device", {"model": "chat"}, None)
 
 
 LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))

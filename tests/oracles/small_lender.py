@@ -10,7 +10,7 @@ from libra.hardware.cluster import ServingPool
 from libra.lend.certificate import Certificate, Harvest
 from libra.lend.gate import Slo
 from libra.lend.lender import Lender
-from libra.traffic.envelope import Envelope
+from libra.lend.traffic.envelope import Envelope
 
 SERVING = ServingPool(replace(A800, name="chat", count=1))
 CERTIFICATE = Certificate(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from libra.lend.gate import Grant, ServingView
 from libra.lend.recall import RecallPolicy
-from libra.records.lending import LendingAnswer, LendingTerms, LentStep, read_lending, replay
+from libra.lend.records.lending import LendingAnswer, LendingTerms, LentStep, read_lending, replay
+from libra.lend.traffic.envelope import Envelope
 from libra.records.schema import RecordFormatError
-from libra.traffic.envelope import Envelope
 
 TERMS = LendingTerms("chat", "policy", 0.08, 0.03, 0.002, Envelope(2.0, 900, 6, 4000, 5.0), RecallPolicy(1.0, 8.0))
 

@@ -12,7 +12,7 @@ from fakes.made_loans import BEGAN, EVENTS, SLO, write_loans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.records.loan_history import (
+from libra.lend.records.loan_history import (
     GrantSpan,
     LoanHistory,
     RecallSpan,
@@ -21,7 +21,7 @@ from libra.records.loan_history import (
     UserRequest,
     run_loans,
 )
-from libra.records.loan_trace import closest_together
+from libra.lend.records.loan_trace import closest_together, draw_loans
 from libra.records.schema import EventRecord
 from libra.records.timeline import Timeline
 
@@ -124,7 +124,8 @@ def test_the_smallest_gaps_are_closed_first(gaps: list[float], most: int) -> Non
 def test_a_timeline_shows_what_was_lent(tmp_path: Path) -> None:
     write_loans(tmp_path)
     with closing(Timeline(tmp_path / "timeline.json")) as timeline:
-        timeline.loans(run_loans(tmp_path, lambda at: at - BEGAN, EVENTS))
+        found = run_loans(tmp_path, lambda at: at - BEGAN, EVENTS)
+        timeline.more(lambda trace, group: draw_loans(trace, group, found))
     events = json.loads((tmp_path / "timeline.json").read_text())
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     drawn = [(lanes[it["tid"]], it["name"], it["ts"], it["dur"]) for it in events if it["ph"] == "X"]
@@ -157,7 +158,8 @@ def test_a_long_loan_leaves_room_on_the_timeline(tmp_path: Path) -> None:
     grants = [GrantSpan(at, at + 0.5, 0.5) for at in range(500)]
     serving = [ServingSpan(at + 0.5, at + 0.75, 1, 0.001 * at) for at in range(500)]
     with closing(Timeline(tmp_path / "timeline.json", max_events=200)) as timeline:
-        timeline.loans([LoanHistory("lent-0", "gate", SLO, 0.08, 0.5, grants, serving)])
+        history = LoanHistory("lent-0", "gate", SLO, 0.08, 0.5, grants, serving)
+        timeline.more(lambda trace, group: draw_loans(trace, group, [history]))
         timeline.role("w0", "train", 1.0)
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert sum(it["args"]["lent_ms"] for it in events if "lent_ms" in it["args"]) == 250_000
@@ -167,5 +169,5 @@ def test_a_long_loan_leaves_room_on_the_timeline(tmp_path: Path) -> None:
 
 def test_nothing_is_drawn_where_nothing_was_lent(tmp_path: Path) -> None:
     with closing(Timeline(tmp_path / "timeline.json")) as timeline:
-        timeline.loans(run_loans(tmp_path, lambda at: at, EVENTS))
+        timeline.more(lambda trace, group: draw_loans(trace, group, run_loans(tmp_path, lambda at: at, EVENTS)))
     assert "lent" not in (tmp_path / "timeline.json").read_text()

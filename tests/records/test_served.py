@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra.lend.gate import Slo
-from libra.records.served import ServedRequest, attributable, read_served, summarise
+from libra.lend.records.served import ServedRequest, attributable, read_served, summarise
 
 SLO = Slo(ttft=1.0, tpot=0.1)
 

@@ -11,8 +11,8 @@ from fakes.made_loans import EVENTS, LOANS, write_loans
 from fakes.made_run import make_steps, make_summary, write_lines, write_run
 from pages import Page, figure, marks, needs_nothing, titles
 
+from libra.lend.pages.lending_figures import binned, covered
 from libra.records.schema import LendingSummary, ServedSummary
-from libra.report.lending_figures import binned, covered
 from libra.report.run_page import render_report
 
 SUMMARY = LendingSummary("gate", 0.5, 3, 1, 1, ServedSummary(5, 2, 0.6, 0.01))

@@ -10,11 +10,12 @@ import pytest
 from fakes.made_loans import EVENTS, write_loans
 from pages import Page, figure, marks, needs_nothing, titles
 
-from libra.records.loan_history import RunClock, run_loans
+from libra.lend.records.loan_history import RunClock, run_loans
+from libra.lend.sim.lending import LenderOutcome
+from libra.lend.sim.tenant import Misses
 from libra.report.training_run_page import training_run_page
 from libra.report.training_run_trace import write_training_trace
-from libra.sim.tenant import Misses
-from libra.sim.training_run.outcome import EngineSpan, LenderOutcome, SimulatedRun, SimulatedStep
+from libra.sim.training_run.outcome import EngineSpan, SimulatedRun, SimulatedStep
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from libra.serve.emulate.server import Emulator
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.gateway.upstreams import Upstream
+from libra.serve.gateway.watcher import Watcher
 from libra.serve.http import serving
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
@@ -159,6 +160,7 @@ async def staged(
     fields: Sequence[FieldEngine] = (),
     limits: HttpLimits = GATEWAY,
     buckets: tuple[int, ...] | None = None,
+    watchers: Sequence[Watcher] = (),
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
@@ -176,7 +178,7 @@ async def staged(
             sections.append(UpstreamSection(name=f"f{number}", url=root, max_model_len=engine.max_model_len))
         policy, finished = RecordingPolicy(), []
         file = GatewayConfig(engines=tuple(sections), limits=buckets, **{"turn_tokens": 16, **settings})
-        gateway = Gateway(file, policy, finished.append)
+        gateway = Gateway(file, policy, finished.append, watchers=watchers)
         base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0, limits))
         session = await stack.enter_async_context(ClientSession(base))
         yield Stage(base, session, gateway, policy, emulators, stops, list(scripted), finished)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import ClientSession
+from serve.collector import collector, names
 from serve.processes import EXAMPLES, LIBRA, ended, one_engine, start
 from typer.testing import CliRunner
 
@@ -275,3 +276,30 @@ def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
         assert [turn.generated_tokens for turn in it.turns] == [TOKENS] * TURNS
         assert [turn.returned_tokens for turn in it.turns] == [3] * (TURNS - 1) + [0]
         assert it.contexts() == (50, 453, 856)
+
+
+def test_a_router_has_a_page_and_sends_spans(tmp_path: Path) -> None:
+    with ended() as processes, collector() as (spans_to, came):
+        emulated, engine = start("emulate", str(one_engine(tmp_path)), "--speed", "50")
+        processes.append(emulated)
+        address = next(iter(engine["engines"].values()))
+        router, said = start("route", "--engine", address, "--page", "0", "--otel", spans_to)
+        processes.append(router)
+        post(f"{said['v1']}/completions", {"prompt": [1] * 20, "max_tokens": 8, "libra": {"trajectory": "first"}})
+        with urllib.request.urlopen(said["page"], timeout=60) as answer:
+            page = answer.read().decode()
+        assert "first" in page and "1 turn answered" in page and "1 of 1 engine" in page
+        assert 'data-label="Running">0<' in page  # as the engine itself says
+        router.send_signal(signal.SIGINT)
+        assert router.wait(timeout=60) == 0
+    assert sorted(names(came)) == ["chat", "invoke_agent"]
+
+
+def test_a_page_or_a_collector_that_cannot_be_is_refused_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused = {"--otel": ("collector:4318", "--otel holds no address"), "--page": (port, f"127.0.0.1:{port}")}
+        for option, (value, says) in refused.items():
+            command = [*LIBRA, "route", "--engine", "http://127.0.0.1:9", "--port", "0", option, value]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr

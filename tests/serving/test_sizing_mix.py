@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from libra.plan.serving import ServingPlan, ServingProblem, solve_serving
 from libra.serving import ladder, mix
 from libra.serving.candidate import EnginePool, ServingCandidate
 from libra.serving.ladder import STEPS, highest_rate, repeated
 from libra.serving.menu import MenuFile, ServingMenu
 from libra.serving.mix import plan_mix
+from libra.serving.mix_problem import ServingPlan, ServingProblem, solve_serving
 from libra.serving.objective import parse_objectives
 from libra.serving.question import LASTING, SizingQuestion
 from libra.serving.trial import trial

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from libra.plan.problem import InfeasiblePlanError
-from libra.report.search_table import headline
 from libra.serving import answer as answers
 from libra.serving import ladder
 from libra.serving.answer import SizingAnswer, point_of
@@ -22,6 +21,7 @@ from libra.serving.menu import MenuFile, ServingMenu
 from libra.serving.objective import Metric, Objective, parse_objectives
 from libra.serving.question import BRIEF, LASTING, SizingQuestion
 from libra.serving.search import answer, question_of, search
+from libra.serving.search_table import headline
 from libra.serving.trial import trial
 from libra.sim.workload.requests import RecordedRequest
 from tests.serving.small_questions import CLUSTER, MODEL, question, requests

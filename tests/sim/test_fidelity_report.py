@@ -12,13 +12,13 @@ from benchmarks.fidelity.__main__ import main, shown_command
 from benchmarks.fidelity.comparison import Comparison, compare, rows
 from benchmarks.fidelity.fit import FittedCost, Prices
 from benchmarks.fidelity.measured import Measured, Run
-from benchmarks.fidelity.page import BEGIN, END, with_generated
 from benchmarks.fidelity.prediction import predict, replay_difference
 from benchmarks.fidelity.sessions import Sessions
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import Summary, errors, mean, outcomes, repeat_error
-from benchmarks.fidelity.tables import errors_table, goals_table, residuals_table, table, values_table
+from benchmarks.fidelity.tables import errors_table, goals_table, residuals_table, values_table
 from benchmarks.fidelity.workloads import Group, Poisson, Workload, read_workloads
+from benchmarks.page import markdown
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import ticks
 from libra.sim.cluster import SimCluster
@@ -220,22 +220,9 @@ def test_tables_have_a_line_for_everything() -> None:
 
 
 def test_a_table_with_a_line_too_short_is_refused() -> None:
-    assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+    assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
     with pytest.raises(ValueError, match="1 cells, and the table 2"):
-        table(["a", "b"], [["1"]])
-
-
-def test_only_what_is_between_the_markers_is_rewritten() -> None:
-    page = f"# Title\n\n{BEGIN}\nold\n{END}\n\nprose\n"
-    once = with_generated(page, "new\n")
-    assert once == f"# Title\n\n{BEGIN}\n\nnew\n\n{END}\n\nprose\n"
-    assert with_generated(once, "new") == once
-
-
-@pytest.mark.parametrize("page", ["", BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}{END}{END}", f"{BEGIN}{BEGIN}{END}"])
-def test_a_page_without_its_markers_is_refused(page: str) -> None:
-    with pytest.raises(ValueError, match="add them"):
-        with_generated(page, "new")
+        markdown(["a", "b"], [["1"]])
 
 
 # The command

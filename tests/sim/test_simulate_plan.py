@@ -13,9 +13,13 @@ from oracles.small_lender import SERVING, lender
 from libra.config.recipe import Recipe
 from libra.config.run import load_config
 from libra.cost.device import EngineCost
+from libra.cost.engine_memory import BLOCK
 from libra.cost.sources.files import load_profile
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.offline import gather, request_from
+from libra.plan.options.engines import batch_kv_tokens
 from libra.plan.options.price import bucket_prices, solution
 from libra.plan.options.slots import EngineShape, LentSlots, SlotRequest
 from libra.plan.plan import Plan, answer, make_plan
@@ -282,3 +286,20 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     narrow = replace(plan, max_num_seqs=tuple(10_000 for _ in plan.max_num_seqs))
     with pytest.raises(ValueError, match="max_num_batched_tokens is 8192, less than max_num_seqs 10000"):
         simulate_plan(narrow, agents(2))
+
+
+def test_engines_over_nodes_are_simulated_with_the_memory_that_was_priced() -> None:
+    """DeepSeek-V3 in bf16 is 1,343 GB, and a node of H200 has 1,200 GB."""
+    nodes = NodeClass("h200", 64, 8, GPUS["H200"], intra_bandwidth=450e9, inter_bandwidth=400e9)
+    model = load_model("deepseek-ai/DeepSeek-V3")
+    recipe = RECIPE.model_copy(update={"rollout_dtype": "bf16", "max_length": 32768})
+    plan = Planner(Cluster((nodes,)), model, recipe).plan(CLASSES)
+    groups = [group for group in plan.placement if group.role == "generate"]
+    engines = planned_engines(plan)
+    assert len(groups) == len(engines) > 0
+    for group, engine in zip(groups, engines, strict=True):
+        assert len(group.gpus) * len(group.nodes) == engine.devices == group.devices > 8
+        assert engine.name.startswith(f"h200-{'+'.join(map(str, group.nodes))}/0-7")
+        held = batch_kv_tokens(model, nodes, recipe, engine.devices, CLASSES)
+        assert engine.config.kv_blocks * engine.config.block_size == pytest.approx(held, abs=BLOCK)
+    assert len({engine.name for engine in engines}) == len(engines)

@@ -28,6 +28,7 @@ def changed(**fields: Any) -> Ended:
         (REFUSED, None),
         (changed(status=0, said="a note\nand another\n"), None),
         (changed(status=3), None),
+        (changed(status=3, said="load 0.1: refused\nno load is certified\n"), None),
         (changed(status=1), "status 1"),
         (changed(status=-14), "status -14"),
         (changed(raised="KeyError()"), "KeyError"),

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.soak import owners
 from benchmarks.soak.owners import Owner
 from benchmarks.soak.processes import still_there
-from libra.backends.lend.device_page import BorrowerTally, DevicePage
+from libra.lend.backend.device_page import BorrowerTally, DevicePage
 
 ROOT = Path(__file__).parents[2]
 

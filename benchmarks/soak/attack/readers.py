@@ -23,6 +23,7 @@ from libra.trajectory import read_trajectories
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 _ATTACK = "mutated files"
+_TELL = 250  # files between two lines of progress
 _REAL = 20  # of them read by processes as a user starts them, which have to end as the others did
 _MODEL = "Qwen/Qwen3-8B"
 _HEADS = {"search_agent.jsonl": 12, "trajectories.jsonl": 12, "chat.jsonl": 12, "serving.jsonl": 12}  # lines
@@ -97,6 +98,8 @@ def read_mutated(folder: Path, run: Path, count: int, say: Callable[[str], None]
             if number % max(1, count // _REAL) == 0 and ended.status:
                 real += _as_a_process(reader, here, ended)
             shutil.rmtree(here)
+            if number and number % _TELL == 0:
+                say(f"{number:,} of {count:,} files, {len(wrong)} neither read nor refused")
     finally:
         commands.close()
     said = ", ".join(f"{times:,} of status {status}" for status, times in sorted(statuses.items()))

@@ -19,6 +19,7 @@ from benchmarks.soak.attack.damage import STRANGE, damage_run, drawn
 from benchmarks.soak.attack.findings import Finding, none
 
 _ATTACK, NAME = "damaged runs", "attacked"
+_TELL = 250  # directories between two lines of progress
 _SHORT = {"max_model_len": 64, "max_num_seqs": 16, "kv_tokens": 1024}
 _LONG = {"max_model_len": 192, "max_num_seqs": 5, "kv_tokens": 1024}
 _RUN = {
@@ -56,7 +57,7 @@ def resume_damaged(folder: Path, count: int, say: Callable[[str], None], seed: i
     try:
         if STOPPED not in (ended := commands.run(words, folder)).said:
             raise RuntimeError(f"the whole run is not resumed: {ended.said}{ended.raised}")
-        for _ in range(count):
+        for number in range(count):
             copy.mkdir()
             shutil.copy(folder / "run.yaml", copy)
             shutil.copytree(folder / "runs", copy / "runs")
@@ -69,6 +70,8 @@ def resume_damaged(folder: Path, count: int, say: Callable[[str], None], seed: i
                 wrong.append(f"{damages}: {ended.wrong}")
                 say(wrong[-1])
             shutil.rmtree(copy)
+            if number and number % _TELL == 0:
+                say(f"{number:,} of {count:,} directories, {len(wrong)} neither resumed nor refused")
     finally:
         commands.close()
     looked = f"{count:,} ({gone_on:,} go on; at most {longest:.1f} s and {largest:,.0f} MB)"

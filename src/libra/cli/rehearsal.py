@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from libra.cli.errors import bad_input, require
-from libra.cli.output import check_writable, tell_note, tell_notes, told_before, write_text, writing
+from libra.cli.output import check_writable, tell_note, told_before, write_text, writing
 from libra.config.input_file import read_input
+from libra.config.rooms import offered
 
 if TYPE_CHECKING:
     from libra.plan.plan import Plan
+    from libra.sim.training_run.borrowed import BorrowedDevices
     from libra.sim.training_run.outcome import SimulatedRun
-    from libra.sim.training_run.tenancy import Tenancy
     from libra.trajectory import Trajectory
 
 
@@ -95,7 +96,8 @@ def rehearse(
             raise ValueError("--cold and --learn-from contradict each other: leave one out")
         rehearsed = _rehearsed(plan, trajectories, truncate_context)
         named = _router(rehearsed, router)
-        tenancy = _tenancy(rehearsed.plan, lender or [], traffic or [], kv_quota)
+        watched = report is not None or timeline is not None
+        tenancy = _tenancy(rehearsed.plan, lender or [], traffic or [], kv_quota, watched)
         outcome = _simulated(
             rehearsed,
             named,
@@ -105,7 +107,6 @@ def rehearse(
             seed,
             exact,
             tenancy,
-            watched=report is not None or timeline is not None,
         )
         text = document(rehearsed.plan, outcome, named, seed)
         _write(rehearsed, outcome, text, steps, output, report, timeline)
@@ -159,17 +160,13 @@ def _simulated(
     steps: int,
     seed: int,
     exact: bool,
-    tenancy: Tenancy | None,
-    *,
-    watched: bool,
+    tenancy: BorrowedDevices | None,
 ) -> SimulatedRun:
     from libra.report.live import SimulationProgress
     from libra.route.custom import load_policy
     from libra.sim.of_plan import simulate_run
     from libra.trajectory import read_trajectories
 
-    if tenancy is not None and watched:
-        tenancy = replace(tenancy, watched=True)
     with SimulationProgress(sys.stderr) as progress:
         return simulate_run(
             rehearsed.plan,
@@ -207,34 +204,15 @@ def _write(
             write_training_trace(outcome, timeline)
 
 
-def _tenancy(plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool) -> Tenancy | None:
+def _tenancy(
+    plan: Plan, lenders: Sequence[Path], traffic: Sequence[Path], kv_quota: bool, watched: bool
+) -> BorrowedDevices | None:
     """Serving engines on the devices that the plan borrows; None without `--lender`."""
-    from libra.cli.lenders import read_traffic
-    from libra.lend.recall import RecallPolicy
-    from libra.sim.engines_file import load_lender
-    from libra.sim.training_run.tenancy import TenantEngine, tenancy_of
-
     if not lenders and not traffic:
         if kv_quota:
             raise ValueError("--kv-quota is of the engines that --lender describes: give it, or leave the quota out")
         return None
-    if len(lenders) != len(traffic):
-        raise ValueError(f"--lender is given {len(lenders)} times and --traffic {len(traffic)}: give one of each")
-    if not plan.loans:
-        raise ValueError("--lender is for a plan that borrows, and this one has no loans: leave it out")
-    engines = []
-    for file, log in zip(lenders, traffic, strict=True):
-        spec, model, hardware = load_lender(file, lambda note: tell_notes([note], err=True))
-        engines.append(TenantEngine(spec, model.name, hardware, log.name, read_traffic(log), model.parameters))
-    serving = {}
-    for lender in plan.of_cluster.lenders:
-        wanted = lender.certificates[0]
-        found = [it for it in engines if (it.model, it.hardware) == (wanted.model, wanted.hardware)]
-        if len(found) == 1:
-            serving[lender.pool] = found[0]
-        elif any(loan.pool == lender.pool for loan in plan.loans):
-            raise ValueError(
-                f"--lender: {len(found)} files are of {wanted.model} on {wanted.hardware}, which serves on"
-                f" {lender.pool}: give one"
-            )
-    return tenancy_of(plan, serving, RecallPolicy(), quota=kv_quota)
+    for described in offered("rehearsal tenancy"):
+        tenancy: BorrowedDevices = described(plan, lenders, traffic, kv_quota, watched)
+        return tenancy
+    raise ValueError("--lender: nothing lends in this installation; leave it out")

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from libra.cli.simulation_input import LENT
+from libra.config.rooms import offered
 from libra.plan.plan import Plan
 from libra.report.words import duration, percent, plural, signed_percent
-from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
+from libra.sim.training_run.outcome import SimulatedRun
 
 
 def _left_out(plan: Plan) -> int:
@@ -39,27 +40,10 @@ def document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
         "preemptions": outcome.preemptions,
         "interrupted": outcome.interrupted,
         "moved_tokens": outcome.moved_tokens,
-        "lenders": [_lender(it, outcome.seconds) for it in outcome.lenders],
+        "lenders": [it.document(outcome.seconds) for it in outcome.lenders],
         "steps": [asdict(step) for step in outcome.steps],
     }
     return json.dumps(found, indent=1, allow_nan=False) + "\n"
-
-
-def _lender(it: LenderOutcome, seconds: float) -> dict[str, object]:
-    """Outcome of one lender for JSON; requests are given by number, times in seconds."""
-    return {
-        "name": it.name,
-        "lent": it.lent / seconds,
-        "away": it.away / seconds,
-        "recalls": it.recalls,
-        "requests": it.requests,
-        "ttft": it.ttft,
-        "tpot": it.tpot,
-        "due_margin": it.margin,
-        "missed": sorted(it.missed.any),
-        "attributable": sorted(it.attributable),
-        "inside_envelope": sorted(it.attributable - it.uncovered),
-    }
 
 
 def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
@@ -91,41 +75,5 @@ def show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
         )
     console.print(table)
     if outcome.lenders:
-        console.print(
-            "Devices that serve: the shares of their time that were lent and recalled, what users saw, how long before"
-            " it was due the closest token came, and misses: by lending, and of these those inside the envelope.",
-            soft_wrap=True,
-        )
-        console.print(_lenders_table(outcome))
-
-
-def _lenders_table(outcome: SimulatedRun) -> Table:
-    """A table with one row for each serving device."""
-    table = Table()
-    table.add_column("device", no_wrap=True)
-    for name in (
-        "lent",
-        "away",
-        "TTFT P99, ms",
-        "TPOT P99, ms",
-        "margin, ms",
-        "requests",
-        "missed",
-        "by lending",
-        "inside",
-    ):
-        table.add_column(name, justify="right")
-    for it in outcome.lenders:
-        table.add_row(
-            it.name,
-            percent(it.lent / outcome.seconds, 0),
-            percent(it.away / outcome.seconds, 1),
-            f"{1e3 * it.ttft:.0f}",
-            f"{1e3 * it.tpot:.0f}",
-            "" if it.margin is None else f"{1e3 * it.margin:+.1f}",
-            f"{it.requests:,}",
-            f"{len(it.missed.any)}",
-            f"{len(it.attributable)}",
-            f"{len(it.attributable - it.uncovered)}",
-        )
-    return table
+        for shown in offered("rehearsal tables"):
+            shown(outcome, console)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +18,7 @@ from libra.cli.output import check_writable, tell_note
 if TYPE_CHECKING:
     from libra.route.policy import Policy
     from libra.serve.gateway.config import GatewayConfig
+    from libra.serve.gateway.watcher import Watcher
     from libra.trajectory import Trajectory
 
 
@@ -54,6 +58,25 @@ def route(
             "--state", help="File of what the policy has learned: read at the start if it exists, written at the end."
         ),
     ] = None,
+    otel: Annotated[
+        str | None,
+        typer.Option(
+            "--otel",
+            metavar="URL",
+            help="Send spans of trajectories, turns and tools to this OpenTelemetry collector (OTLP over HTTP); also by"
+            " OTEL_EXPORTER_OTLP_ENDPOINT.",
+        ),
+    ] = None,
+    page_port: Annotated[
+        int | None,
+        typer.Option(
+            "--page",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve a live page of the router at this port of 127.0.0.1; 0: any free port.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:
     """One OpenAI-compatible endpoint for many engines: a policy chooses the engine for each turn of an agent.
@@ -62,7 +85,8 @@ def route(
     messages, and the endpoints with token ids of vLLM and SGLang. The field `libra` of a body, or the header
     X-Session-ID, names the trajectory of a turn; a turn without a name goes to the trajectory that it continues. POST
     /trajectories/ID/finish or /finish_session ends a trajectory, and the policy learns from it. Turns of an engine that
-    fails or hangs are retried elsewhere. Also: /engines, /plan, /metrics (Prometheus), /health.
+    fails or hangs are retried elsewhere. Also: /engines, /plan, /metrics (Prometheus), /health; a live page (--page)
+    and spans (--otel).
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
@@ -80,10 +104,20 @@ def route(
             if trajectory.finished:
                 router.finished(trajectory)
         require("http")
+        if page_port is not None:
+            require("report")
+        from libra.serve.gateway.span_endpoint import span_endpoint
         from libra.serve.guard import read_token
 
         token = None if token_file is None else read_token(token_file)
-        asyncio.run(_serve(asked, router, host, port, token, log, as_json))
+        with ExitStack() as watching:
+            watchers: list[Watcher] = []
+            if (collector := span_endpoint(otel, os.environ)) is not None:
+                require("otel")
+                from libra.serve.gateway.span_export import exported_spans
+
+                watchers.append(watching.enter_context(exported_spans(collector)))
+            asyncio.run(_serve(asked, router, host, port, token, log, watchers, page_port, as_json))
         if state is not None:
             write_whole(state, json.dumps(router.snapshot()))
     except (ValueError, OSError, DiskError) as error:
@@ -129,11 +163,20 @@ def _policy(config: GatewayConfig, state: Path | None) -> Policy:
 
 
 async def _serve(
-    file: GatewayConfig, policy: Policy, host: str, port: int, token: str | None, log: Path | None, as_json: bool
+    file: GatewayConfig,
+    policy: Policy,
+    host: str,
+    port: int,
+    token: str | None,
+    log: Path | None,
+    watchers: list[Watcher],
+    page_port: int | None,
+    as_json: bool,
 ) -> None:
     from libra.config.listeners import GATEWAY
     from libra.config.sealed_line import sealed
     from libra.records.files import LineFile
+    from libra.serve.gateway.recent import Recent
     from libra.serve.gateway.server import Gateway
     from libra.serve.http import serve
     from libra.trajectory import dump_trajectory
@@ -144,17 +187,34 @@ async def _serve(
         if written is not None:
             written.append(sealed(dump_trajectory(ended).encode()))
 
-    gateway = Gateway(file, policy, record, token is not None)
+    recent, page = Recent(), ""
+    watching = [*watchers, *(() if page_port is None else (recent,))]
+    gateway = Gateway(file, policy, record, token is not None, watching)
+    application = gateway.application()
+
+    async def with_page(_: object) -> AsyncIterator[None]:
+        nonlocal page
+        from libra.serve.gateway.page import router_page_at
+
+        assert page_port is not None
+        async with router_page_at(page_port, token, gateway, recent, file.route) as page:
+            yield
+
+    if page_port is not None:
+        application.cleanup_ctx.append(with_page)
 
     def announce(base: str) -> None:
         healthy, count = len(gateway.upstreams.instances), len(gateway.upstreams.all)
         if as_json:
-            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "healthy": healthy, "engines": count}))
+            told = {"base": base, "v1": f"{base}/v1", "healthy": healthy, "engines": count}
+            typer.echo(json.dumps({**told, "page": page} if page else told))
         else:
             typer.echo(f"{file.route} routes at {base}/v1 to {healthy} of {count} engines (Ctrl-C ends)")
+            if page:
+                typer.echo(f"page: {page}")
 
     try:
-        await serve(gateway.application(), host, port, announce, GATEWAY, token)
+        await serve(application, host, port, announce, GATEWAY, token)
     finally:
         if written is not None:
             written.close()

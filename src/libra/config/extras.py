@@ -29,6 +29,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "http": _HTTP,
         "aic": ("aiconfigurator_core",),
         "ilp": ("pulp",),
+        "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
         "ray": ("ray",),
         "cpu": (*_HTTP, *_PAGES, *_ENGINES),
         "gpu": (*_HTTP, *_PAGES, *_ENGINES),
@@ -38,7 +39,14 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def missing_library(extra: str) -> str | None:
     """The first library of the extra that is not installed; None where all are."""
-    return next((name for name in LIBRARIES[extra] if find_spec(name) is None), None)
+    return next((name for name in LIBRARIES[extra] if not _is_installed(name)), None)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is its package
+        return False
 
 
 def install_command(extra: str) -> str:

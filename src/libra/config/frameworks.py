@@ -35,6 +35,7 @@ class Framework:
     mixed_engines: bool = True  # engines of several tensor-parallel sizes in one run
     whole_nodes: bool = False  # training and rollout share no node, unless there is only one
     pairs: bool = False  # prefill/decode pairs
+    engines_over_nodes: bool = False  # an engine may be several whole nodes
     router: str | None = None  # nearest policy of `libra.route.catalogue`; None: it brings no router
     staleness: str = ""  # unit in which its configuration bounds staleness
     most_staleness: int | None = None  # versions; None: any bound can be set
@@ -57,12 +58,13 @@ class Framework:
 _MEGATRON = TrainingFamily("Megatron", tensor=True, pipeline=True, context=True, experts=True, shardings=("zero1",))
 _FSDP = TrainingFamily("FSDP", context=True, shardings=("zero2", "zero3"))
 
-UNRESTRICTED = Framework("", pairs=True)
+UNRESTRICTED = Framework("", pairs=True, engines_over_nodes=True)
 
 _SLIME = Framework(
     "slime",
     families=(_MEGATRON,),
     pairs=True,
+    engines_over_nodes=True,  # --rollout-num-gpus-per-engine
     router="least-loaded",  # cache-aware: a session's prefix, else the engine with least to do
     staleness="steps: train.py has 0, train_async.py 1",
     most_staleness=1,
@@ -74,7 +76,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
         for it in (
             _SLIME,
             replace(_SLIME, name="miles"),
-            replace(_SLIME, name="vime", router="sticky"),  # consistent_hash of vllm-router
+            replace(_SLIME, name="vime", engines_over_nodes=False, router="sticky"),  # consistent_hash of vllm-router
             Framework(
                 "verl",
                 families=(_MEGATRON, _FSDP),

@@ -7,12 +7,13 @@ the key and what would be right. Lengths are tokens, times are seconds, sizes ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from libra.config.listeners import is_local
 from libra.config.recipe import KVOnUpdate
+from libra.config.rooms import OfRoom
 from libra.config.yaml_file import ConfigError as ConfigError
 from libra.config.yaml_file import Section, read_section, unknown
 
@@ -48,7 +49,7 @@ class WarmUpConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The devices: CPU slots of fixed speed on a machine without accelerators."""
+    """The devices: GPUs or shares of them, or CPU slots of fixed speed on a machine without accelerators."""
 
     launcher: LauncherKind = "local"  # where workers run: here, or on the nodes of a Ray cluster
     ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
@@ -57,7 +58,9 @@ class ClusterConfig(Section):
     core: PositiveInt = 1  # always train
     hybrid: int = Field(default=1, ge=0)  # train or generate
     rollout: int = Field(default=2, ge=0)  # always generate
-    share: PositiveFloat = 0.45  # of one core, per slot
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where vLLM is built for it and there is a GPU
+    share: PositiveFloat = 0.45  # of one core, or of one GPU, per slot
+    gpus: PositiveInt = 1  # of a slot, with cuda: an engine divides its model among them, and so does a replica
     port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
     losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node, at which it is retired
 
@@ -79,87 +82,35 @@ class ClusterConfig(Section):
 
 
 class ShapeConfig(Section):
-    """A size in which an engine can be started on one device."""
+    """A size in which an engine can be started on the device of a slot."""
 
     max_model_len: PositiveInt
     max_num_seqs: PositiveInt
     kv_tokens: PositiveInt
+    max_num_batched_tokens: PositiveInt | None = None  # of one iteration; None: vLLM's default
+    graphs: bool = True  # on GPUs: iterations are compiled and captured as CUDA graphs
+    asynchronous: bool = True  # on GPUs: an iteration is scheduled while the one before is computed
 
 
 LENT = "lent"  # the shape, in buckets, of engines on devices that serve users
 LendingRule = Literal["gate", "serve-first", "naive", "published", "fixed", "off"]
 
 
-class ServerConfig(Section):
-    """A server of another model, under recorded traffic: vLLM as `vllm serve` runs it, without the HTTP."""
+class LendingKeys(Protocol):
+    """`lending` of a run, which a room reads."""
 
-    model: ModelConfig = ModelConfig()  # a tiny one has random weights
-    max_model_len: PositiveInt = 512
-    max_num_seqs: PositiveInt = 32
-    max_num_batched_tokens: PositiveInt = 64
-    kv_tokens: PositiveInt = 8192
-    traffic: Path  # requests as `libra simulate --requests` reads them, beside the configuration
-    speed: PositiveFloat = 1.0  # requests arrive this many times as fast as recorded
-    shorter: PositiveFloat = 1.0  # divisor of the lengths of prompts and outputs
-
-
-class PublicationConfig(Section):
-    """The address at which agents follow the weights of a run."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)  # 0: any free port
-
-
-class LendingConfig(Section):
-    """Devices that a run borrows for rollouts from servers: from agents (`libra lend serve`), and from servers that
-    the run starts, with one device each. The keys from `server` to `quiet` apply to the latter. Times are seconds."""
-
-    agents: tuple[Path, ...] = ()  # their sockets, relative to the configuration
-    weights: PublicationConfig = PublicationConfig()
-    servers: int = Field(default=0, ge=0)
-    server: ServerConfig | None = None
-    ttft: PositiveFloat | None = None  # SLO: to the first token
-    tpot: PositiveFloat | None = None  # SLO: a token after it
-    use: float = Field(default=0.8, gt=0, le=1)  # share of `tpot` that may be spent
-    longest_grant: PositiveFloat = 0.05
-    shortest_grant: PositiveFloat = 0.004
-    requests_per_second: PositiveFloat = 100.0  # rate at one server above which it lends nothing
-    window: PositiveFloat = 2.0  # over which that rate is counted
-    quiet: PositiveFloat = 1.0  # below that rate before lending resumes; doubled where that was too soon
-    rule: LendingRule = "gate"  # off: nothing is lent; the others are baselines
-    engine: ShapeConfig  # on a lent device; an agent's may be larger
-
-    @property
-    def objective(self) -> tuple[float, float]:
-        """`ttft` and `tpot`, of a run with servers of its own."""
-        assert self.ttft is not None and self.tpot is not None
-        return self.ttft, self.tpot
+    rule: LendingRule
+    servers: int
+    engine: ShapeConfig  # on a lent device
 
     @property
     def devices(self) -> int:
-        """Number of lent devices, of servers and of agents."""
-        return self.servers + len(self.agents)
+        """Number of lent devices."""
+        ...
 
-    @model_validator(mode="after")
-    def _there_are_lenders(self) -> Self:
-        if not self.devices:
-            raise ValueError("no device is lent: name agents, or set servers to 1 or more")
-        missing = [key for key in ("server", "ttft", "tpot") if getattr(self, key) is None]
-        if self.servers and missing:
-            raise ValueError(f"servers is {self.servers}: give {' and '.join(missing)}, too")
-        if len(set(self.agents)) < len(self.agents):
-            raise ValueError("agents names one twice; a run has one engine of each")
-        if self.agents and self.rule not in ("gate", "off"):
-            raise ValueError(f"rule is {self.rule}: agents lend by their own gate; give gate, or off")
-        return self
-
-    @model_validator(mode="after")
-    def _grants_are_possible(self) -> Self:
-        if self.shortest_grant > self.longest_grant:
-            raise ValueError(
-                f"shortest_grant is {self.shortest_grant:g} s, longest_grant {self.longest_grant:g} s: lower the first"
-            )
-        return self
+    def beside(self, folder: Path) -> Self:
+        """The section with the files that it names, in `folder`, where the configuration is."""
+        ...
 
 
 class StartBucket(Section):
@@ -252,7 +203,7 @@ class RunConfig(Section):
     tracking: Literal["wandb", "trackio", "tensorboard", "mlflow"] | None = (
         None  # experiment tracker beside the records
     )
-    lending: LendingConfig | None = None
+    lending: Annotated[LendingKeys, OfRoom("lending")] | None = None
 
     @model_validator(mode="after")
     def _lends_shorter_engines(self) -> Self:
@@ -320,8 +271,4 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
     config = read_section(path, RunConfig, "examples/calculator.yaml", overrides)
     if config.lending is None:
         return config
-    server, agents = config.lending.server, tuple(path.parent / agent for agent in config.lending.agents)
-    if server is not None:
-        server = server.model_copy(update={"traffic": path.parent / server.traffic})
-    lending = config.lending.model_copy(update={"server": server, "agents": agents})
-    return config.model_copy(update={"lending": lending})
+    return config.model_copy(update={"lending": config.lending.beside(path.parent)})

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWr
 from yaml.nodes import MappingNode, ScalarNode
 
 from libra.config.input_file import MOST, beyond_floats, read_input
+from libra.config.rooms import OfRoom
 
 
 class ConfigError(ValueError):
@@ -193,17 +194,18 @@ def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:
     """The keys that the section at `location` may have."""
     section: Any = schema
     for part in location:
-        section = _without_null(section)
+        section = without_null(section)
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[part].annotation
         elif hasattr(section, "__args__"):  # a mapping or a tuple of sections
             section = section.__args__[-1] if section.__args__[-1] is not Ellipsis else section.__args__[0]
-    section = _without_null(section)
+    section = without_null(section)
     return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
 
 
-def _without_null(section: Any) -> Any:
+def without_null(section: Any) -> Any:
     """The type without `None` and without annotations."""
     while get_origin(section) in (Annotated, Union, UnionType):
-        section = get_args(section)[0]
+        kind, *about = get_args(section)
+        section = next((it.kind for it in about if isinstance(it, OfRoom)), kind)
     return section

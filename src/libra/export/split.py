@@ -178,6 +178,9 @@ def _require_expressible(split: DeviceSplit) -> None:
     if not framework.mixed_engines and (len(sizes) > 1 or len(pools) > 1):
         of = f"of {' and '.join(map(str, sizes))} GPUs" if len(sizes) > 1 else f"on {' and '.join(sorted(pools))}"
         raise _refused(framework, f"there are engines {of}")
+    over = next((group for group in split.engines if len(group.places[0].nodes) > 1), None)
+    if over is not None and not framework.engines_over_nodes:
+        raise _refused(framework, f"an engine is {over.tp} GPUs on {len(over.places[0].nodes)} nodes")
     if not framework.pairs and any(group.role != "generate" for group in split.engines):
         raise _refused(framework, "there are prefill/decode pairs")
     limit = framework.most_staleness

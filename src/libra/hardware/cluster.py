@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated, Protocol
 
+from libra.config.rooms import OfRoom
 from libra.config.units import rate
 from libra.config.yaml_file import unknown
 from libra.hardware.gpu import GPU as GPU
 from libra.hardware.gpus import GPUS as GPUS
 from libra.hardware.gpus import nearest_gpu as nearest_gpu
-from libra.hardware.loan_terms import LoanTerms
 
 # Limits that no network of today comes near. A value outside was given in another unit.
 _INTRA = (8e9, 2e12)  # PCIe 3 with 8 lanes, to twice NVLink 5; bytes/s per GPU
@@ -82,12 +83,21 @@ class NodeClass:
         return self.count * self.gpus
 
 
+class PoolTerms(Protocol):
+    """The terms on which a pool lends, which a room adds."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """GPUs of one serving engine."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServingPool:
     """GPUs that serve users. Raises ValueError where the engines of the loan terms do not divide a node."""
 
     nodes: NodeClass
-    lends: LoanTerms | None = None  # None: it lends nothing
+    lends: Annotated[PoolTerms, OfRoom("loan terms")] | None = None  # None: it lends nothing
 
     def __post_init__(self) -> None:
         if self.lends is not None and self.nodes.gpus % self.lends.tensor_parallel_size:

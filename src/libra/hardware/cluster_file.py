@@ -6,14 +6,14 @@ Invariant: a file gives a cluster that could exist, or is refused in one line th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import StrictInt
 
+from libra.config.rooms import OfRoom
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, written
 from libra.config.yaml_file import Section, read_section, refusal, shown, valid
-from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, ServingPool, nearest_gpu
-from libra.hardware.loan_terms import LoanSection
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, PoolTerms, ServingPool, nearest_gpu
 
 _SAME = 0.1  # figures of one GPU differ by this share: data sheets round, and boost clocks differ
 
@@ -37,8 +37,12 @@ class _NodeSection(Section):
     cost_per_hour: float | None = None
 
 
+class _TermsSection(Protocol):
+    def terms(self) -> PoolTerms: ...
+
+
 class _ServingSection(_NodeSection):
-    lends: LoanSection | None = None
+    lends: Annotated[_TermsSection, OfRoom("lends")] | None = None
 
 
 class _ClusterSection(Section):

@@ -1,4 +1,6 @@
-"""Lending: what a serving engine can spare for rollouts, and the bound that it keeps.
+"""Lending: what serving engines can spare for rollouts, and the bound that it keeps.
 
-Everything here is pure: no clock, no files, no processes. Simulator, executor and emulator ask the same objects.
+The modules here and `traffic` are pure rules: no clock, no files, no processes. Simulator and executor ask the same
+objects: `sim` is lending in simulated time, `backend` on real devices, with `records`, `pages` and `cli` of both. The
+core knows none of them; it finds what `offers` names.
 """

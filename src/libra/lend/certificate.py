@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from libra.config.input_file import MOST, beyond_floats, read_input
 from libra.config.yaml_file import ConfigError
 from libra.lend.gate import Slo
-from libra.traffic.envelope import Envelope
+from libra.lend.traffic.envelope import Envelope
 
 
 @dataclass(frozen=True, slots=True)

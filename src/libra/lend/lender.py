@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from libra.hardware.cluster import ServingPool
+from libra.config.recipe import Recipe
+from libra.cost.corrections import BATCH, BatchFactors
+from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import NodeClass, ServingPool
 from libra.hardware.model import ModelSpec
 from libra.lend.certificate import Certificate
 from libra.lend.gate import Slo
-from libra.traffic.forecast import RateForecast
+from libra.lend.lent_engine import LentEngine, lent_options
+from libra.lend.loan_terms import LoanTerms
+from libra.lend.traffic.forecast import RateForecast
+from libra.lengths import TrajectoryClass
+from libra.plan.options.menu import Rejected
+from libra.plan.problem import EngineOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,18 @@ class Lender:
         away = self.away(certificate)
         return (1 - away) * away / self.period
 
+    def options(
+        self,
+        model: ModelSpec,
+        nodes: NodeClass,
+        recipe: Recipe,
+        classes: Sequence[TrajectoryClass],
+        profile: EngineProfile,
+        factors: BatchFactors = BATCH,
+    ) -> tuple[tuple[EngineOption, ...], tuple[LentEngine, ...], tuple[Rejected, ...]]:
+        """Options of every certificate, the engines of these options, and certificates that lend nothing."""
+        return lent_options(model, self, nodes, recipe, classes, profile, factors)
+
 
 def make_lender(
     pool: ServingPool,
@@ -69,7 +89,7 @@ def make_lender(
     """The lender that a serving pool's terms describe. `certificates` come with the names of their files, `rates` are
     of all its engines together. Raises ValueError naming the key under `lends`."""
     terms = pool.lends
-    if terms is None:
+    if not isinstance(terms, LoanTerms):
         raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")
     refused = model.tp_refusal(terms.tensor_parallel_size)
     if refused is not None:

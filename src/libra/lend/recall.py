@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libra.lend.gate import Grant, Refusal, ServingCost, ServingView, SharingRule
-from libra.traffic.envelope import Envelope, Load, RateWindow
+from libra.lend.traffic.envelope import Envelope, Load, RateWindow
 
 
 @dataclass(frozen=True, slots=True)

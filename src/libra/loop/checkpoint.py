@@ -225,7 +225,11 @@ def allocation_in_force(
 
 def cut_back(directory: Path, step: int) -> Recorded:
     """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped,
-    those that a loss of power left torn (records are not forced to disk), and records of later steps."""
+    those that a loss of power left torn (records are not forced to disk), and records of later steps. Raises
+    `RecordFormatError` where a file is missing: a run makes all of them before its first checkpoint."""
+    for path in (directory / f"{name}.jsonl" for name in RECORDS):
+        if not path.exists():
+            raise RecordFormatError(f"{path} is missing; restore it, or start again with --overwrite")
     torn = {name: _drop_torn(directory / f"{name}.jsonl") for name in RECORDS}
     damaged = tuple(f"{name}.jsonl: {count} torn lines are left out" for name, count in torn.items() if count)
     metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
@@ -261,10 +265,8 @@ def _keep(path: Path, records: Sequence[Record]) -> None:
 
 
 def _drop_torn(path: Path) -> int:
-    """Leave out whole lines that are not JSON objects; returns how many. No error where there is no file. Raises
-    `RecordFormatError` at an object that does not match its checksum."""
-    if not path.exists():
-        return 0
+    """Leave out whole lines that are not JSON objects; returns how many. Raises `RecordFormatError` at an object that
+    does not match its checksum."""
     with writing(path):
         drop_partial_line(path)
     lines = whole_lines(path)

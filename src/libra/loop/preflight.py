@@ -16,13 +16,14 @@ from typing import Any
 
 import psutil
 
+from libra.backends.devices import inventory, slot_devices
 from libra.config.cache import cache_directory
 from libra.config.extras import install_command
 from libra.config.input_file import read_input
+from libra.config.rooms import offered
 from libra.config.run import (
     ClusterConfig,
     ConfigError,
-    LendingConfig,
     MetricsConfig,
     ModelConfig,
     RunConfig,
@@ -30,11 +31,14 @@ from libra.config.run import (
     StartConfig,
     TrainingConfig,
 )
+from libra.cost.engine_memory import held_bytes
+from libra.cost.quantization import AS_STORED
+from libra.cost.train_memory import CONTEXT as TRAINER_CONTEXT
+from libra.hardware.model_file import load_model
 from libra.loop.run_directory import can_be_written, check_not_running, check_run_directory
 from libra.loop.tracking import check_tracking
 from libra.plan.options.slots import longest_context
 from libra.route.custom import load_policy
-from libra.sim.workload.request_file import RequestFormatError, read_requests
 
 # Memory of the process that imports the libraries, and of each worker on top, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
@@ -44,22 +48,29 @@ WORKER_BYTES = 700 << 20
 _RAY_SECONDS = 10.0  # in which a cluster that is there takes a connection
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
+# On a GPU: float32 weights, two moments and two gradients.
+TRAINED_BYTES = 20
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     """Raises `ConfigError`. A live run in the same directory is named first: it also takes the memory and the port."""
     check_not_running(config.run_directory)
     _check_launcher(config.cluster)
-    _check_model_directory(config.model.directory)
+    devices = slot_devices(config.cluster) if config.cluster.launcher == "local" else ()
+    _check_model_directory(config.model.directory, bool(devices) or config.cluster.device == "cuda")
     servers = 0 if config.lending is None else config.lending.servers
-    if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
+    if devices:
+        _check_gpus(config)
+    elif config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
         borrowers = min(servers, config.lent_devices)  # an agent's engine is where its server is
         _check_memory(config.cluster, config.training, config.model, servers + borrowers)
         _check_cores(config.cluster, servers)
+    if config.cluster.ray_address is None:
         _check_port(config.cluster.port)
     _check_engines(config.all_engines, config.start)
     if config.lending is not None:
-        _check_lending(config.lending, config.cluster)
+        for check_lending in offered("preflight"):
+            check_lending(config.lending, config.cluster)
     _check_policy(config.routing.policy)
     check_tracking(config)
     _check_metrics(config.metrics, config.cluster.port)
@@ -94,7 +105,7 @@ def _check_ray_address(address: str) -> None:
         raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
 
 
-def _check_model_directory(directory: Path | None) -> None:
+def _check_model_directory(directory: Path | None, on_gpus: bool) -> None:
     if directory is None:
         return
     if not directory.is_dir():
@@ -107,28 +118,12 @@ def _check_model_directory(directory: Path | None) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
-    if _model_config(directory).get("tie_word_embeddings", False):
+    if not on_gpus and _model_config(directory).get("tie_word_embeddings", False):
         # vLLM's CPU backend keeps a packed copy of a tied output layer, which a weight update leaves behind.
         raise ConfigError(
             f"model.directory: {directory} ties its word embeddings, which engines on CPU cannot update; save it with"
             " tie_word_embeddings false and an lm_head of its own"
         )
-
-
-def _check_lending(lending: LendingConfig, cluster: ClusterConfig) -> None:
-    if cluster.launcher != "local":
-        raise ConfigError(
-            f"lending: servers and agents run on the controller's machine, and cluster.launcher is {cluster.launcher};"
-            " set it to local"
-        )
-    if lending.agents and lending.weights.port != 0:
-        _try_port("lending.weights.port", lending.weights.host, lending.weights.port, "give a free port, or 0 for any")
-    if lending.server is None:
-        return
-    try:
-        read_requests(lending.server.traffic)
-    except RequestFormatError as error:
-        raise ConfigError(f"lending.server.traffic: {error}") from None
 
 
 def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig, beside: int) -> None:
@@ -167,6 +162,35 @@ def _weight_bytes(model: ModelConfig) -> int:
         return stored * (1 if dtype == "float32" else 2)
     attention = model.hidden_size * model.head_dim * 2 * (model.heads + model.kv_heads)
     return 4 * model.layers * (attention + 9 * model.hidden_size**2)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Whether each slot's GPUs hold a replica, and an engine of each shape: what their sizes say before one starts."""
+    cluster, training = config.cluster, config.training
+    if config.lending is not None and config.lending.servers:
+        raise ConfigError("lending.servers: servers of the run's own are on CPU slots; set cluster.device to cpu")
+    if training.processes != cluster.gpus:
+        raise ConfigError(
+            f"training.processes is {training.processes}, and a slot has {cluster.gpus} GPU(s), one for each process;"
+            f" set it to {cluster.gpus}"
+        )
+    if config.model.directory is None:  # a tiny one
+        return
+    model = load_model(config.model.directory / "config.json")
+    room = cluster.share * min(gpu.memory for gpu in inventory())
+    parts = cluster.gpus if training.sharding == "fsdp2" else 1
+    needs = {"a training replica": TRAINED_BYTES * model.parameters / parts + TRAINER_CONTEXT}
+    for name, shape in config.engines.items():
+        budget = shape.max_num_batched_tokens or shape.max_model_len
+        held = held_bytes(model, cluster.gpus, batched_tokens=budget, seqs=shape.max_num_seqs)
+        kv = shape.kv_tokens * AS_STORED.kv_bytes_per_token(model, cluster.gpus)
+        needs[f"engine {name} (engines.{name}.kv_tokens)"] = held + kv
+    for who, needed in needs.items():
+        if needed > room:
+            raise ConfigError(
+                f"cluster.share: {who} needs about {needed / 2**30:.1f} GiB of each of its GPUs, and a slot has"
+                f" {room / 2**30:.1f} GiB; give more of a GPU, more GPUs a slot, or a smaller model or cache"
+            )
 
 
 def _check_cores(cluster: ClusterConfig, servers: int) -> None:
@@ -216,7 +240,7 @@ def _check_policy(policy: str) -> None:
 
 def _check_port(port: int) -> None:
     if port != 0:
-        _try_port("cluster.port", "127.0.0.1", port, "give a free port, or 0 for any")
+        try_port("cluster.port", "127.0.0.1", port, "give a free port, or 0 for any")
 
 
 def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
@@ -225,10 +249,10 @@ def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
         return
     if port == training_port:
         raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
-    _try_port("metrics.port", host, port, "give a free port, or leave it out")
+    try_port("metrics.port", host, port, "give a free port, or leave it out")
 
 
-def _try_port(key: str, host: str, port: int, remedy: str) -> None:
+def try_port(key: str, host: str, port: int, remedy: str) -> None:
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family) as probe:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from libra.backends.devices import CPU
 from libra.backends.grpo.trainers import DivergedError, Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
-from libra.backends.launch.lenders import LenderLauncher, RunWeights
+from libra.backends.launch.launcher import LOCAL, AgentLauncher, RunWeights, WorkerLauncher, WorkerLink
 from libra.backends.machine import served_dtype
 from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import DeviceLoan, KVBufferPlace, LoadWeights, StartEngine
@@ -79,7 +79,7 @@ class SlotProcesses:
     settings: WorkerSettings
     journal: Journal
     observer: RunObserver
-    lenders: LenderLauncher | None = None  # the launcher, where some of its slots are agents'
+    lenders: AgentLauncher | None = None  # the launcher, where some of its slots are agents'
 
     def __post_init__(self) -> None:
         self.lost: Callable[[str, str], None] = lambda worker, why: None  # called with a lost worker, and why
@@ -205,7 +205,8 @@ class SlotProcesses:
                 precision=self.settings.precision,
                 seed=self.settings.seed,
                 share=self.settings.share,
-                cores=(handle.link.core,),
+                link=handle.link,
+                hashed=handle.node == LOCAL and self.lenders is None,
             )
         )
         self._layout = ready
@@ -237,23 +238,31 @@ class SlotProcesses:
         loan = self.settings.loans.get(name)
         handle = EngineHandle(await self._spawn(name), self.lost, None if loan is None else self._recalled)
         self._handles[name] = handle
+        device = handle.link.device
+        gpus = max(1, len(device.gpus))
         await handle.start(
             StartEngine(
                 model_directory=str(self.settings.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
                 dtype=served_dtype(self.settings.precision),
-                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes,
+                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes // gpus,  # vLLM's are those of one GPU
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self.settings.seed * 1000 + self.pool[name].slot,
                 # A lent device's pace is kept in its grants. The engine's other work uses no device: if it paused for
                 # that too, serving would have the device after each of its steps.
-                share=self.settings.share if loan is None else 1.0,
-                cores=(handle.link.core,),
+                share=self.settings.share if loan is None and device == CPU else 1.0,
+                cores=handle.link.own_cores,
                 refresh_kv=self.settings.training.kv_on_update == "refresh",
                 kv=self._kv_place(handle),
                 loan=loan,
+                device=device.kind,
+                gpus=gpus,
+                memory=1.0 if device == CPU else self.settings.share,
+                max_num_batched_tokens=size.max_num_batched_tokens,
+                graphs=size.graphs and device != CPU,
+                asynchronous=size.asynchronous and device != CPU and loan is None,
             )
         )
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
@@ -273,6 +282,8 @@ class SlotProcesses:
     def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
         """The buffer through which the engine hands KV over; None where it never will, and so needs no preparation."""
         handover = self.fleet.handover
+        if handle.link.device != CPU:
+            return None  # a context is computed again on GPUs
         if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)

@@ -11,11 +11,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from libra.backends.protocols import StepResult
 from libra.backends.vllm.kv_handover import ContextMoves
+from libra.config.rooms import offered
 from libra.config.sealed_line import sealed
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
@@ -25,7 +26,6 @@ from libra.loop.tracking import Tracking
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.files import LineFile, writing
-from libra.records.loan_history import RecallSpan, run_loans
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,
@@ -70,7 +70,7 @@ class Recorder:
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
         self.recalls = 0
-        self._recalls = defaultdict[str, list[RecallSpan]](list)  # of each lent engine, on the timeline
+        self._recalls = defaultdict[str, list[tuple[float, float, str]]](list)  # of each lent engine, on the timeline
         self._away: dict[str, tuple[float, str]] = {}  # engines whose device is recalled: since when, and why
 
     def begin(self) -> None:
@@ -250,7 +250,7 @@ class Recorder:
     def _end_recall(self, worker: str) -> None:
         since = self._away.pop(worker, None)
         if since is not None:
-            self._recalls[worker].append(RecallSpan(since[0], self._moment(), since[1]))
+            self._recalls[worker].append((since[0], self._moment(), since[1]))
 
     def load(self, worker: str) -> None:
         """An engine begins to take new weights."""
@@ -280,15 +280,15 @@ class Recorder:
             self._devices.take(self._moment())  # draws what is not over
 
     def _draw_loans(self) -> None:
-        """Draw the loans, from their borrowers' records of this session."""
+        """Draw the loans of this session."""
         for worker in list(self._away):
             self._end_recall(worker)
 
         def moment(clock: float) -> float | None:
             return clock - self._started if clock >= self._started else None
 
-        found = run_loans(self.directory, moment, ())
-        self._timeline.loans([replace(it, recalls=self._recalls[it.name]) for it in found])
+        for draw in offered("timeline"):
+            self._timeline.more(partial(draw, directory=self.directory, clock=moment, recalls=self._recalls))
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Timeline, float]]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import psutil
 
+from libra.backends.devices import slot_devices
 from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
 from libra.backends.machine import choose
 from libra.config.run import ClusterConfig, ConfigError, RunConfig
@@ -89,7 +90,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
 
 def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:
     if cluster.launcher == "local":
-        return LocalLauncher.open(logs)
+        return LocalLauncher.open(logs, slot_devices(cluster))
     from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
     return open_on_ray(cluster, logs)

@@ -35,8 +35,10 @@ _RESUMED_AS_STARTED = (
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a run directory, which is made where there is none. Raises `ConfigError` where another process
-    holds it, `DiskError` where the file cannot be made."""
+    holds it or something else has its name, `DiskError` where the file cannot be made."""
     path = directory / LOCK
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"name: {path} is not a regular file; remove it")
     lock = FileLock(path, mode=0o644, blocking=False, fallback_to_soft=False)
     try:
         with writing(path):

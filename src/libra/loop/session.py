@@ -86,7 +86,8 @@ class Session:
         try:
             return await self._run(records, workers)
         finally:
-            await workers.borrowing.close()
+            if workers.borrowing is not None:
+                await workers.borrowing.close()
 
     async def _run(self, records: _Records, workers: SessionWorkers) -> RunSummary:
         config, training = self.config, self.config.training
@@ -110,7 +111,8 @@ class Session:
         started_trajectories = loop.groups.started * training.samples_per_prompt
         summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
         loans = [entry.handle.loan for entry in executor.processes.fleet.instances()]
-        if (lending := await workers.borrowing.end(loans, recorder.recalls)) is not None:
+        borrowing = workers.borrowing
+        if borrowing is not None and (lending := await borrowing.end(loans, recorder.recalls)) is not None:
             summary = replace(summary, lending=lending)
             self.progress.line(lending.words)
         recorder.summary(summary)

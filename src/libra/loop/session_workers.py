@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.backends.launch.launcher import WorkerLauncher
-from libra.backends.launch.lenders import LenderRefusedError
+from libra.backends.launch.launcher import AgentLauncher, LenderRefusedError, WorkerLauncher
 from libra.backends.machine import Choice, served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.input_file import read_input
+from libra.config.rooms import offered
 from libra.config.run import LENT, ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import save_profile
 from libra.exec.journal import Journal
 from libra.exec.pool import WorkerPool, make_pool
 from libra.exec.recovery import Recovery
-from libra.loop.borrowing import Borrowing
+from libra.loop.borrowed import RunBorrowing
 from libra.loop.calibration import known_profile, measured_profile, profile_key
 from libra.loop.checkpoint import Interrupted, allocation_in_force
 from libra.loop.fleet import ServingFleet
@@ -90,14 +90,9 @@ class SessionWorkers:
         model = json.loads(read_input(self.model / "config.json"))
         self._key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
         self._profile = known_profile(config.planner.calibration, self._key, self.progress.line)
-        self.borrowing = Borrowing.of(
-            config,
-            self.launcher,
-            self.model,
-            served_dtype(self.arithmetic.precision),
-            self.progress.line,
-            lambda text: recorder.event("lender", None, text),
-        )
+        self.borrowing: RunBorrowing | None = None
+        if config.lending is not None:
+            self.borrowing = self._borrowing()
         self.executor = self._make_executor(pool)
         self.recovery = Recovery(self.executor, self.allocation, lambda text: recorder.event("warning", None, text))
         self.observer.planners.append(self.recovery.worker_lost)
@@ -105,12 +100,11 @@ class SessionWorkers:
     async def start(self) -> DeviceProfile:
         """Bring all workers into service; returns their costs, measured now where they are not known yet."""
         config, executor, recovery, profile = self.config, self.executor, self.recovery, self._profile
-        if (servers := self.borrowing.servers) is not None:
-            self.progress.phase("starting servers")
-            await servers.start()
+        if self.borrowing is not None:
+            await self.borrowing.start(self.progress.phase)
         self.progress.phase("starting engines and trainers")
         try:
-            if (agents := self.borrowing.agents) is not None:
+            if (agents := self._agents) is not None:
                 await agents.look()
                 executor.slots_changed()
             await recovery.start()
@@ -125,6 +119,21 @@ class SessionWorkers:
         with writing(config.run_directory / "profile.json"):
             save_profile(config.run_directory / "profile.json", profile)
         return profile
+
+    @property
+    def _agents(self) -> AgentLauncher | None:
+        return None if self.borrowing is None else self.borrowing.agents
+
+    def _borrowing(self) -> RunBorrowing:
+        borrowing: RunBorrowing = next(offered("borrowing"))(
+            self.config,
+            self.launcher,
+            self.model,
+            served_dtype(self.arithmetic.precision),
+            self.progress.line,
+            lambda text: self.recorder.event("lender", None, text),
+        )
+        return borrowing
 
     def _make_executor(self, pool: WorkerPool) -> RunExecutor:
         """An executor of workers that begin from the run's state; engines hand KV over where that is known to pay."""
@@ -150,10 +159,10 @@ class SessionWorkers:
             kv_bytes,
             before.history.step if before is not None else 0,
             before.checkpoint if before is not None else None,
-            self.borrowing.loans(lent, config.name),
+            {} if self.borrowing is None else self.borrowing.loans(lent, config.name),
         )
         fleet = ServingFleet(policy, self.allocation, handover)
-        agents = self.borrowing.agents
+        agents = self._agents
         return begin_session(
             SlotProcesses(agents or self.launcher, pool, fleet, settings, self.journal, self.observer, agents)
         )

@@ -82,6 +82,7 @@ async def _train(
             precision=precision,
             seed=config.seed,
             share=float(len(cores)),
+            link=trainer.link,
             cores=cores,
         )
     )

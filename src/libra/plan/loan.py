@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from libra.plan.allocation import Allocation
 from libra.plan.decision import Case, expected
-from libra.plan.options.menu import LentEngine, Menu
+from libra.plan.options.menu import BorrowedEngine, Menu
 from libra.plan.options.price import solution
 from libra.plan.problem import Problem
 from libra.plan.solution import Solution
@@ -33,13 +33,11 @@ class Loan:
     away: float  # probability that nothing is lent in the coming period
 
 
-def loans_of(lent: Sequence[LentEngine], allocation: Allocation) -> tuple[Loan, ...]:
+def loans_of(lent: Sequence[BorrowedEngine], allocation: Allocation) -> tuple[Loan, ...]:
     """The loans of an allocation."""
     engines = allocation.engines_by_shape
     return tuple(
-        Loan(it.lender.pool, it.shape, it.certificate.use, engines[it.shape], it.share, it.away)
-        for it in lent
-        if engines[it.shape]
+        Loan(it.lender.pool, it.shape, it.use, engines[it.shape], it.share, it.away) for it in lent if engines[it.shape]
     )
 
 

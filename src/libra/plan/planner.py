@@ -6,7 +6,7 @@ plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from libra.config.recipe import Recipe
@@ -15,12 +15,13 @@ from libra.cost.grid import EngineProfile
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
-from libra.lend.lender import Lender
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest, Held
+from libra.plan.options.menu import LendingPool
 from libra.plan.plan import Plan, Solver, make_plan
 from libra.plan.problem import Problem
+from libra.trajectory import Trajectory
 
 CLASSES = 24  # classes of trajectories that a plan distinguishes
 PLANNER_HALF_LIFE_STEPS = 4.0  # default half-life of a tracker to plan from, in optimiser steps
@@ -40,12 +41,17 @@ class Planner:
     model: ModelSpec
     recipe: Recipe
     profiles: tuple[EngineProfile, ...] | None = None
-    lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster
+    lenders: tuple[LendingPool, ...] = ()  # on serving pools of the cluster
     lent_profiles: tuple[EngineProfile, ...] | None = None  # one for each lender; None: rooflines
 
-    def tracker(self, half_life_steps: float = PLANNER_HALF_LIFE_STEPS) -> LengthTracker:
-        """An empty tracker with the recipe's settings, to observe finished trajectories."""
-        return recipe_tracker(self.recipe, half_life_steps)
+    def tracker(
+        self, seen: Iterable[Trajectory] = (), half_life_steps: float = PLANNER_HALF_LIFE_STEPS
+    ) -> LengthTracker:
+        """A tracker with the recipe's settings that has observed the trajectories `seen`, all of them finished."""
+        tracker = recipe_tracker(self.recipe, half_life_steps)
+        for trajectory in seen:
+            tracker.observe(trajectory)
+        return tracker
 
     def plan(self, statistics: Statistics, current: Plan | None = None, solver: Solver = "cp-sat") -> Plan:
         """The plan with the shortest optimiser step; of equal ones the nearest to `current`.

@@ -117,7 +117,8 @@ def _require_costs(owner: str, **fields: Iterable[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices of one kind: `nodes` nodes of `devices_per_node`. A tensor-parallel group never leaves its node."""
+    """Devices of one kind: `nodes` nodes of `devices_per_node`. A tensor-parallel group is in one node or on
+    whole nodes."""
 
     name: str
     nodes: int

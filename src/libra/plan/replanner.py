@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.cost.device import SwitchCost
-from libra.lend.lender import Lender
 from libra.lengths import LengthForecast, LengthTracker
 from libra.lengths.forecast import scaled
 from libra.plan.decision import Decision, decide, expected
 from libra.plan.loan import loan_cases, solve_loans
 from libra.plan.model.solve import solve
+from libra.plan.options.menu import LendingPool
 from libra.plan.options.price import infeasibility, price, solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
@@ -223,7 +223,7 @@ class Replanner:
         for trajectory in finished:
             self._tracker.observe(trajectory)
 
-    def lend(self, lenders: Sequence[Lender]) -> None:
+    def lend(self, lenders: Sequence[LendingPool]) -> None:
         """Set the lenders of the serving pools for the coming period, by the latest forecast of their traffic. Later
         decisions count on no more than the traffic leaves. Raises ValueError where the pools are not the planner's."""
         if self._planner is None:

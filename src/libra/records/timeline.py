@@ -11,15 +11,13 @@ joins; one lane per worker), `running turns` (one counter per worker, since hund
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.loan_history import LoanHistory
-from libra.records.loan_trace import draw_loans
 from libra.records.schema import role_of, styles
 from libra.records.trace import MAX_EVENTS, JsonValue, TraceFile
 
@@ -32,7 +30,7 @@ _GROUPS = {
     _TURNS: "running turns",
     _STEPS: "staleness",
 }
-_LOANS = 7  # group of lent devices, where there are any
+_MORE = 7  # group of what a room draws
 _STEPS_LANE = "training steps"
 
 # Names of the viewers' own palette, in which waiting is pale, too.
@@ -148,9 +146,9 @@ class Timeline:
         self._see(at)
         self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
 
-    def loans(self, histories: Sequence[LoanHistory]) -> None:
-        """Draw the histories of the lent devices, in times of the timeline. Called once, at the end."""
-        draw_loans(self._trace, _LOANS, histories)
+    def more(self, draw: Callable[[TraceFile, int], None]) -> None:
+        """Let a room draw a group of its own, in times of the timeline. Called once, at the end."""
+        draw(self._trace, _MORE)
 
     def close(self) -> None:
         """End open roles and finish the file; closing twice does nothing."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from libra.config.rooms import offered
 from libra.records.run_log import RunLog, outcomes, read_run
 from libra.records.schema import StepRecord
 from libra.report.page import flatten, render
 from libra.report.run_figures import named_decisions, run_figures
-from libra.report.run_lending import run_lending
 from libra.report.run_promises import promise_rows
 from libra.report.run_verdict import edges, headline, notices, tiles, why_nothing_was_decided
 from libra.report.words import count, duration, percent, plain
@@ -52,7 +52,7 @@ def render_report(run_directory: Path) -> str:
         health=_health(log) if log.steps else (),
         averaged=max(1, len(log.steps) // 10),
         evaluations=_evaluations(log),
-        lending=run_lending(log, run_directory),
+        lending=next((made(log, run_directory) for made in offered("run page")), None),
         lent=log.summary.lending.words if log.summary is not None and log.summary.lending is not None else "",
         losses=[(duration(event.time), event.worker or "–", event.text) for event in log.losses],
         events=[

@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from libra.config.rooms import offered
 from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, column_figure, line_figure
 from libra.report.engine_lanes import bucket_rows, engine_lanes
-from libra.report.lending_section import lending_section
 from libra.report.page import ROLES, Tile, render
 from libra.report.vega import Axis
 from libra.report.words import count, duration, percent, plural, signed_percent
 from libra.sim.training_run.outcome import SimulatedRun, SimulatedStep
 
 
+@dataclass(frozen=True, slots=True)
+class BorrowedChapter:
+    """Additions of a room to the page of a run: to its headline, tiles, and a section of its own."""
+
+    sentences: tuple[str, ...]
+    tiles: tuple[Tile, ...]
+    section: object | None  # as `lending.html` shows it
+
+
 def training_run_page(outcome: SimulatedRun, planned: float, title: str) -> str:
     """`planned` are the seconds of a step by the plan; `title` names what was simulated."""
-    histories = [it.history for it in outcome.lenders if it.history is not None]
-    ended = outcome.steps[-1].ended
+    chapter: BorrowedChapter | None = next((made(outcome) for made in offered("training run page")), None)
     return render(
         "training_run.html",
         title,
-        headline=_headline(outcome, planned),
+        headline=" ".join((_headline(outcome, planned), *(() if chapter is None else chapter.sentences))),
         notices=(),
-        tiles=(*_tiles(outcome, planned), *_lender_tiles(outcome)),
+        tiles=(*_tiles(outcome, planned), *(() if chapter is None else chapter.tiles)),
         steps=_figures(outcome.steps, planned),
         engines=engine_lanes(outcome) if outcome.engines else None,
         buckets=bucket_rows(outcome.engines),
-        lending=lending_section(histories, "the run began", ((ended, "ends", "the last step was made"),)),
+        lending=None if chapter is None else chapter.section,
     )
 
 
 def _headline(outcome: SimulatedRun, planned: float) -> str:
-    said = (
+    return (
         f"{plural(len(outcome.steps), 'step')} in {duration(outcome.seconds)}: {duration(outcome.step_seconds)} a step,"
         f" {signed_percent(outcome.step_seconds / planned - 1, 1)} of what was planned. The trainer computes"
         f" {percent(outcome.trainer_share, 0)} of the time."
     )
-    if not outcome.lenders:
-        return said
-    requests, missed = sum(it.requests for it in outcome.lenders), sum(len(it.missed.any) for it in outcome.lenders)
-    return f"{said} {count(missed)} of {plural(requests, 'request')} of users missed their SLO."
 
 
 def _tiles(outcome: SimulatedRun, planned: float) -> tuple[Tile, ...]:
@@ -49,26 +54,6 @@ def _tiles(outcome: SimulatedRun, planned: float) -> tuple[Tile, ...]:
         Tile("Generated", f"{count(outcome.throughput)} tokens/s", "that were trained on"),
         Tile("Engines of one's own", f"{percent(outcome.engine_share, 0)} busy", "of the time in service"),
         Tile("Turns moved", count(outcome.migrations), f"of {count(outcome.placements)} that were placed"),
-    )
-
-
-def _lender_tiles(outcome: SimulatedRun) -> tuple[Tile, ...]:
-    lenders = outcome.lenders
-    if not lenders:
-        return ()
-    lent = sum(it.lent for it in lenders) / len(lenders) / outcome.seconds
-    away = sum(it.away for it in lenders) / len(lenders) / outcome.seconds
-    missed, blamed, inside = (
-        sum(map(len, found))
-        for found in zip(
-            *((it.missed.any, it.attributable, it.attributable - it.uncovered) for it in lenders), strict=True
-        )
-    )
-    cost = f"{count(missed)} missed their SLO, {count(blamed)} by lending, {count(inside)} of them inside the envelope"
-    return (
-        Tile("Lent", percent(lent, 0), f"of the time of {plural(len(lenders), 'device')} that serve"),
-        Tile("Recalled", percent(away), f"of their time, {plural(sum(it.recalls for it in lenders), 'recall')}"),
-        Tile("Users' requests", count(sum(it.requests for it in lenders)), cost, alarming=bool(inside)),
     )
 
 

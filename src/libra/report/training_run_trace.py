@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from libra.records.loan_trace import draw_loans
+from libra.config.rooms import offered
 from libra.records.trace import MAX_EVENTS, TraceFile
 from libra.sim.training_run.outcome import SimulatedRun
 
@@ -24,7 +24,8 @@ def write_training_trace(outcome: SimulatedRun, path: Path | str, max_events: in
             _slice(trace, _TRAINS, f"step {step.version}", step.ended - step.training, step.ended, about)
             if step.waited:
                 _slice(trace, _WAITS, "waits", step.started - step.waited, step.started, {})
-        draw_loans(trace, _LOANS, [it.history for it in outcome.lenders if it.history is not None])
+        for draw in offered("training run trace"):
+            draw(trace, _LOANS, outcome)
 
 
 def _slice(trace: TraceFile, lane: int, name: str, start: float, end: float, about: dict[str, float]) -> None:

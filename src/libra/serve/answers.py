@@ -17,6 +17,7 @@ _KINDS = {
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+    500: "internal_server_error",
     503: "service_unavailable",
     504: "timeout",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from base64 import b64decode
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -59,10 +60,10 @@ class Guard:
                 raise RefusedRequest(f"the body's Content-Type must be {_JSON}", 415)
 
     def _require_token(self, request: web.Request, token: str) -> None:
-        kind, _, shown = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        same = hmac.compare_digest(shown.strip().encode(errors="surrogateescape"), token.encode())
-        if kind.lower() != "bearer" or not same:
-            raise RefusedRequest("show the bearer token of this listener", 401, {"WWW-Authenticate": "Bearer"})
+        shown = _shown_token(request.headers.get(hdrs.AUTHORIZATION, ""))
+        if not hmac.compare_digest(shown, token.encode()):
+            asked = 'Basic realm="the token is the password"' if _is_browser(request) else "Bearer"
+            raise RefusedRequest("show the bearer token of this listener", 401, {"WWW-Authenticate": asked})
 
     def _require_host(self, request: web.Request) -> None:
         if (given := request.headers.get(hdrs.HOST)) is not None and not _names_this_machine(given):
@@ -91,6 +92,24 @@ def read_token(path: Path) -> str:
     if mode & 0o077:
         raise ValueError(f"{path}: other users may read the token; chmod 600 {path}")
     return token
+
+
+def _is_browser(request: web.Request) -> bool:
+    """Whether somebody looks at a page, and can be asked for the token."""
+    return "text/html" in request.headers.get(hdrs.ACCEPT, "")
+
+
+def _shown_token(authorization: str) -> bytes:
+    """The token of the header: a bearer token, or the password that a browser sends. Empty: there is none."""
+    kind, _, shown = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return shown.strip().encode(errors="surrogateescape")
+    if kind.lower() == "basic":
+        try:
+            return b64decode(shown.strip(), validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    return b""
 
 
 @lru_cache(_HOSTS)

@@ -83,9 +83,6 @@ async def serving(
 
     application.middlewares[:0] = [in_openai_shape, attended]
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-    await runner.setup()
-    server = runner.server
-    assert server is not None  # after setup
     options = {
         "access_log": None,
         "logger": _LOG,
@@ -95,10 +92,12 @@ async def serving(
 
     def accepted() -> asyncio.BaseProtocol:
         if connections.admit():
-            return Connection(connections, server, **options)
+            assert runner.server is not None  # after setup
+            return Connection(connections, runner.server, **options)
         return RefusedConnection(connections)
 
     try:
+        await runner.setup()
         with told_once(_LOG):
             try:
                 # As few as leave each one time to be read before it can be the longest idle of all.

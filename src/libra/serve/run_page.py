@@ -1,51 +1,25 @@
 """The page of a run in a browser: while the run goes on, and after its end.
 
-Invariant: it is the page of `libra report`, made from the run's records in a process of its own, so the run notices
-nothing. One page is made at a time, and a browser fetches it when there is a newer one.
+Invariant: it is the page of `libra report`, made from the run's records, so the run notices nothing. One page is made
+at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 from aiohttp import web
 
 from libra.records.run_lock import running_process
 from libra.report.run_page import render_report
-from libra.serve.answers import refused
+from libra.serve.live_page import alive, live_application, page_maker
 
 _LOOK_SECONDS = 2.0  # between two looks at the records
-_NICE = 10  # of the process that makes pages: the run comes first
-_HTML = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
-# The page replaces its own contents, so that the place where somebody reads stays.
-_SCRIPT = """
-<script>
-let shown = "%d";
-setInterval(async () => {
-  const answer = await fetch("version").catch(() => null);
-  const state = document.getElementById("live");
-  if (!answer || !answer.ok) {
-    const why = answer ? (await answer.json()).error.message : "libra report does not answer";
-    state.textContent = "The page is as it was: " + why;
-    return;
-  }
-  const newest = await answer.text();
-  if (newest === shown) return;
-  const page = new DOMParser().parseFromString(await (await fetch("./")).text(), "text/html");
-  const open = [...document.querySelectorAll("details")].map((it) => it.open);
-  document.querySelector("main").replaceWith(page.querySelector("main"));
-  document.querySelectorAll("details").forEach((it, place) => { it.open = open[place] ?? it.open; });
-  shown = newest;
-}, 2000);
-</script>
-</body>"""
 
 
 @dataclass(eq=False)
@@ -72,8 +46,10 @@ class RunPage:
         self.trouble, self.version = "", self.version + 1
         process = running_process(self.run)
         state = "The run has ended." if process is None else f"The run goes on (process {process})."
-        page = page.replace("<main>", f'<main>\n<p id="live" class="note">{state}</p>', 1)
-        self.html = page.replace("</body>", _SCRIPT % self.version, 1)
+        self.html = alive(page, state, self.version)
+
+    async def newest(self) -> str:
+        return self.html
 
     async def follow(self, executor: Executor) -> None:
         while True:
@@ -95,25 +71,13 @@ def _records(run: Path) -> tuple[tuple[str, int, int], ...]:
 async def run_page(run: Path) -> AsyncIterator[web.Application]:
     """An application with the page at `/` and its number at `/version`. Raises what `render_report` raises."""
     page = RunPage(run)
-    with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (_NICE,)) as executor:
+    with page_maker() as executor:
         await page.look(executor)
         if page.trouble:
             raise ValueError(page.trouble)
-
-        async def shown(_: web.Request) -> web.Response:
-            return web.Response(text=page.html, headers=_HTML)
-
-        async def version(_: web.Request) -> web.Response:
-            if page.trouble:
-                return refused(page.trouble, 503)
-            return web.Response(text=str(page.version), headers={"Cache-Control": "no-store"})
-
-        application = web.Application()
-        application.router.add_get("/", shown)
-        application.router.add_get("/version", version)
         following = asyncio.create_task(page.follow(executor))
         try:
-            yield application
+            yield live_application(page)
         finally:
             following.cancel()
             with suppress(asyncio.CancelledError):

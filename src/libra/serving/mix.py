@@ -14,7 +14,6 @@ from typing import Any
 
 from libra.cost.quantization import AS_STORED
 from libra.cost.transfer import fabric
-from libra.plan.serving import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Instance
 from libra.serving.answer import bottleneck
@@ -22,6 +21,7 @@ from libra.serving.bound import Bounds, refuse_impossible
 from libra.serving.candidate import EnginePool, EngineSetup, ServingCandidate
 from libra.serving.ladder import Asking, lasting_rate, repeated, simulator
 from libra.serving.menu import ServingMenu, refuse_empty, refuse_too_dear
+from libra.serving.mix_problem import ServingOption, ServingPlan, ServingProblem, solve_serving
 from libra.serving.objective import Objective
 from libra.serving.question import SizingQuestion
 from libra.serving.trial import Trial, trial

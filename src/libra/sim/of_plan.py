@@ -20,11 +20,11 @@ from libra.sim.engine.config import COLOCATED, EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines, planned_network
 from libra.sim.simulate import Elapsed, simulate
+from libra.sim.training_run.borrowed import BorrowedDevices
 from libra.sim.training_run.episodes import Resampled
 from libra.sim.training_run.loop import PosttrainingRun
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
-from libra.sim.training_run.tenancy import Tenancy
 from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory
 
@@ -158,7 +158,7 @@ def simulate_run(
     learned: Iterable[Trajectory] = (),
     seed: int = 0,
     exact: bool = False,
-    tenancy: Tenancy | None = None,
+    tenancy: BorrowedDevices | None = None,
     tell: Callable[[int], None] = lambda _: None,
 ) -> SimulatedRun:
     """Simulate the first `steps` optimiser steps of a run that would continue, as `run_of` begins it. `route` learns
@@ -184,7 +184,7 @@ def run_of(
     *,
     seed: int = 0,
     exact: bool = False,
-    tenancy: Tenancy | None = None,
+    tenancy: BorrowedDevices | None = None,
 ) -> PosttrainingRun:
     """A whole run of `steps` optimiser steps by the plan, not begun yet. Groups are drawn from the log, prompt by
     prompt, with the recipe's samples each; engines and trainers wait for each other according to its staleness.

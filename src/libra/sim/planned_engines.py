@@ -17,7 +17,7 @@ from libra.cost.quantization import rollout_quantization
 from libra.cost.transfer import fabric
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import batch_kv_tokens, engine_kv_tokens
-from libra.plan.options.menu import LentEngine
+from libra.plan.options.menu import BorrowedEngine
 from libra.plan.options.pairs import kv_rate
 from libra.plan.options.request import PlanningRequest
 from libra.plan.options.slots import SlotRequest
@@ -66,7 +66,7 @@ def lent_engines(plan: Plan) -> frozenset[str]:
     return frozenset(_name(group) for group in plan.placement if group.pool in pools)
 
 
-def beside_lent(plan: Plan) -> dict[str, LentEngine]:
+def beside_lent(plan: Plan) -> dict[str, BorrowedEngine]:
     """The planned options of the lent engines, by engine name."""
     if not plan.loans:
         return {}
@@ -137,7 +137,7 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
 
 
 def _lent(
-    request: ClusterRequest, lent: LentEngine, max_num_seqs: int, granted: bool
+    request: ClusterRequest, lent: BorrowedEngine, max_num_seqs: int, granted: bool
 ) -> tuple[EngineConfig, IterationCost]:
     """An engine that has its share of the device at any moment, and is never recalled. The policy decides about a turn
     with the first token that exceeds its bucket, so there is room for that one."""
@@ -169,6 +169,6 @@ def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
 
 
 def _name(group: DeviceGroup) -> str:
-    (node,) = group.nodes  # tensor parallelism never leaves a node
+    nodes = "+".join(map(str, group.nodes))
     first, last = group.gpus[0], group.gpus[-1]
-    return f"{group.pool}-{node}/{first}" + ("" if first == last else f"-{last}")
+    return f"{group.pool}-{nodes}/{first}" + ("" if first == last else f"-{last}")

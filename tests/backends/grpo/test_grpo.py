@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.backends.grpo.grpo import BEHAVIOUR_WEIGHT_CAP, denominator, group_advantages, loss_sum
+from libra.backends.grpo.grpo import (
+    BEHAVIOUR_WEIGHT_CAP,
+    chosen_logprobs,
+    collate,
+    denominator,
+    group_advantages,
+    loss_sum,
+    made_up_sample,
+)
 from libra.backends.transport.messages import Denominator
 from libra.backends.transport.trainer_messages import TokenSums
 
@@ -154,3 +162,28 @@ def test_sums_over_micro_batches_are_the_sum_over_the_batch(
         pytest.approx(whole.behaviour_weight, abs=1e-9),
         pytest.approx(whole.prox_gap, abs=1e-9),
     )
+
+
+@pytest.mark.parametrize("tokens", [8, 70])
+def test_logits_by_the_chunk_give_the_same_log_probs_and_gradients(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra.backends.grpo.grpo.LOGIT_CHUNK", 16)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.randint(0, 11, (2, tokens), generator=generator)
+    made = []
+    for chunked in (True, False):
+        logits = torch.randn(2, tokens, 11, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        if chunked:
+            found = chosen_logprobs(logits, chosen, 0.7, torch.float32)
+        else:
+            found = torch.log_softmax(logits.float() / 0.7, -1).gather(2, chosen[..., None])[..., 0]
+        (found * torch.arange(2 * tokens).view(2, tokens)).sum().backward()
+        assert logits.grad is not None
+        made.append((found.detach(), logits.grad))
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_batch_is_made_on_the_device() -> None:
+    assert {tensor.device.type for tensor in collate([made_up_sample(0, 5)], "meta")} == {"meta"}

@@ -4,6 +4,7 @@ process alone trains."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import torch
 from fakes.samples import LIMITS, STEPS, batch, counts, distance
-from fakes.stage import ONE_PROCESS, Division, Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
+from fakes.stage import ONE_PROCESS, Division, Stage, Tensors, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 from msgspec.structs import replace
 
 from libra.backends.grpo.membership import Patience
@@ -277,3 +278,21 @@ async def test_warming_up_is_that_of_one_process(stage: Stage, division: Divisio
 async def test_a_model_that_cannot_be_divided_is_refused(stage: Stage) -> None:
     with pytest.raises(WorkerFailedError, match=r"parameter transformer.wte.weight of shape \[32, 32\] cannot be"):
         await stage.hire("three", "fp32", division=Division(3, "fsdp2"))
+
+
+def test_a_sharded_model_keeps_its_ties(tmp_path: Path) -> None:
+    async def trained(stage: Stage, name: str, division: Division) -> Tensors:
+        replica = await stage.hire(name, "fp64", division=division)
+        await alone(replica, stage, range(1, 4))
+        return await stage.parameters(replica)
+
+    async def both(stage: Stage) -> tuple[Tensors, Tensors]:
+        return await trained(stage, "whole", ONE_PROCESS), await trained(stage, "sharded", SHARDED)
+
+    with open_stage(tmp_path) as stage:
+        file = stage.directory / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+        whole, sharded = stage.runner.run(both(stage))
+    assert whole.keys() == sharded.keys() and "lm_head.weight" not in whole
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, sharded[name], rtol=1e-9, atol=1e-12), name

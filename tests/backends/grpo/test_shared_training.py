@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from fakes.samples import LIMITS, STEPS, batch, counts, distance, write_model
 from msgspec.structs import replace
 
 import libra.backends.grpo.publication
+import libra.backends.grpo.train_state
 from libra.backends.grpo.joining import JoinError
+from libra.backends.grpo.publication import DeviceBoard
 from libra.backends.grpo.train_state import SNAPSHOTS
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
@@ -100,6 +103,23 @@ async def test_a_joiner_takes_over_everything_from_the_second_core_too(model: Pa
         assert await step(trainers, 4) == 2
         await trainers.join(hybrid)
         assert await step(trainers, 5) == 3
+
+
+async def test_joiners_follow_a_core_whose_state_is_on_a_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is a CPU here, whose state is not in shared memory: only its mirror is."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(libra.backends.grpo.train_state, "make_board", lambda shape, device: DeviceBoard(shape, cpu))
+    async with crew(model, "fp32", micro_batch=64) as several:
+        cores = await come_and_go(several)
+        boards = [cast(DeviceBoard, core.trainer.state._board) for core in cores]
+        assert len({core.trainer.state.checksum for core in cores}) == 1
+        assert [board._mirrored for board in boards] == [False, False]  # no copy of each step for nobody
+        assert not any(vector.any() for board in boards for vector in board.host_vectors)  # its memory is given back
+        on_device = cores[0].parameters()
+    monkeypatch.undo()
+    async with crew(model, "fp32", micro_batch=64) as reference:
+        start, wanted = await alone(reference)
+        assert distance(on_device, wanted, start) <= LIMITS["fp32"]
 
 
 async def test_a_joiner_that_is_overtaken_is_let_in_by_a_core_that_stands_still(

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from fakes.far_end import PATIENCE
 from fakes.fork_servers import BARE, fork_server
+from fakes.gpus import FakeGpu, fake_driver
 
-from libra.backends.launch.fork_server import ForkError, LaunchError
+from libra.backends.devices import inventory, placed
+from libra.backends.launch.fork_server import GPU_WORKER_ENVIRONMENT, ForkError, ForkServer, LaunchError
 from libra.backends.launch.launcher import LocalLauncher, WorkerLink
 from libra.backends.transport.messages import Failure, Stop
 
@@ -248,3 +250,89 @@ async def test_two_may_wait_for_the_same_worker_to_go(forked: Forked, monkeypatc
             link.channel.close()
         await asyncio.wait_for(waiting, PATIENCE / 4)
         assert not Path(f"/proc/{link.pid}").exists()
+
+
+GPU_IMPORTS = """
+import json, os, sys, torch
+import libra.backends.launch.fork_server as fork_server
+names = ("Stream", "Event", "current_stream", "synchronize", "is_available")
+before = [getattr(torch.cuda, name) for name in names] + [torch.Tensor.pin_memory]
+fork_server._import_everything(sys.argv[1])
+after = [getattr(torch.cuda, name) for name in names] + [torch.Tensor.pin_memory]
+same = all(one is other for one, other in zip(before, after))
+print(json.dumps([same, torch.cuda.is_initialized(), len(os.listdir("/proc/self/task"))]))
+"""
+
+
+@pytest.mark.integration
+def test_imports_for_gpus_patch_nothing_and_start_nothing() -> None:
+    environment = {**os.environ, **GPU_WORKER_ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", GPU_IMPORTS, "cuda"], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[true, false, 1]"], done.stderr
+
+
+SHOWING = BARE.replace(
+    "fork_server.main(",
+    "fork_server.serve = lambda channel, weights: print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    "fork_server.main(",
+).replace("import sys\n", "import os, sys\n")
+
+
+async def test_a_local_worker_sees_the_gpus_of_its_slot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fake_driver(tmp_path, [FakeGpu("NVIDIA H100", 81559, "9.0")] * 4).items():
+        monkeypatch.setenv(name, value)
+    devices = placed(inventory(), 2, 1, 2)
+    process = ForkServer(tmp_path, command=("-c", SHOWING), kind="cuda")
+    launcher = LocalLauncher(process, devices)
+    try:
+        await launcher.ready()
+        assert launcher.hardware.endswith("4 x NVIDIA H100, driver 580.95")
+        for slot in (0, 1):
+            link = await launcher.spawn(f"w{slot}", slot)
+            assert link.device.gpus == devices[slot].gpus
+            await gone(link)
+    finally:
+        launcher.close()
+    assert [(tmp_path / f"w{slot}.log").read_text() for slot in (0, 1)] == ["0,1\n", "2,3\n"]
+
+
+@pytest.mark.parametrize(
+    ("dirt", "why"),
+    [
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", r"1 thread"),
+        (
+            "import types; sys.modules['torch'] = types.SimpleNamespace("
+            "cuda=types.SimpleNamespace(is_initialized=lambda: True))",
+            "CUDA context",
+        ),
+    ],
+)
+async def test_a_fork_that_would_inherit_what_it_cannot_use_is_refused(tmp_path: Path, dirt: str, why: str) -> None:
+    async with fork_server(tmp_path, BARE.replace("fork_server.main(", f"{dirt}\nfork_server.main(")) as (launcher, _):
+        await launcher.ready()
+        with pytest.raises(ForkError, match=why):
+            await launcher.spawn("w0", 0)
+
+
+FORKING = BARE.replace(
+    "fork_server.main(",
+    "def serve(channel, weights):\n"
+    "    if (child := os.fork()) == 0:\n"
+    "        channel.close()\n"
+    "        time.sleep(600)\n"
+    "    print(child, flush=True)\n"
+    "fork_server.serve = serve\n"
+    "fork_server.main(",
+).replace("import sys\n", "import os, sys, time\n")
+
+
+async def test_a_worker_is_gone_with_the_processes_that_it_forked(tmp_path: Path) -> None:
+    """As an engine on several GPUs has one for each."""
+    async with fork_server(tmp_path, FORKING) as (launcher, _):
+        await launcher.ready()
+        link = await launcher.spawn("w0", 0)
+        await gone(link)  # the worker itself, which its child outlives
+        child = int((tmp_path / "w0.log").read_text())
+        assert Path(f"/proc/{child}").exists()
+        await launcher.gone(link)
+        assert not Path(f"/proc/{child}").exists()

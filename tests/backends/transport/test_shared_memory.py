@@ -134,7 +134,36 @@ def test_the_buffers_do_not_overlap(descriptor: int) -> None:
     third = buffer.write(0, LAYOUT, weights(3))
     assert_holds(buffer, 1, second, weights(2))
     assert_holds(buffer, 0, third, weights(3))
-    assert os.fstat(descriptor).st_size == BUFFERS * SIZE
+    assert os.fstat(descriptor).st_size == BUFFERS * (SIZE + 16)  # with the seals
+
+
+def test_a_hashed_buffer_is_known_by_its_seal_without_reading_it_again(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = WeightBuffer(descriptor, SIZE), WeightBuffer(descriptor, SIZE)
+    first = trainer.write(0, LAYOUT, weights(1), hashed=True)
+    assert (
+        first == trainer.write(1, LAYOUT, weights(1), hashed=True) != trainer.write(1, LAYOUT, weights(2), hashed=True)
+    )
+    monkeypatch.setattr(WeightBuffer, "checksum", lambda buffer, index: pytest.fail("every byte was read"))
+    assert_holds(engine, 0, first, weights(1))
+    with pytest.raises(WeightUpdateError, match="of buffer 1"):
+        engine.verify(1, first)
+
+
+def test_a_buffer_whose_writer_ended_in_the_middle_is_refused(descriptor: int) -> None:
+    trainer, engine = WeightBuffer(descriptor, SIZE), WeightBuffer(descriptor, SIZE)
+    old = trainer.write(0, LAYOUT, weights(1), hashed=True)
+    with pytest.raises(KeyError):
+        trainer.write(0, LAYOUT, {LAYOUT[0].name: weights(2)[LAYOUT[0].name]}, hashed=True)
+    with pytest.raises(WeightUpdateError, match="of buffer 0"):
+        engine.verify(0, old)
+
+
+def test_another_process_attaches_to_the_buffers(descriptor: int) -> None:
+    trainer = WeightBuffer(descriptor, SIZE)
+    checksum = trainer.write(0, LAYOUT, weights(1))
+    assert_holds(WeightBuffer.attach(os.getpid(), descriptor, SIZE), 0, checksum, weights(1))
 
 
 def test_weights_that_require_gradients_and_are_not_contiguous(descriptor: int) -> None:

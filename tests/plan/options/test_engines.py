@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from oracles.reshaped import reshaped
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
@@ -20,12 +21,14 @@ from libra.cost.grid import EngineProfile
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.longest import MemberSeconds
 from libra.cost.rollout import EngineTiming
-from libra.cost.sources.roofline import roofline, tensor_degrees
-from libra.cost.transfer import fabric, weight_sync
+from libra.cost.sources.layer_kernels import Between
+from libra.cost.sources.roofline import engine_degrees, node_roofline, roofline, tensor_degrees
+from libra.cost.transfer import NETWORK_LATENCY, fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.decoder import decoder
 from libra.hardware.mlp import Experts
 from libra.hardware.model import ModelSpec
+from libra.hardware.model_file import load_model
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.engines import engine_options
@@ -303,3 +306,39 @@ def test_each_of_eight_generates_more_than_one_alone_where_one_runs_out_of_memor
     assert kv_of(recipe, QWEN_14B, 1) // context == 7
     assert kv_of(recipe, QWEN_14B, 8) // context > 90
     assert seconds_per_device(generating(context), 8) < seconds_per_device(generating(context), 1)
+
+
+# Weights of DeepSeek-V3 in bf16 are 1,343 GB; a node of eight H200 has 1,200 GB.
+WIDE = NodeClass("h200", 8, 8, GPUS["H200"], intra_bandwidth=450e9, inter_bandwidth=400e9)
+DEEPSEEK = load_model("deepseek-ai/DeepSeek-V3")
+BF16 = RECIPE.model_copy(update={"rollout_dtype": "bf16", "max_length": 32768})
+
+
+def test_a_model_that_no_node_holds_has_engines_on_whole_nodes() -> None:
+    assert engine_degrees(DEEPSEEK, WIDE, BF16)[-2:] == (16, 32)
+    assert engine_degrees(DEEPSEEK, replace(WIDE, count=1), BF16)[-1] == 8
+    assert engine_degrees(DEEPSEEK, WIDE, BF16.model_copy(update={"rollout_dtype": "fp8"}))[-1] == 8
+
+
+def test_an_all_reduce_over_nodes_takes_no_less_than_its_network_needs() -> None:
+    """Of 2 (n - 1) / n of the bytes, at the network's full speed; and a network without end costs latency alone."""
+    size = np.array([1e6, 1e8])
+    for nodes in (1, 2, 4):
+        seconds = Between(8, 400e9).all_reduce_seconds(8 * nodes, size)
+        assert (seconds >= 2 * (nodes - 1) / nodes * size / 400e9).all()
+        assert (seconds > 0).all() == (nodes > 1)
+        endless = Between(8, 1e30).all_reduce_seconds(8 * nodes, size)
+        assert endless == pytest.approx(2 * math.log2(nodes) * NETWORK_LATENCY)
+
+
+def test_engines_over_nodes_are_priced_by_the_network_between_them() -> None:
+    fast, slow = (node_roofline(replace(WIDE, inter_bandwidth=rate), DEEPSEEK, BF16) for rate in (400e9, 50e9))
+    assert slow.grid(8) == fast.grid(8)
+    assert (np.array(slow.grid(16).decode) > np.array(fast.grid(16).decode)).all()
+
+
+@pytest.mark.parametrize(("framework", "largest"), [("slime", 32), ("verl", 8), ("vllm", 8)])
+def test_engines_over_nodes_are_offered_where_the_framework_starts_them(framework: str, largest: int) -> None:
+    recipe = BF16.model_copy(update={"framework": framework, "max_batched_tokens": 8192})
+    options, _ = engine_options(DEEPSEEK, WIDE, recipe, CLASSES, node_roofline(WIDE, DEEPSEEK, recipe), 4000)
+    assert max((option.devices for option in options), default=8) == largest

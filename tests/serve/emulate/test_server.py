@@ -272,3 +272,13 @@ def test_what_was_seen_last_is_remembered() -> None:
     assert index.chain([*first, 1]).fork == 12
     assert index.chain([*second, 1]).fork == 0  # its beginning was forgotten, so that the rest is never found
     assert isinstance(index.chain([]), Chain)
+
+
+async def test_each_engine_has_metrics_of_its_own() -> None:
+    async with served(2) as (session, _):
+        async with session.get("/engines/e1/metrics") as response:
+            own = await response.text()
+        assert 'vllm:num_requests_waiting{engine="e1"} 0.0' in own and '"e0"' not in own
+        for path, status in (("/engines/e0/health", 200), ("/engines/e9/health", 404), ("/engines/e9/metrics", 404)):
+            async with session.get(path) as response:
+                assert response.status == status

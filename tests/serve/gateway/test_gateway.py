@@ -357,3 +357,34 @@ async def test_trajectories_in_progress_have_a_limit() -> None:
         assert (await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5}))[0] == 200
         assert (await stage.post("/trajectories/t1/finish", {}))[0] == 200
         assert (await stage.post("/v1/completions", turns[2]))[0] == 200
+
+
+async def test_a_session_that_is_finished_during_a_turn_ends_after_it() -> None:
+    async with staged(engines=1) as stage, asyncio.timeout(20):
+        body = {"prompt": "a" * 40, "max_tokens": 30, "libra": {"trajectory": "t"}}
+        assert (await stage.post("/v1/completions", body))[0] == 200
+        turn = asyncio.create_task(stage.post("/v1/completions", body))
+        while not stage.engine("e0").in_flight:
+            await asyncio.sleep(0.002)
+        status, said = await stage.post("/finish_session?session_id=t", {})
+        assert (status, said["turns"]) == (200, 1) and not stage.finished
+        assert (await turn)[0] == 200
+        (trajectory,) = stage.finished
+        assert trajectory.finished and [it.generated_tokens for it in trajectory.turns] == [30, 30]
+        assert stage.gateway.counts.finished == 1 and not len(stage.gateway.trajectories)
+
+
+async def test_a_session_whose_last_turn_got_no_answer_is_kept_as_unfinished() -> None:
+    async with staged(engines=1) as stage, asyncio.timeout(20):
+        body = {"prompt": "a" * 40, "max_tokens": 30, "libra": {"trajectory": "t"}}
+        assert (await stage.post("/v1/completions", body))[0] == 200
+        turn = asyncio.create_task(stage.post("/v1/completions", body))
+        while not stage.engine("e0").in_flight:
+            await asyncio.sleep(0.002)
+        await stage.post("/finish_session?session_id=t", {})
+        turn.cancel()
+        while len(stage.gateway.trajectories):
+            await asyncio.sleep(0.002)
+        (trajectory,) = stage.finished
+        assert not trajectory.finished and trajectory.turns[0].generated_tokens == 30
+        assert stage.gateway.counts.finished == 0

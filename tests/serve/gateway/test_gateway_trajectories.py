@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.live.trajectories import Trajectories
 from libra.route.policy import ToolReturn
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.libra_field import UNKNOWN_TOOL, ReportedReturn
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.turn_bodies import TurnBody, with_field
 
 

@@ -15,25 +15,25 @@ from libra.lend.certificate import Certificate, Harvest
 from libra.lend.gate import Gate, SharingRule, Slo
 from libra.lend.lender import Lender
 from libra.lend.recall import Recall, RecallPolicy, WatchedRule
+from libra.lend.sim import granted_engine
+from libra.lend.sim.certify import LendingCase
+from libra.lend.sim.kv_loan import KVTerms
+from libra.lend.sim.tenancy import ServingDevice, Tenancy
+from libra.lend.sim.tenant import misses
+from libra.lend.traffic.envelope import Envelope
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
 from libra.route.catalogue import policy_named
-from libra.sim import granted_engine
-from libra.sim.certify import LendingCase
 from libra.sim.clock import TICKS, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.kv_loan import KVTerms
 from libra.sim.planned_engines import lent_engines, planned_engines
-from libra.sim.tenant import misses
 from libra.sim.training_run.system import System
-from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 from libra.sim.workload.caller import EpisodeCaller
 from libra.sim.workload.requests import RecordedRequest
-from libra.traffic.envelope import Envelope
 
 MS = ticks(0.001)
 GRANT, SLO, USE = 0.03, Slo(0.3, 0.1), 0.8

@@ -190,7 +190,8 @@ class ElasticReplica:
                 return Acknowledged()
             case Enter():
                 return self._enter(order.generation)
-            case Identify():
+            case Identify():  # somebody joins
+                self._state.mirror(True)
                 return self._digest()
             case Serve():
                 return self._serve(order)
@@ -211,6 +212,7 @@ class ElasticReplica:
 
     def _enter(self, generation: int) -> Entered:
         try:
+            self._state.mirror(False)
             self.exchange.enter(generation)
         except PeerLostError as error:
             return Entered(generation, str(error))

@@ -79,6 +79,26 @@ def loss_sum(
     )
 
 
+LOGIT_CHUNK = 2048  # tokens whose float32 logits are in memory together
+
+
+def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float, dtype: torch.dtype) -> torch.Tensor:
+    """[n, t] log-probs of the `chosen` tokens [n, t], where the policy is softmax(logits / temperature), computed in
+    `dtype`. Beyond `LOGIT_CHUNK` tokens logits are converted a chunk at a time, and again in the backward pass."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def of(part: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        scores = torch.log_softmax(part.to(dtype) / temperature, dim=-1)
+        return scores.gather(-1, tokens[..., None])[..., 0]
+
+    if chosen.numel() <= LOGIT_CHUNK:
+        return of(logits, chosen)
+    parts = zip(logits.flatten(0, 1).split(LOGIT_CHUNK), chosen.flatten().split(LOGIT_CHUNK), strict=True)
+    made = [checkpoint(of, part, tokens, use_reentrant=False) for part, tokens in parts]
+    return torch.cat(made).view(chosen.shape)
+
+
 def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Sample]]:
     """Samples of similar length together, each batch at most `most_tokens` when padded (one sample may exceed it)."""
     batch: list[Sample] = []
@@ -91,19 +111,22 @@ def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Samp
         yield batch
 
 
-def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1] of the predicted tokens; advantages [n, 1]."""
+def collate(
+    samples: list[Sample], device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1] of the predicted tokens; advantages [n, 1]. All are on
+    this device."""
     import torch
 
     longest = max(len(sample.tokens) for sample in samples)
 
     def padded(values: list[list[float]]) -> torch.Tensor:
-        return torch.tensor([row + [0] * (longest - len(row)) for row in values])
+        return torch.tensor([row + [0] * (longest - len(row)) for row in values]).to(device)
 
     ids = padded([sample.tokens for sample in samples])  # type: ignore[misc]
     mask = padded([[float(own) for own in sample.generated] for sample in samples])[:, 1:]
     behaviour = padded([sample.logprobs for sample in samples])[:, 1:]
-    return ids, mask, behaviour, torch.tensor([[sample.advantage] for sample in samples])
+    return ids, mask, behaviour, torch.tensor([[sample.advantage] for sample in samples]).to(device)
 
 
 # For a process that has to take part in a micro-batch and has none: nothing in it is trained.

@@ -19,11 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from libra.backends.transport.messages import Sharding
+from libra.backends.transport.messages import DeviceKind, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Inside:
 ALONE = Inside(0, 1)
 
 
-def meet(rank: int, size: int, store: distributed.Store) -> Inside:
+def meet(rank: int, size: int, store: distributed.Store, device: DeviceKind = "cpu") -> Inside:
     """Join the replica's process group: torch's default one in this process, and the one that accelerate finds."""
     os.environ |= {
         "RANK": str(rank),
@@ -66,7 +67,8 @@ def meet(rank: int, size: int, store: distributed.Store) -> Inside:
         "LOCAL_WORLD_SIZE": str(size),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     return Inside(rank, size)
 
 
@@ -84,8 +86,11 @@ class ModelPart:
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator, inside: Inside) -> None:
         self.parameters = dict(model.named_parameters())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        self.model = accelerator.prepare(model)
         self._several = inside.size > 1
+        if accelerator.device.type == "cpu":
+            self.model = accelerator.prepare(model)
+        else:  # prepared, it would convert whole logits to float32
+            self.model = DistributedDataParallel(model) if self._several else model
         if self._several:
             self.model.register_comm_hook(None, lambda state, bucket: _sum(bucket))
 
@@ -121,16 +126,26 @@ class ShardedModel(ModelPart):
     choose the dimension itself, pad, and keep the padded copy.)
     """
 
-    def __init__(self, model: torch.nn.Module, inside: Inside) -> None:
+    def __init__(self, model: torch.nn.Module, accelerator: Accelerator, inside: Inside) -> None:
         self._inside = inside
-        self._mesh = init_device_mesh("cpu", (inside.size,))
+        kind = accelerator.device.type
+        self._mesh = init_device_mesh(kind, (inside.size,))
+        policy = MixedPrecisionPolicy()
+        if kind == "cuda" and accelerator.mixed_precision == "bf16":  # half of what is gathered
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._places = {name: Shard(_divided(name, shape, inside.size)) for name, shape in self.shapes.items()}
         place_of = {parameter: self._places[name] for name, parameter in model.named_parameters()}
         layers = set(model._no_split_modules or ())
         for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
             # The model itself is no exception: gathered parameters that outlive a forward would miss the next change.
-            fully_shard(module, mesh=self._mesh, reshard_after_forward=True, shard_placement_fn=place_of.__getitem__)
+            fully_shard(
+                module,
+                mesh=self._mesh,
+                reshard_after_forward=True,
+                shard_placement_fn=place_of.__getitem__,
+                mp_policy=policy,
+            )
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
@@ -187,7 +202,7 @@ class Gathered(Mapping[str, torch.Tensor]):
 
 def part_of(model: torch.nn.Module, sharding: Sharding, accelerator: Accelerator, inside: Inside) -> ModelPart:
     """The part of this process. Raises `ValueError` where the model cannot be divided so."""
-    return ModelPart(model, accelerator, inside) if sharding == "none" else ShardedModel(model, inside)
+    return (ModelPart if sharding == "none" else ShardedModel)(model, accelerator, inside)
 
 
 def _divided(name: str, shape: tuple[int, ...], parts: int) -> int:
@@ -235,7 +250,7 @@ def save_files(
         whole = Gathered(part, own)
         if config is not None:
             unfinished = directory / f"{name}.part"
-            tensors = {key: tensor.contiguous() for key, tensor in whole.items()}
+            tensors = {key: tensor.cpu().contiguous() for key, tensor in whole.items()}
             save_file(tensors, unfinished, metadata={"format": "pt"})
             _read_back(unfinished, tensors)
             unfinished.rename(directory / name)

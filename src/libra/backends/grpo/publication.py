@@ -21,13 +21,16 @@ import mmap
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
-from libra.backends.transport.shared_memory import LayoutError, Vector, attach, make_memory, round_up
+from libra.backends.transport.shared_memory import LayoutError, Vector, attach, device_hash, make_memory, round_up
 from libra.backends.transport.trainer_messages import StatePlace
+
+if TYPE_CHECKING:
+    import torch
 
 PARAMETERS, FIRST_MOMENT, SECOND_MOMENT = range(3)  # the vectors of a state
 SLOTS = 4  # one is being filled, so a reader may be three updates late: copying a state takes less than one step
@@ -126,8 +129,8 @@ class StateBoard(_Map):
     def __init__(self, shape: Shape) -> None:
         import torch  # a reader needs none
 
-        self.descriptor, memory = make_memory(self, "libra-state", shape.size)
-        super().__init__(memory, shape)
+        self.descriptor, self._memory = make_memory(self, "libra-state", shape.size)
+        super().__init__(self._memory, shape)
         self._header["signature"] = shape.signature
         self.vectors = [torch.from_numpy(vector) for vector in self._vectors]
         self.slots = [torch.from_numpy(gradient) for gradient in self._gradients]
@@ -167,7 +170,7 @@ class StateBoard(_Map):
         self._sequence[0] += 1
 
     def open_slot(self) -> int:
-        """Clear the slot for the next update; returns its index."""
+        """Clear the slot for the next update; returns its index in `slots`."""
         index = (self.number + 1) % SLOTS
         self._numbers[index] = _NONE
         return index
@@ -181,6 +184,94 @@ class StateBoard(_Map):
         slot["learning_rate"], slot["denominator"] = update.learning_rate, update.denominator
         slot["gradient_norm"] = update.gradient_norm
         slot["number"] = update.number  # last
+
+    def mirror(self, mirrored: bool) -> None:
+        """Begin or cease to keep shared memory current for a joiner; done always where the state is in it."""
+
+    @property
+    def host_vectors(self) -> list[Vector]:
+        """Memory for a state of another replica, which `upload_state` then makes this one's."""
+        return self._vectors
+
+    def upload_state(self) -> None:
+        pass
+
+    def host_slot(self, number: int) -> Vector:
+        """Memory for the gradient to state `number` of another replica, which `upload_slot` then puts into its slot."""
+        return self._gradients[number % SLOTS][:-1]
+
+    def upload_slot(self, number: int) -> None:
+        pass
+
+
+class DeviceBoard(StateBoard):
+    """The owner's end where its state is on a GPU. Shared memory holds a copy of it only while somebody joins: from
+    `mirror(True)` on every change and every update is copied there, and before that it looks like a state in the middle
+    of a change. One slot is enough: an update is copied out before the next one is made."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        import torch
+
+        super().__init__(shape)
+        dtype = self.vectors[0].dtype
+        self._host, self._host_slots = self.vectors, self.slots
+        self.vectors = [torch.zeros(shape.length, dtype=dtype, device=device) for _ in range(3)]
+        self.slots = [torch.zeros(shape.length + 1, dtype=dtype, device=device)]
+        self._mirrored, self._made = False, 0
+
+    @property
+    def number(self) -> int:
+        return self._made
+
+    def take_over(self, number: int) -> None:
+        super().take_over(number)
+        self._made = number - 1
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        self._sequence[0] = 2 * self._made + 1
+        yield
+        self._header["checksum"] = device_hash(self.vectors[PARAMETERS]) >> 1  # of 63 bits
+        self._made += 1
+        self._show()
+
+    def open_slot(self) -> int:
+        super().open_slot()
+        return 0
+
+    def publish(self, update: Update) -> None:
+        if self._mirrored:
+            self._host_slots[update.number % SLOTS].copy_(self.slots[0])
+            super().publish(update)
+
+    def mirror(self, mirrored: bool) -> None:
+        changed, self._mirrored = mirrored != self._mirrored, mirrored
+        if mirrored and changed:
+            self._show()
+        elif not mirrored:
+            self.forget_updates()
+            self._sequence[0] = 2 * self._made + 1
+            self._memory.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE)  # what follows the header
+
+    def upload_state(self) -> None:
+        for here, host in zip(self.vectors, self._host, strict=True):
+            here.copy_(host)
+
+    def upload_slot(self, number: int) -> None:
+        self.slots[0].copy_(self._host_slots[number % SLOTS])
+
+    def _show(self) -> None:
+        if self._mirrored:
+            for here, host in zip(self.vectors, self._host, strict=True):
+                host.copy_(here)
+            self._sequence[0] = 2 * self._made
+        else:
+            self._sequence[0] = 2 * self._made + 1
+
+
+def make_board(shape: Shape, device: torch.device) -> StateBoard:
+    """The board for a state on this device."""
+    return StateBoard(shape) if device.type == "cpu" else DeviceBoard(shape, device)
 
 
 class SharedPublication(_Map):

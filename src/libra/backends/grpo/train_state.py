@@ -24,8 +24,8 @@ from libra.backends.grpo.publication import (
     Publication,
     Shape,
     SharedPublication,
-    StateBoard,
     Update,
+    make_board,
 )
 from libra.backends.grpo.relay import RemotePublication
 from libra.backends.transport.shared_memory import CACHE_LINE, round_up
@@ -69,7 +69,7 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A copy of the whole state, to be put back."""
+    """A copy of the whole state in the host's memory, to be put back."""
 
     vectors: list[torch.Tensor]
     steps: int
@@ -87,7 +87,7 @@ class TrainState:
         self._flat = FlatLayout.of(shapes, first.element_size())
         # Equal for replicas of one model in one precision.
         self.shape = Shape(self._flat.length, str(first.dtype).removeprefix("torch."), self._flat.signature())
-        self._board = StateBoard(self.shape)
+        self._board = make_board(self.shape, first.device)
         self._gradients = [self._flat.views(slot) for slot in self._board.slots]
         places, means, squares = (
             self._flat.views(self._board.vectors[vector]) for vector in (PARAMETERS, FIRST_MOMENT, SECOND_MOMENT)
@@ -146,6 +146,10 @@ class TrainState:
             case RelayPlace():
                 return RemotePublication(place, self.shape)
 
+    def mirror(self, mirrored: bool) -> None:
+        """Begin or cease to keep the state where joiners read it; it is there always, unless it is on a GPU."""
+        self._board.mirror(mirrored)
+
     def optimiser_tensors(self) -> dict[str, torch.Tensor]:
         """Step count and moments as `<parameter>/<key>`."""
         return {
@@ -177,8 +181,9 @@ class TrainState:
         """Take over the published state. Returns its number; None when it changed while it was copied: this replica
         then holds no whole state until it takes one."""
         with self.change():
-            state = publication.copy_state([vector.numpy() for vector in self._board.vectors])
+            state = publication.copy_state(self._board.host_vectors)
             if state is not None:
+                self._board.upload_state()
                 self._board.take_over(state.number)
                 self._set_steps(state.steps)
                 self.learning_rate = state.learning_rate
@@ -187,15 +192,17 @@ class TrainState:
     def take_update(self, publication: Publication, number: int) -> bool:
         """Make the published step to state `number`; returns False when it is not there yet. Raises `OverrunError`,
         with the state as it was."""
-        update = publication.copy_update(number, self._open_slot()[:-1].numpy())
+        self._open_slot()
+        update = publication.copy_update(number, self._board.host_slot(number))
         if update is None:
             return False
+        self._board.upload_slot(number)
         self.learning_rate = update.learning_rate
         self.step(update.denominator, update.gradient_norm)
         return True
 
     def keep(self) -> Kept:
-        return Kept([vector.clone() for vector in self._board.vectors], self._board.steps)
+        return Kept([vector.to("cpu", copy=True) for vector in self._board.vectors], self._board.steps)
 
     def put_back(self, kept: Kept) -> None:
         with self.change():

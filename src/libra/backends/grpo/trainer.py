@@ -17,7 +17,15 @@ from accelerate import Accelerator
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from libra.backends.grpo.elastic import ElasticReplica, PeerLostError
-from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
+from libra.backends.grpo.grpo import (
+    IDLE,
+    chosen_logprobs,
+    collate,
+    denominator,
+    loss_sum,
+    made_up_sample,
+    micro_batches,
+)
 from libra.backends.grpo.model_part import (
     ALONE,
     MODEL,
@@ -63,8 +71,14 @@ class TrainerProcess:
         self._inside = inside
         torch.manual_seed(start.seed)
         self._dtype, mixed = _ARITHMETIC[start.precision]
-        self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
-        model = load_or_make(Path(start.model_directory), self._dtype).train()
+        if start.device == "cuda":
+            torch.cuda.set_device(inside.rank)
+            torch.cuda.set_per_process_memory_fraction(start.memory)
+        self._accelerator = Accelerator(cpu=start.device == "cpu", mixed_precision=mixed)
+        self._device = self._accelerator.device
+        model = load_or_make(Path(start.model_directory), self._dtype).train().to(self._device)
+        if start.device == "cuda":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self._config = model.config
         self.part = part_of(model, start.sharding, self._accelerator, inside)
         named = self.part.parameters
@@ -76,6 +90,9 @@ class TrainerProcess:
         self.layout: tuple[Tensor, ...]
         self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
         self._buffer = WeightBuffer(descriptor, self.buffer_bytes)
+        if start.device == "cuda" and inside.leads:
+            self._buffer.pin()
+            torch.cuda.empty_cache()  # what the model was in before it was on the board
 
     def reduce(self, order: Train) -> Reduced:
         """Back-propagate this share and add the gradients of all replicas up. The state stays what it was.
@@ -129,7 +146,7 @@ class TrainerProcess:
         gradient[-1] = self._inside.total(sum(sum(sample.generated[1:]) for sample in samples))
         total = 0.0
         for batch, last in self._micro_batches(samples):
-            ids, mask, _, _ = collate(batch)
+            ids, mask, _, _ = collate(batch, self._device)
             with self.part.accumulating(last):
                 loss = -(self._logprobs(ids, temperature=1.0) * mask).sum()
                 self._accelerator.backward(loss)
@@ -144,7 +161,7 @@ class TrainerProcess:
         """Write the whole weights for the engines; returns their checksum, 0 where this process does not lead."""
         weights = Gathered(self.part, self.part.parameters)
         if self._inside.leads:
-            return self._buffer.write(buffer, self.layout, weights)
+            return self._buffer.write(buffer, self.layout, weights, hashed=self._settings.hashed)
         for tensor in self.layout:
             weights[tensor.name]
         return 0
@@ -154,7 +171,8 @@ class TrainerProcess:
         scores = []
         for tokens in sequences:
             with torch.no_grad():
-                scores.append(self._logprobs(torch.tensor([tokens]), self._settings.temperature)[0].tolist())
+                ids = torch.tensor([tokens], device=self._device)
+                scores.append(self._logprobs(ids, self._settings.temperature)[0].tolist())
             self._pacer.pace()
         return scores
 
@@ -211,7 +229,7 @@ class TrainerProcess:
         """Add the gradient of the summed loss to the gradient that is open."""
         settings, sums = self._settings, TokenSums()
         for batch, last in self._micro_batches(samples):
-            ids, mask, behaviour, advantages = collate(batch)
+            ids, mask, behaviour, advantages = collate(batch, self._device)
             with self.part.accumulating(last):
                 logprobs = self._logprobs(ids, settings.temperature)
                 # One step per batch: the proximal policy is the policy that enters the step.
@@ -249,5 +267,5 @@ class TrainerProcess:
         """[samples, tokens - 1]: log-prob of every token after the first, where the policy is softmax(logits /
         temperature)."""
         with self._accelerator.autocast():
-            logits = self.part.model(input_ids=ids, use_cache=False).logits[:, :-1].to(self._dtype)
-        return torch.log_softmax(logits / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+            logits = self.part.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return chosen_logprobs(logits, ids[:, 1:], temperature, self._dtype)

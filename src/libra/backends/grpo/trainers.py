@@ -14,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from libra.backends.devices import CPU
 from libra.backends.grpo.joining import Joiner, JoinError
 from libra.backends.grpo.joint_step import split_evenly, summarise, tokens_of
 from libra.backends.grpo.membership import STANDARD, Boundary, Membership, Patience
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
+from libra.backends.launch.launcher import WorkerLink
 from libra.backends.protocols import Share, StepResult
 from libra.backends.transport.messages import Acknowledged, Message, Precision
 from libra.backends.transport.shared_memory import BUFFERS
@@ -54,9 +56,14 @@ def start_order(
     precision: Precision,
     seed: int,
     share: float,
-    cores: tuple[int, ...],
+    link: WorkerLink,
+    cores: tuple[int, ...] | None = None,
+    hashed: bool = False,
 ) -> StartTrainer:
-    """The order to a worker that is to train this model. `share`: of one core; `precision`: the chosen one."""
+    """The order to the worker at this `link` to train this model. `share`: of its slot's core, or of its GPU;
+    `precision`: the chosen one; `cores`: None for those of its slot; `hashed`: where a GPU may seal weights with its
+    own hash, which needs no CRC of all bytes."""
+    on_cpu = link.device == CPU
     return StartTrainer(
         model_directory=str(model),
         learning_rate=learning_rate,
@@ -67,10 +74,13 @@ def start_order(
         micro_batch_tokens=training.micro_batch_tokens,
         precision=precision,
         seed=seed,
-        share=share,
-        cores=cores,
+        share=share if on_cpu else float(training.processes),
+        cores=cores or link.own_cores,
         processes=training.processes,
         sharding=training.sharding,
+        device=link.device.kind,
+        memory=1.0 if on_cpu else min(1.0, share),
+        hashed=hashed and not on_cpu,
     )
 
 

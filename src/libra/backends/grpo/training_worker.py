@@ -25,7 +25,7 @@ from libra.backends.grpo.model_part import ALONE, Inside, meet
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.worker import Pacer, die_with, serve_and_leave
 from libra.backends.transport.channel import FromWorker, PeerChannel, ToWorker, WorkerChannel
-from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
+from libra.backends.transport.messages import Acknowledged, DeviceKind, Failure, Ready, Stop
 from libra.backends.transport.trainer_messages import (
     Commit,
     Discard,
@@ -60,7 +60,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
     if start.processes == 1:
         serve(channel, ALONE)
     else:
-        serve_together(channel, start.processes, serve)
+        serve_together(channel, start.processes, serve, start.device)
 
 
 def serve_orders(channel: Channel, trainer: TrainerProcess) -> None:
@@ -183,7 +183,12 @@ class ReplicaChannel:
 Channel = WorkerChannel | ReplicaChannel
 
 
-def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[Channel, Inside], None]) -> None:
+def serve_together(
+    controller: WorkerChannel,
+    processes: int,
+    serve: Callable[[Channel, Inside], None],
+    device: DeviceKind = "cpu",
+) -> None:
     """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them goes away or
     fails, from the fork on."""
     leader, memory = os.getpid(), os.memfd_create("replica")  # which processes of other users cannot open
@@ -199,26 +204,31 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
             for peer in peers:
                 peer.close()
             own = WorkerChannel(theirs)
-            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, meeting), own.send)
+            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, meeting, device), own.send)
         theirs.close()
         peers.append(Peer(ours, pid, rank))
     channel = ReplicaChannel(controller, peers)
     try:
-        serve(channel, _meet_peers(channel, processes, FileStore(meeting)))
+        serve(channel, _meet_peers(channel, processes, FileStore(meeting), device))
     except RuntimeError:  # torch raises this for a collective that a peer left, without saying so
         channel.look_for_broken(_CLOSING_SECONDS)
         raise
 
 
-def _meet_peers(channel: ReplicaChannel, processes: int, store: FileStore) -> Inside:
+def _meet_peers(channel: ReplicaChannel, processes: int, store: FileStore, device: DeviceKind) -> Inside:
     """`meet` on a thread, since it would wait for a peer that never comes, while this one watches that they live."""
-    formed = on_thread("meet", lambda: meet(0, processes, store))
+    formed = on_thread("meet", lambda: meet(0, processes, store, device))
     while not formed.done():
         channel.look_for_broken(_LOOK_SECONDS)
     return formed.result()
 
 
 def _serve_peer(
-    serve: Callable[[Channel, Inside], None], channel: WorkerChannel, rank: int, processes: int, meeting: str
+    serve: Callable[[Channel, Inside], None],
+    channel: WorkerChannel,
+    rank: int,
+    processes: int,
+    meeting: str,
+    device: DeviceKind,
 ) -> None:
-    serve(channel, meet(rank, processes, FileStore(meeting)))
+    serve(channel, meet(rank, processes, FileStore(meeting), device))

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
+from libra.backends.devices import CPU, SlotDevice
 from libra.backends.launch.fork_server import ForkError, LaunchError
 from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
 from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, Reception, RemoteNode
@@ -249,7 +250,10 @@ class ClusterLauncher:
         cores = place.facts.cores
         # Slots of other nodes count where these are on the same machine, as in a simulated cluster.
         before = [other for other in range(slot) if self._place(other).facts.host == place.facts.host]
-        return WorkerLink(name, pid, channel, cores, cores[len(before) % len(cores)], place.name, place.facts.host)
+        gpus = place.facts.gpus
+        device = SlotDevice("cuda", (gpus[self._slots[slot].number],)) if gpus else CPU
+        core = cores[len(before) % len(cores)]
+        return WorkerLink(name, pid, channel, cores, core, place.name, place.facts.host, device)
 
     async def _keep(self, place: _Place) -> None:
         """Keep a node in this place, another one when it is lost, until the place has lost too many."""

@@ -26,35 +26,43 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from libra.backends.devices import gpus_bf16, inventory
 from libra.backends.launch.worker import die_with, serve_and_leave
 from libra.backends.machine import Bf16Speed, probe
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import StartEngine, StartServer
+from libra.backends.transport.messages import DeviceKind
 from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import StartTrainer
 from libra.config.extras import install_command
+from libra.config.rooms import offered
 
-WORKER_ENVIRONMENT = {
-    # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.
+_EVERYWHERE = {
+    # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's. On GPUs
+    # libraries would start their threads as they are imported, and a process with threads cannot be forked.
     "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # Compilation would stall the first request for many seconds and gain nothing on models this small.
-    "TORCH_COMPILE_DISABLE": "1",
-    # The engine shares our process and our loop; cores are set by the slot.
+    # The engine shares our process and our loop.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
+WORKER_ENVIRONMENT = _EVERYWHERE | {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Compilation would stall the first request for many seconds and gain nothing on models this small.
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are set by the slot
+}
+GPU_WORKER_ENVIRONMENT = _EVERYWHERE | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # in which `devices` counts
 _COMMAND = ("-m", "libra.backends.launch.fork_server")
 
 _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a fork server that takes longer hangs
 _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
 _CLOSE_SECONDS = 5.0  # all workers have this long to go when their fork server is killed: a core dump, a stuck disk
 _KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
+_GROUP_SECONDS = 0.01  # between two looks at whether what a worker forked has ended
 
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -69,19 +77,25 @@ class ForkError(RuntimeError):
 
 
 class ForkServer:
-    """`weights` is the descriptor of the memory in which its workers find weights."""
+    """`weights` is the descriptor of the memory in which its workers find weights; `kind` is that of their devices."""
 
-    def __init__(self, logs: Path, name: str = "fork server", command: tuple[str, ...] = _COMMAND) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        name: str = "fork server",
+        command: tuple[str, ...] = _COMMAND,
+        kind: DeviceKind = "cpu",
+    ) -> None:
         """Starts it. It writes to `<logs>/<name>.log`, its workers to theirs."""
-        self._logs, self.log = logs, logs / f"{name}.log"
+        self._logs, self.log, self.kind = logs, logs / f"{name}.log", kind
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         self.weights = create_buffer()
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *command, str(theirs.fileno()), str(self.weights)],
+                [sys.executable, *command, str(theirs.fileno()), str(self.weights), kind],
                 pass_fds=(theirs.fileno(), self.weights),
-                env={**os.environ, **WORKER_ENVIRONMENT},
+                env={**os.environ, **(GPU_WORKER_ENVIRONMENT if kind == "cuda" else WORKER_ENVIRONMENT)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -104,7 +118,7 @@ class ForkServer:
             tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
             raise LaunchError(
                 "worker processes cannot start: " + (" | ".join(tail) or "no output")
-                + f". Is the engine extra installed? ({install_command('cpu')})"
+                + f". Is the engine extra installed? ({install_command('gpu' if self.kind == 'cuda' else 'cpu')})"
             )  # fmt: skip
         self.bf16 = Bf16Speed(**reply["bf16"])
         return float(reply["ready"])
@@ -145,8 +159,8 @@ class ForkServer:
                 signal.pidfd_send_signal(self._running[pid], signal.SIGKILL)
 
     async def gone(self, pid: int) -> None:
-        """Wait until the worker has ended; it is killed if it does not end by itself. Raises `TimeoutError` when even
-        that does not end it."""
+        """Wait until the worker has ended, and what it forked; they are killed if they do not end by themselves. Raises
+        `TimeoutError` when even that does not end them."""
         process = self._running.get(pid)
         if process is None:
             return
@@ -158,6 +172,7 @@ class ForkServer:
                     raise TimeoutError(f"process {pid} does not end")
         finally:
             os.close(watched)
+        await _group_ended(pid)
         if self._running.get(pid) == process:
             os.close(self._running.pop(pid))
 
@@ -208,15 +223,26 @@ async def _ended(process: int, seconds: float | None) -> bool:
     return True
 
 
+async def _group_ended(pid: int) -> None:
+    """Kill what is left of the group of a worker that has ended, and wait for its end. Raises `TimeoutError`."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
+        while True:
+            os.killpg(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"processes that worker {pid} forked do not end")
+            await asyncio.sleep(_GROUP_SECONDS)
+
+
 # In the fork server process and its forks
 
 
-def main(control_descriptor: int, weights_descriptor: int) -> None:
+def main(control_descriptor: int, weights_descriptor: int, kind: DeviceKind = "cpu") -> None:
     die_with(os.getppid())
     control = socket.socket(fileno=control_descriptor)
     began = time.monotonic()
-    _import_everything()
-    bf16 = _probe()
+    _import_everything(kind)
+    bf16 = _probe(kind)
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
     # The kernel reaps, also processes that a worker forked and left behind; the controller sees a death on its socket.
@@ -231,8 +257,9 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
         order: dict[str, Any] = json.loads(request)
         fork_server = os.getpid()
         try:
+            _require_clean()
             pid = os.fork()
-        except OSError as error:  # memory or processes are short, which may pass: that start has failed, no more
+        except (OSError, ForkError) as error:  # memory or processes are short, which may pass: no more has failed
             os.close(descriptors[0])
             control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
             continue
@@ -246,6 +273,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
 
 def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> NoReturn:
     """Run one worker in the forked child, and leave without the fork server's clean-up handlers."""
+    os.setpgid(0, 0)  # with what it forks itself, such as an engine's process for each further GPU
     ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order["environment"])
@@ -265,9 +293,7 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
             serve_engine(channel, message, weights_descriptor, began)
         case StartServer():
-            from libra.backends.lend.traced_server import serve_traced
-
-            serve_traced(channel, message)
+            next(offered("traced server"))(channel, message)
         case StartTrainer():
             from libra.backends.grpo.training_worker import serve_trainer
 
@@ -276,28 +302,46 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
             raise TypeError(f"no worker starts with {type(message).__name__}")
 
 
-def _import_everything() -> None:
-    """Import what engines and trainers need, so that a fork has it already."""
+def _require_clean() -> None:
+    """Raises `ForkError` where a fork would inherit what it cannot use: a CUDA context, or locks of other threads."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise ForkError("a library has opened a CUDA context in the fork server; see its log")
+    if (tasks := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        raise ForkError(f"a library has started {tasks - 1} thread(s) in the fork server; see its log")
+
+
+def _import_everything(kind: DeviceKind) -> None:
+    """Import what engines and trainers need, so that a fork has it already. vLLM's worker for CPUs replaces streams,
+    events and pinned memory of CUDA in all of torch: no process may have both workers."""
     import vllm.model_executor.models.qwen3
-    import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.cpu_worker
     from vllm.model_executor.models import ModelRegistry
+
+    if kind == "cuda":
+        import vllm.v1.attention.backends.flash_attn
+        import vllm.v1.executor.multiproc_executor
+        import vllm.v1.worker.gpu_worker
+    else:
+        import vllm.v1.attention.backends.cpu_attn
+        import vllm.v1.worker.cpu_worker
 
     # vLLM inspects a model that it knows only by name in a process of its own, once for every engine until one has kept
     # the result: that takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
 
 
-def _probe() -> Bf16Speed:
-    """Probe bf16 in a child: it may start threads and the GPU, which later forks could not inherit."""
+def _probe(kind: DeviceKind) -> Bf16Speed:
+    """Speed of bf16, tried on a CPU in a child: it may start threads, which later forks could not inherit."""
+    if kind == "cuda":
+        return gpus_bf16(inventory())
     fork_server = os.getpid()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         die_with(fork_server)
         try:
-            os.write(writing, json.dumps(asdict(probe())).encode())
+            os.write(writing, json.dumps(asdict(probe("cpu"))).encode())
         except Exception:  # noqa: BLE001 - it must not go on as the fork server, which ends too; the log says why
             traceback.print_exc()
         finally:
@@ -312,4 +356,4 @@ def _probe() -> Bf16Speed:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), "cuda" if sys.argv[3] == "cuda" else "cpu")

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from libra.backends.devices import CPU
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import FromWorker
 from libra.backends.transport.engine_messages import StartEngine, StartServer
@@ -23,6 +24,7 @@ from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 START_DEADLINE = 120.0  # seconds from the order to readiness
+GPU_START_DEADLINE = 600.0  # the same: kernels are compiled and graphs captured, the first time for minutes
 ANSWER_DEADLINE = 300.0  # seconds for any other order
 
 # Looks at a worker that owes an answer, before it is given up. Seconds are not counted: a controller that was held up
@@ -73,7 +75,7 @@ class Handle:
         return answer
 
     async def start(self, message: StartEngine | StartServer | StartTrainer) -> Ready:
-        return await self.ask(message, Ready, START_DEADLINE)
+        return await self.ask(message, Ready, START_DEADLINE if self.link.device == CPU else GPU_START_DEADLINE)
 
     async def stop(self) -> None:
         """End the worker; a worker that is already gone is stopped."""

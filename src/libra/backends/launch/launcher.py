@@ -12,12 +12,20 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from libra.backends.devices import CPU, SlotDevice, hardware_name
 from libra.backends.launch.fork_server import ForkServer
-from libra.backends.machine import Bf16Speed, hardware_name
+from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.engine_messages import Lent, LoadWeights
+from libra.backends.transport.messages import Tensor
+from libra.exec.protocols import WorkerFailedError
+
+if TYPE_CHECKING:
+    from libra.backends.launch.handle import Handle
+
+LOCAL = "local"  # the node of a run that has one only
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +37,14 @@ class WorkerLink:
     channel: ControllerChannel
     cores: tuple[int, ...]  # all of its node that it may use
     core: int  # of its slot
-    node: str = "local"  # equal for workers that share memory
+    node: str = LOCAL  # equal for workers that share memory
     host: str = "127.0.0.1"  # where workers of other nodes reach it
+    device: SlotDevice = CPU  # of its slot
+
+    @property
+    def own_cores(self) -> tuple[int, ...]:
+        """Cores that it computes on: its slot's, and beside a GPU any."""
+        return (self.core,) if self.device == CPU else self.cores
 
 
 class CopyError(RuntimeError):
@@ -98,21 +112,56 @@ class WorkerLauncher(WeightStore, Protocol):
         ...
 
 
+class LenderRefusedError(WorkerFailedError):
+    """An agent's engine does not fit this run, and never will. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunWeights:
+    """The weights that a run publishes, and their layout."""
+
+    layout: tuple[Tensor, ...]
+    size: int  # bytes of one buffer
+    latest: LoadWeights
+
+
+class AgentLauncher(WorkerLauncher, Protocol):
+    """A launcher some of whose slots are engines beside servers, which agents lend."""
+
+    async def look(self) -> None:
+        """Ask all agents, and ask those that are away again from now on. Raises `LenderRefusedError`."""
+        ...
+
+    async def join(self, engine: Handle) -> Lent:
+        """Borrow the engine of a link that was spawned for an agent. Raises `LenderRefusedError`, `WorkerLostError`,
+        `WorkerFailedError` or `TimeoutError`."""
+        ...
+
+    def begin(self, published: RunWeights) -> None:
+        """Set the run's first weights."""
+        ...
+
+    def publish(self, order: LoadWeights) -> None:
+        """Set the run's later weights, which agents are to follow."""
+        ...
+
+
 class LocalLauncher:
     """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
 
-    def __init__(self, fork_server: ForkServer) -> None:
-        self._fork_server = fork_server
+    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = ()) -> None:
+        """`devices` are those of the slots; none: all are CPU slots."""
+        self._fork_server, self._devices = fork_server, devices
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
-        self.hardware = hardware_name()
+        self.hardware = hardware_name(bool(devices))
         self.slots_changed: Callable[[], None] = lambda: None  # never called
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, logs: Path) -> AsyncIterator[LocalLauncher]:
+    async def open(cls, logs: Path, devices: Sequence[SlotDevice] = ()) -> AsyncIterator[LocalLauncher]:
         """A launcher that is starting; closed on the way out."""
         logs.mkdir(parents=True, exist_ok=True)
-        launcher = cls(ForkServer(logs))
+        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices)
         try:
             yield launcher
         finally:
@@ -137,14 +186,16 @@ class LocalLauncher:
         return await self._fork_server.ready()
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
+        device = self._devices[slot] if self._devices else CPU
         ours, theirs = socket.socketpair()
         try:
-            pid = await self._fork_server.fork(name, theirs, {})
+            pid = await self._fork_server.fork(name, theirs, device.environment)
         except BaseException:
             ours.close()
             raise
         channel = await ControllerChannel.open(ours)
-        return WorkerLink(name, pid, channel, self._cores, self._cores[slot % len(self._cores)])
+        core = self._cores[slot % len(self._cores)]
+        return WorkerLink(name, pid, channel, self._cores, core, device=device)
 
     def kill(self, link: WorkerLink) -> None:
         self._fork_server.kill(link.pid)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from libra.backends.devices import SlotDevice, hardware_name
 from libra.backends.launch.fork_server import ForkServer, LaunchError
-from libra.backends.machine import Bf16Speed, hardware_name
+from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import Vector, WeightBuffer
@@ -40,6 +41,7 @@ class NodeFacts:
     fork_server: int  # process id
     import_seconds: float  # of the workers' libraries
     bf16: Bf16Speed
+    gpus: tuple[str, ...] = ()  # one for each slot; none where slots are CPU slots
 
 
 class ClusterNode:
@@ -58,16 +60,17 @@ class ClusterNode:
                     f"node {self._host} does not see {Path(path).parent} as the controller does: keep it on a file"
                     " system that all nodes share, under the same path"
                 )
-        self._fork_server = ForkServer(self._logs, self._name)
+        self._fork_server = ForkServer(self._logs, self._name, kind="cuda" if self._devices else "cpu")
         seconds = await self._fork_server.ready()
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        return NodeFacts(self._host, cores, hardware_name(), self._fork_server.pid, seconds, self._fork_server.bf16)
+        facts = hardware_name(bool(self._devices)), self._fork_server.pid, seconds, self._fork_server.bf16
+        return NodeFacts(self._host, cores, *facts, self._devices)
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         """Fork a worker that connects to the controller, which knows it by the token. Returns its process id. Raises
         `ForkError`, `LaunchError`, `OSError`."""
         connection = await asyncio.to_thread(_connect, controller, token)
-        environment = {"CUDA_VISIBLE_DEVICES": self._devices[slot]} if self._devices else {}
+        environment = SlotDevice("cuda", (self._devices[slot],)).environment if self._devices else {}
         return await self._started.fork(name, connection, environment)
 
     def kill(self, pid: int) -> None:

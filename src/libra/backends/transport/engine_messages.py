@@ -5,10 +5,11 @@ Invariant: no tensor travels here. Weights and KV go through shared memory (`sha
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from libra.backends.transport.messages import Dtype, Message, Tensor
-from libra.records.lending import LendingTerms
+from libra.backends.transport.messages import DeviceKind, Dtype, Message, Tensor
 
 # --- from the controller ---------------------------------------------------------------------------------------------
 
@@ -26,7 +27,7 @@ class DeviceLoan(msgspec.Struct, frozen=True):
     """A device that another engine serves users on, and the terms on which it is borrowed."""
 
     device: str  # file of its token
-    terms: LendingTerms
+    terms: dict[str, Any]  # as lending writes them
     record: str | None  # file of views and answers
     share: float = 1.0  # of its cores that the device is; it is paced where that is below 1
     kv_beside: int | None = None  # bytes of its KV memory that are not the other engine's; None: all
@@ -48,6 +49,12 @@ class StartEngine(Message, frozen=True):
     refresh_kv: bool  # salt the prefix cache with the weight version
     kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
     loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
+    device: DeviceKind = "cpu"
+    gpus: int = 1  # of this engine, which divides its model among them
+    memory: float = 1.0  # share of each GPU's memory
+    max_num_batched_tokens: int | None = None  # None: vLLM's default
+    graphs: bool = False  # capture iterations as CUDA graphs
+    asynchronous: bool = False  # schedule an iteration while the one before is computed
 
 
 class WeightsPlace(msgspec.Struct, frozen=True):

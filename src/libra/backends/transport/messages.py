@@ -14,6 +14,7 @@ Precision = Literal["bf16", "fp32", "fp64"]  # of a trainer's arithmetic; bf16 i
 Dtype = Literal["bfloat16", "float32"]  # of engines, and of the weights that are published for them
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
 Denominator = Literal["tokens", "sequences", "constant"]  # of the loss; see `grpo.denominator`
+DeviceKind = Literal["cpu", "cuda"]
 Sharding = Literal["none", "fsdp2"]  # of parameters, moments and gradients among the processes of one replica
 
 

@@ -69,6 +69,21 @@ class WeightUpdateError(RuntimeError):
     """A weight update arrived damaged. The engine keeps the version it had."""
 
 
+_SEALED = 0x11B5EA1ED  # no number that weights of an earlier layout have left there
+_SEAL = np.dtype([("sealed", "<i8"), ("checksum", "<i8")])
+
+
+def device_hash(tensor: torch.Tensor) -> int:
+    """A hash of 64 bits of what is in a tensor, computed on its device: equal for equal bits."""
+    import torch
+
+    flat = tensor.contiguous().view(-1)
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    width = 8 if flat.nbytes % 8 == 0 else flat.element_size()
+    # An XOR of words of 64 bits where it can be: of narrower ones it would have as few bits.
+    return int(torch.hash_tensor(flat.view(words[width])).view(torch.int64)) & (2**64 - 1)
+
+
 def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:
     """Places of the weights, and the bytes of one buffer; all are of one type."""
     layout, offset = [], 0
@@ -84,35 +99,72 @@ def create_buffer() -> int:
 
 
 class WeightBuffer:
-    """One end of the shared buffers. The file holds `BUFFERS` copies of the layout."""
+    """One end of the shared buffers. The file holds `BUFFERS` copies of the layout, and then a seal for each."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        if os.fstat(descriptor).st_size < BUFFERS * size:
-            os.ftruncate(descriptor, BUFFERS * size)
-        self._size = size
-        self._map = mmap.mmap(descriptor, BUFFERS * size)
+        seals = round_up(BUFFERS * size, CACHE_LINE)
+        whole = seals + BUFFERS * _SEAL.itemsize
+        if os.fstat(descriptor).st_size < whole:
+            os.ftruncate(descriptor, whole)
+        self.descriptor, self.size = descriptor, size
+        self._map = mmap.mmap(descriptor, whole)
+        self._seals = np.frombuffer(self._map, _SEAL, BUFFERS, seals)
 
-    def write(self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor]) -> int:
-        """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum
-        (CRC-32)."""
+    @classmethod
+    def attach(cls, pid: int, descriptor: int, size: int) -> WeightBuffer:
+        """The buffers of a process of this machine. Raises `OSError` when it is gone."""
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        buffer = cls(opened, size)
+        weakref.finalize(buffer, os.close, opened)
+        return buffer
+
+    def pin(self) -> None:
+        """Have the GPU of this process copy from and to the buffers directly, without a copy on the way."""
+        import torch
+
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if status != 0:
+            raise RuntimeError(f"weight buffers of {memory.numel()} bytes cannot be pinned: CUDA error {status}")
+
+    def write(
+        self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor], *, hashed: bool = False
+    ) -> int:
+        """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum:
+        CRC-32, or if `hashed` a hash that the weights' device computes, with which the buffer is sealed."""
+        seal = self._seals[buffer : buffer + 1]
+        seal["sealed"] = 0  # first: what follows may end in the middle
+        checksum = 0
         for tensor, place in self._places(buffer, layout):
-            place.copy_(weights[tensor.name].detach())
-        return self.checksum(buffer)
+            weight = weights[tensor.name].detach().to(place.dtype)
+            place.copy_(weight)
+            if hashed:
+                checksum = zlib.crc32(device_hash(weight).to_bytes(8, "little"), checksum)
+        if not hashed:
+            return self.checksum(buffer)
+        seal["checksum"] = checksum
+        seal["sealed"] = _SEALED  # last
+        return checksum
 
     def read(self, buffer: int, layout: Iterable[Tensor], checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, as views of the shared memory. Raises `WeightUpdateError` before the first one."""
         self.verify(buffer, checksum)
+        yield from self.views(buffer, layout)
+
+    def views(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by name, as views of shared memory that is known to hold them."""
         for tensor, place in self._places(buffer, layout):
             yield tensor.name, place
 
     def content(self, buffer: int) -> Vector:
         """The bytes of a buffer, as a view."""
-        return np.frombuffer(self._map, np.uint8, self._size, buffer * self._size)
+        return np.frombuffer(self._map, np.uint8, self.size, buffer * self.size)
 
     def store(self, buffer: int, content: Vector, checksum: int) -> None:
         """Fill a buffer with the content of another node's. Raises `WeightUpdateError` when that arrived damaged."""
-        if len(content) != self._size:
-            raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self._size}")
+        if len(content) != self.size:
+            raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self.size}")
+        self._seals[buffer : buffer + 1]["sealed"] = 0
         np.copyto(self.content(buffer), content)
         self.verify(buffer, checksum)
 
@@ -120,15 +172,17 @@ class WeightBuffer:
         return zlib.crc32(self.content(buffer).data)
 
     def verify(self, buffer: int, checksum: int) -> None:
-        """Raises `WeightUpdateError` when the buffer does not hold what the checksum was made of."""
-        found = self.checksum(buffer)
+        """Raises `WeightUpdateError` when the buffer does not hold what the checksum was made of. A sealed buffer was
+        written to its end by a process of this machine: its seal is compared, and not every byte again."""
+        seal = self._seals[buffer]
+        found = int(seal["checksum"]) if seal["sealed"] == _SEALED else self.checksum(buffer)
         if found != checksum:
             raise WeightUpdateError(f"checksum {found:#010x} of buffer {buffer}, expected {checksum:#010x}")
 
     def _places(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Tensor]]:
         import torch
 
-        memory = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self.size : (buffer + 1) * self.size]
         for tensor in layout:
             place = memory[tensor.offset : tensor.offset + prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]]
             yield tensor, place.view(getattr(torch, tensor.dtype)).view(tensor.shape)

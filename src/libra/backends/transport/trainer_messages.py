@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import astuple
 
-from libra.backends.transport.messages import Denominator, Message, Precision, Sharding
+from libra.backends.transport.messages import Denominator, DeviceKind, Message, Precision, Sharding
 
 # --- from the controller ---------------------------------------------------------------------------------------------
 
@@ -30,6 +30,9 @@ class StartTrainer(Message, frozen=True):
     cores: tuple[int, ...]
     processes: int = 1
     sharding: Sharding = "none"
+    device: DeviceKind = "cpu"
+    memory: float = 1.0  # share of its GPU's memory
+    hashed: bool = False  # published weights are sealed with a hash of the device: no other node checks them by CRC
 
 
 class MeasureTraining(Message, frozen=True):

@@ -7,65 +7,41 @@ which tokens are of which version only with the end of a turn that it ended itse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from vllm import EngineArgs, SamplingParams
-from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from libra.backends.lend.scheduler import BorrowingScheduler
 from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Save, Saved, StartEngine
 from libra.backends.transport.messages import Tensor
 from libra.backends.transport.shared_memory import WeightBuffer
+from libra.backends.vllm.adapter import drained, engine_arguments
 from libra.backends.vllm.executor import InProcessExecutor
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Sampled
-from libra.cost.engine_memory import BLOCK_TOKENS
-from libra.lend.step_cost import RolloutQueue, StepShape
-
-if TYPE_CHECKING:
-    import torch
-
-    Weight = tuple[str, torch.Tensor]
-
-_BACKEND = "libra_shm"
+from libra.backends.vllm.weights import CONFIG, WORKER_EXTENSION, TurnTaking, take_turns
 
 
 class VllmEngine:
     """vLLM behind a handful of verbs: add, interrupt, step, give, load."""
 
-    def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
+    def __init__(self, start: StartEngine, buffer: WeightBuffer, scheduler: type[Any] | None = None) -> None:
+        """`scheduler` is used instead of vLLM's own."""
         self._refresh_kv = start.refresh_kv
-        # Wraps weight loading in device grants.
-        self.in_turns: Callable[[Iterator[Weight]], Iterator[Weight]] = lambda weights: weights
+        self._in_turns: TurnTaking = lambda weights: weights
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=start.model_directory,
-                skip_tokenizer_init=True,
-                max_model_len=start.max_model_len,
-                max_num_seqs=start.max_num_seqs,
-                kv_cache_memory_bytes=start.kv_cache_bytes,
-                block_size=BLOCK_TOKENS,
-                enable_prefix_caching=True,
-                scheduling_policy="priority",
-                logprobs_mode="processed_logprobs",  # of what is sampled from: logits divided by the temperature
-                dtype=start.dtype,
-                enforce_eager=True,
-                disable_log_stats=True,
-                async_scheduling=False,
-                seed=start.seed,
-                distributed_executor_backend=InProcessExecutor,
-                weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
+                **engine_arguments(start),
+                distributed_executor_backend=InProcessExecutor if start.gpus == 1 else "mp",
+                worker_extension_cls=WORKER_EXTENSION if start.gpus > 1 else "",
+                weight_transfer_config=CONFIG,
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
-                scheduler_cls=BorrowingScheduler if start.loan is not None else None,
+                scheduler_cls=scheduler,
                 # Memory that changes hands: on a GPU only this allocator unmaps a part of what it has.
                 enable_cumem_allocator=start.loan is not None
                 and start.loan.kv_beside is not None
@@ -79,6 +55,22 @@ class VllmEngine:
         self.version = 0
         self._turns: set[str] = set()  # that it has to make
         self._untouched: set[str] = set()  # those of them without a token yet
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that a step may compute."""
+        most: int = self._scheduler.scheduler_config.max_num_batched_tokens
+        return most
+
+    @property
+    def in_turns(self) -> TurnTaking:
+        """Wraps weight loading in device grants."""
+        return self._in_turns
+
+    @in_turns.setter
+    def in_turns(self, in_turns: TurnTaking) -> None:
+        self._in_turns = in_turns
+        self._engine.collective_rpc(take_turns, args=(in_turns,))
 
     @property
     def generating(self) -> bool:
@@ -144,32 +136,10 @@ class VllmEngine:
             sampled.append(Sampled(turn, tokens, logprobs, prefilled, output.finished))
         return sampled
 
-    # Of an engine that borrows its device (`lend.borrower.SteppedEngine`)
-
     @property
     def scheduler(self) -> Any:
         """vLLM's scheduler."""
         return self._scheduler
-
-    @property
-    def queue(self) -> RolloutQueue:
-        """Turns that the next step could compute."""
-        return self._scheduler.queue
-
-    @property
-    def shape(self) -> StepShape:
-        """Work of the last step."""
-        return self._scheduler.shape
-
-    @property
-    def most_tokens(self) -> int:
-        """Most tokens that a step may ever compute."""
-        return self._scheduler.scheduler_config.max_num_batched_tokens
-
-    def bounded_step(self, tokens: int) -> list[Sampled]:
-        """`step`, of at most `tokens` tokens."""
-        self._scheduler.max_num_scheduled_tokens = tokens  # which vLLM reads at every step
-        return self.step()
 
     def give(self, order: Save) -> None:
         """Save KV of a context for another engine, a little in each of the next steps."""
@@ -189,13 +159,19 @@ class VllmEngine:
     def expect(self, buffer: WeightBuffer, layout: tuple[Tensor, ...]) -> None:
         """Expect new versions in this buffer, laid out like this, from now on."""
         self._buffer = buffer
-        self._engine.collective_rpc(
-            "init_weight_transfer_engine", args=({"buffer": buffer, "layout": layout, "engine": self},)
-        )
+        places = [(each.name, each.shape, each.offset, each.dtype) for each in layout]
+        place = {"pid": os.getpid(), "descriptor": buffer.descriptor, "size": buffer.size, "layout": places}
+        self._engine.collective_rpc("init_weight_transfer_engine", args=(place,))
+
+    def drained(self) -> Iterator[list[Sampled]]:
+        """Finish iterations that are in flight: their results are of the version before the next `load`."""
+        return drained(self._engine.engine_core.engine_core, self.step)
 
     def load(self, order: LoadWeights) -> None:
-        """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before
-        vLLM's reload, which empties the layers as its first act."""
+        """Take a new version between two iterations, of which none may be in flight. On `WeightUpdateError` the old one
+        stays: the check comes before vLLM's reload, which empties the layers as its first act."""
+        if self._engine.engine_core.engine_core.batch_queue:
+            raise RuntimeError("an iteration is in flight: its tokens would be of two versions")
         self._buffer.verify(order.buffer, order.checksum)
         self._engine.collective_rpc("start_weight_update")
         self._engine.collective_rpc("update_weights", args=({"buffer": order.buffer, "checksum": order.checksum},))
@@ -207,49 +183,3 @@ class VllmEngine:
     def _salt(self, asked: str | None) -> str | None:
         """The namespace in the prefix cache of a request that asked for this one."""
         return f"v{self.version}" if asked is None and self._refresh_kv else asked
-
-
-# vLLM's own extension point for weight updates, filled with our shared-memory buffers
-
-
-@dataclass
-class BufferInfo(WeightTransferInitInfo):
-    buffer: WeightBuffer
-    layout: tuple[Tensor, ...]
-    engine: VllmEngine
-
-
-@dataclass
-class VersionInfo(WeightTransferUpdateInfo):
-    buffer: int
-    checksum: int
-
-
-class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
-    """vLLM sees a complete layerwise reload or none: the checksum is tested before the first tensor is touched."""
-
-    init_info_cls = BufferInfo
-    update_info_cls = VersionInfo
-
-    def init_transfer_engine(self, init_info: BufferInfo) -> None:
-        self._buffer, self._layout, self._engine = init_info.buffer, init_info.layout, init_info.engine
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, int]) -> None:
-        # The base class synchronises an accelerator afterwards; there is none behind shared memory.
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: VersionInfo) -> None:
-        weights = self._buffer.read(update_info.buffer, self._layout, update_info.checksum)
-        self.model.load_weights(self._engine.in_turns(weights))
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        pass
-
-
-WeightTransferEngineFactory.register_engine(_BACKEND, SharedMemoryTransfer)

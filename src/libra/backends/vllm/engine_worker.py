@@ -7,7 +7,6 @@ from itertools import count
 from statistics import fmean
 
 from libra.backends.launch.worker import Pacer
-from libra.backends.lend.borrowing_engine import BorrowingEngine
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -25,8 +24,10 @@ from libra.backends.transport.engine_messages import (
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
+from libra.backends.vllm.device_loan import EngineLoan
 from libra.backends.vllm.engine import VllmEngine
 from libra.backends.vllm.report import Report
+from libra.config.rooms import offered
 from libra.cost.engine_memory import BLOCK_TOKENS
 
 
@@ -43,8 +44,9 @@ class _EngineWorker:
 
     def __init__(self, channel: WorkerChannel, start: StartEngine, descriptor: int) -> None:
         self._channel, self._descriptor = channel, descriptor
-        self._lent = None if start.loan is None else BorrowingEngine(start.loan)
-        self._engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
+        self._lent: EngineLoan | None = None if start.loan is None else next(offered("device loan"))(start.loan)
+        scheduler = None if self._lent is None else self._lent.scheduler
+        self._engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes), scheduler)
         if self._lent is not None:
             self._lent.lend(self._engine)
         self._pacer = Pacer(start.share, start.cores)
@@ -101,6 +103,8 @@ class _EngineWorker:
                 raise TypeError(f"{type(message).__name__} is not a message for an engine")
 
     def _load(self, message: LoadWeights, began: float) -> None:
+        for sampled in self._engine.drained():
+            self._report.iteration(sampled, self._engine.version)
         try:
             self._engine.load(message)
         except WeightUpdateError as error:
@@ -138,19 +142,20 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
     """Time this engine at its device's pace. Prompts are arbitrary tokens; every request is private to the cache."""
     tokens = 12  # decoded per request
 
-    def run(sequences: int, context: int, tag: str) -> list[float]:
+    def run(sequences: int, context: int, tag: str) -> tuple[list[float], list[float]]:
+        """Seconds of the iterations until all sequences have a token, and of those after."""
         for index in range(sequences):
             prompt = [4 + (index + 7 * position) % 16 for position in range(context)]
             engine.add(Generate(f"{tag}-{index}", prompt, tokens, 1.0, -1, 0, salt=f"{tag}-{index}"))
-        seconds = []
+        prefills, decodes, begun = list[float](), list[float](), set[str]()
         while engine.busy:
-            began = time.monotonic()
-            engine.step()
+            began, seconds = time.monotonic(), decodes if len(begun) == sequences else prefills
+            begun |= {part.turn for part in engine.step()}
             pacer.pace()
             seconds.append(time.monotonic() - began)
-        return seconds
+        return prefills, decodes
 
-    rows: dict[tuple[int, int], list[list[float]]] = {point: [] for point in order.points}
+    rows: dict[tuple[int, int], list[tuple[list[float], list[float]]]] = {point: [] for point in order.points}
     for repeat in range(order.repeats + 1):
         for point in order.points:
             seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
@@ -158,9 +163,12 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
                 rows[point].append(seconds)
     iterations: list[tuple[float, float, float, float]] = []
     for (sequences, context), runs in rows.items():
-        iterations.append((sequences, 0, sequences * context, fmean(run[0] for run in runs)))
+        # Prompts beyond an iteration's budget take several: their mean.
+        count = max(1, -(-sequences * context // engine.most_tokens))
+        prefill = fmean(sum(prefills) for prefills, _ in runs) / count
+        iterations.append((sequences / count, 0, sequences * context / count, prefill))
         decoding = sequences * (context + tokens / 2)
-        iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
+        iterations.append((sequences, decoding, 0, fmean(fmean(decodes) for _, decodes in runs)))
     return EngineMeasured(iterations)
 
 

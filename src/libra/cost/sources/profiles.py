@@ -28,7 +28,7 @@ from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.files import load_calibration, load_fit, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
-from libra.cost.sources.roofline import node_roofline, stage_roofline, tensor_degrees
+from libra.cost.sources.roofline import engine_degrees, node_roofline, stage_roofline
 from libra.cost.sources.tables import NoTablesError, stage_tables, tables
 from libra.hardware import gpus
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
@@ -164,7 +164,7 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
     quantization = rollout_quantization(recipe)
-    degrees = tensor_degrees(model, nodes)
+    degrees = engine_degrees(model, nodes, recipe)
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
@@ -172,6 +172,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     asked = [
         asdict(nodes.gpu),
         nodes.intra_bandwidth,
+        nodes.inter_bandwidth,
         asdict(model),
         quantization.name(model),
         degrees,
@@ -203,10 +204,11 @@ def _code() -> str:
 def _known_degrees(
     nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
 ) -> EngineProfile:
-    """The degrees that the tables have kernels for; raises the last `NoTablesError` where there are none."""
+    """The degrees that the tables have kernels for; raises the last `NoTablesError` where there are none. No table has
+    an engine that is larger than a node."""
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
-    for tp in degrees:
+    for tp in (tp for tp in degrees if tp <= nodes.gpus):
         try:
             known.append(
                 tables(nodes.gpu, model, [tp], quantization=quantization, intra_bandwidth=nodes.intra_bandwidth)

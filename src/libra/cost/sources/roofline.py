@@ -7,14 +7,16 @@ graphs, asynchronous scheduling), as in the tables the rates come from.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 
 from libra.config.recipe import Recipe
 from libra.cost.afd import StageGrid, token_copies
+from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
 from libra.cost.quantization import ACTIVATION_BYTES, AS_STORED, Quantization, rollout_quantization
-from libra.cost.sources.layer_kernels import LayerKernels, StoredNumbers
+from libra.cost.sources.layer_kernels import Between, LayerKernels, StoredNumbers
 from libra.cost.sources.rates import Calibration, Rates, rates
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
@@ -32,6 +34,24 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
     return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
 
 
+def engine_degrees(model: ModelSpec, nodes: NodeClass, recipe: Recipe) -> tuple[int, ...]:
+    """Tensor-parallel degrees of an engine on these nodes: those inside a node and, where none of them holds a
+    trajectory of `max_length` and the framework can start it, the two smallest that are whole nodes and do."""
+    inside, quantization = tensor_degrees(model, nodes), rollout_quantization(recipe)
+
+    def holds(tp: int) -> bool:
+        memory, share = nodes.gpu.usable, recipe.gpu_memory_utilization
+        held = kv_tokens(model, memory, share, tp, batched_tokens=recipe.max_batched_tokens, quantization=quantization)
+        return held >= recipe.max_length
+
+    fits = any(holds(tp) for tp in inside if quantization.tp_refusal(model, tp) is None)
+    if fits or not recipe.carried_by.engines_over_nodes:
+        return inside
+    over = (2**k * nodes.gpus for k in range(1, nodes.count.bit_length()) if 2**k <= nodes.count)
+    able = (tp for tp in over if model.tp_refusal(tp) is None and quantization.tp_refusal(model, tp) is None)
+    return inside + tuple(islice(filter(holds, able), 2))
+
+
 def node_roofline(
     nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
 ) -> EngineProfile:
@@ -39,9 +59,10 @@ def node_roofline(
     return roofline(
         nodes.gpu,
         model,
-        tensor_degrees(model, nodes),
+        engine_degrees(model, nodes, recipe),
         quantization=rollout_quantization(recipe),
         intra_bandwidth=nodes.intra_bandwidth,
+        between=Between(nodes.gpus, nodes.inter_bandwidth),
         calibration=calibration,
     )
 
@@ -53,20 +74,22 @@ def roofline(
     *,
     quantization: Quantization = AS_STORED,
     intra_bandwidth: float | None = None,
+    between: Between | None = None,
     calibration: Calibration | None = None,
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from constants or from a calibration of the device.
 
     Quantised matrices are multiplied at the rate of their type where the GPU has tensor cores for it, else at that of
-    bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by
-    default the GPU's own link. Raises ValueError where a degree does not divide the model.
+    bf16; attention always is. `intra_bandwidth` is bytes/s of a GPU to its neighbours in one direction, by default the
+    GPU's own link; `between` joins nodes where a degree is more than one. Raises ValueError where a degree does not
+    divide the model.
     """
     link = gpu.link if intra_bandwidth is None else intra_bandwidth
     if not link > 0:
         raise ValueError(f"intra_bandwidth is {link}; give bytes/s in one direction, above 0")
     reached = rates(gpu, calibration)
     stored = StoredNumbers.on(gpu, quantization, model)
-    engines = tuple(_grid(reached, model, tp, stored, link) for tp in sorted(set(tps)))
+    engines = tuple(_grid(reached, model, tp, stored, link, between) for tp in sorted(set(tps)))
     kind = "roofline" if calibration is None else "calibration"
     return EngineProfile(gpu.name, model.name, quantization.name(model), f"{kind}: {reached.source}", engines)
 
@@ -117,9 +140,11 @@ def require_degree(model: ModelSpec, tp: int) -> None:
         raise ValueError(f"{model.name}: {refusal}")
 
 
-def _grid(reached: Rates, model: ModelSpec, tp: int, stored: StoredNumbers, link: float) -> EngineGrid:
+def _grid(
+    reached: Rates, model: ModelSpec, tp: int, stored: StoredNumbers, link: float, between: Between | None
+) -> EngineGrid:
     require_degree(model, tp)
-    layers = LayerKernels(reached, model, tp, stored, link)
+    layers = LayerKernels(reached, model, tp, stored, link, between)
     batch, context = np.array(BATCHES, dtype=float)[:, None], np.array(CONTEXTS, dtype=float)
     chunk, prefix = np.array(CHUNKS, dtype=float)[:, None], np.array(PREFIXES, dtype=float)
     decode = layers.decode_attention(batch, batch * context) + layers.rest(batch, batch)

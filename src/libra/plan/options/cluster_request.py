@@ -9,26 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Annotated, Literal
 
 from libra.config.recipe import Recipe
+from libra.config.rooms import OfRoom
 from libra.cost.adapters import training_bytes
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.quantization import rollout_quantization
-from libra.cost.sources.roofline import tensor_degrees
+from libra.cost.sources.roofline import engine_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPU, Cluster, NodeClass
 from libra.hardware.gpus import RECORDS
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
-from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.engines import engine_kv_tokens, engine_options
 from libra.plan.options.layouts import Layouts, rejected_layouts, training_layouts
-from libra.plan.options.lent import availability, lent_options
-from libra.plan.options.menu import LentEngine, Menu, PrefillDecodePair, Rejected, check_classes, most_buckets, reach
+from libra.plan.options.menu import (
+    BorrowedEngine,
+    LendingPool,
+    Menu,
+    PrefillDecodePair,
+    Rejected,
+    availability,
+    check_classes,
+    most_buckets,
+    reach,
+)
 from libra.plan.options.pairs import pair_options
 from libra.plan.options.restriction import restricted, restriction_words
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
@@ -52,7 +61,8 @@ class ClusterRequest:
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
     # Layouts, by class of nodes, that are on the menu even if others are faster, so that running ones have a price.
     held: Held = ()
-    lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster, each with its traffic of the coming period
+    # On serving pools of the cluster, each with its traffic of the coming period.
+    lenders: tuple[Annotated[LendingPool, OfRoom("lender")], ...] = ()
     lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender: of this model on its GPUs
     kind: Literal["cluster"] = "cluster"
     # [class] measured share of the work after the first tool return that the router brings to its own bucket; empty:
@@ -155,7 +165,7 @@ class ClusterRequest:
     def all_profiles(self) -> tuple[EngineProfile, ...]:
         return *self.profiles, *self.lent_profiles
 
-    def lending_nodes(self, lender: Lender) -> NodeClass:
+    def lending_nodes(self, lender: LendingPool) -> NodeClass:
         """The nodes on which a lender serves. Raises ValueError where the cluster has no such pool."""
         return self.cluster.serving_pool(lender.pool).nodes
 
@@ -187,10 +197,10 @@ class ClusterRequest:
             )
             engines += of_pairs
             rejected_engines += unpaired
-        lent: list[LentEngine] = []
+        lent: list[BorrowedEngine] = []
         for lender, profile in zip(self.lenders, self.lent_profiles, strict=True):
             nodes = self.lending_nodes(lender)
-            options, beside, rejected = lent_options(model, lender, nodes, recipe, classes, profile, factors)
+            options, beside, rejected = lender.options(model, nodes, recipe, classes, profile, factors)
             engines += options
             lent += beside
             rejected_engines += rejected
@@ -270,7 +280,7 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
     remedies = list(_that_hold(request))
     remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more memory in all"
-    return f"no engine holds {model.name}, and engines stay within a node: {reasons}: {remedy}"
+    return f"no engine holds {model.name}: {reasons}: {remedy}"
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
@@ -304,7 +314,7 @@ def _measured() -> Iterator[GPU]:
 
 def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
     quantization = rollout_quantization(recipe)
-    degrees = [tp for tp in tensor_degrees(model, nodes) if quantization.tp_refusal(model, tp) is None]
+    degrees = [tp for tp in engine_degrees(model, nodes, recipe) if quantization.tp_refusal(model, tp) is None]
     return any(engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in degrees)
 
 

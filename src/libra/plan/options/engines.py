@@ -22,7 +22,7 @@ from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.longest import MemberSeconds
 from libra.cost.quantization import rollout_quantization
 from libra.cost.rollout import EngineTiming, batch_work, refill_seconds, refills, secant_timings
-from libra.cost.sources.roofline import tensor_degrees
+from libra.cost.sources.roofline import engine_degrees
 from libra.cost.transfer import fabric, weight_sync
 from libra.cost.whole_iterations import EVEN, RunningBatch, running_batch, whole_iterations
 from libra.hardware.cluster import NodeClass
@@ -83,7 +83,8 @@ def engine_options(
     longest_context: int,
     factors: BatchFactors = BATCH,
 ) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
-    """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
+    """Options of every tensor-parallel degree, over nodes too where no node holds the model, and the degrees that hold
+    no trajectory.
 
     All trajectories of a step start when weights are published, so a lower `max_num_seqs` would only make them wait:
     engines have the largest that memory allows. Options of a degree differ in the number of sequences near which they
@@ -93,7 +94,7 @@ def engine_options(
     rejected: list[Rejected] = []
     known = {grid.tp for grid in profile.engines}
     quantization = rollout_quantization(recipe)
-    for tp in tensor_degrees(model, nodes):
+    for tp in engine_degrees(model, nodes, recipe):
         shape = f"{nodes.name}/tp{tp}"
         refused = quantization.tp_refusal(model, tp)
         if refused is not None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
 
 from libra.config.recipe import Recipe
+from libra.cost.corrections import BatchFactors
+from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import NodeClass
+from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
-from libra.lend.certificate import Certificate
-from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
-from libra.plan.problem import Problem
+from libra.plan.problem import EngineOption, Problem
 from libra.route.catalogue import ignores_buckets
 
 SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
@@ -39,34 +42,71 @@ class Rejected:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LentEngine:
-    """A rollout engine on the devices of a serving one, under one certificate."""
-
-    lender: Lender
-    certificate: Certificate
-    kv_tokens: int  # that serving leaves, and that a step can read within a grant
-    batched_tokens: int  # most tokens that a step can prefill within a grant after a context of mean length
-    holds: int  # tokens: the longest context it serves
+class LendingPool(Protocol):
+    """A serving pool whose engines may lend their devices: a source of priced options."""
 
     @property
-    def shape(self) -> str:
-        return lent_shape(self.lender, self.certificate)
+    def pool(self) -> str: ...
+
+    @property
+    def devices(self) -> int:
+        """Devices of one engine."""
+        ...
+
+    def options(
+        self,
+        model: ModelSpec,
+        nodes: NodeClass,
+        recipe: Recipe,
+        classes: Sequence[TrajectoryClass],
+        profile: EngineProfile,
+        factors: BatchFactors = ...,
+    ) -> tuple[tuple[EngineOption, ...], tuple[BorrowedEngine, ...], tuple[Rejected, ...]]:
+        """Priced options of rollout engines on `nodes`, the engines of these options, and what is not lent."""
+        ...
+
+
+class BorrowedEngine(Protocol):
+    """A rollout engine on the devices of a serving one."""
+
+    @property
+    def lender(self) -> LendingPool: ...
+
+    @property
+    def shape(self) -> str: ...
+
+    @property
+    def use(self) -> float:
+        """Share of the SLO's tpot that serving is slowed down to."""
+        ...
+
+    @property
+    def kv_tokens(self) -> int: ...
+
+    @property
+    def batched_tokens(self) -> int:
+        """Most tokens that a step can prefill."""
+        ...
+
+    @property
+    def holds(self) -> int:
+        """Tokens of the longest context that it serves."""
+        ...
 
     @property
     def share(self) -> float:
         """Share of the devices' time that is lent, while anything is."""
-        return self.lender.share(self.certificate)
+        ...
 
     @property
     def away(self) -> float:
         """Probability that nothing is lent in the coming period."""
-        return self.lender.away(self.certificate)
+        ...
 
-
-def lent_shape(lender: Lender, certificate: Certificate) -> str:
-    """The name of engines that are lent at the certificate's `use`."""
-    return f"{lender.pool}/tp{lender.devices}@{certificate.use:g}"
+    @property
+    def cases(self) -> tuple[bool, ...]:
+        """Whether nothing is lent, in each of the equally probable cases of traffic, the lowest first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +155,24 @@ class Menu:
     # By layout and replicas of the training option; empty where every device is a replica of its own.
     layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()  # shapes of engines
-    lent: tuple[LentEngine, ...] = ()  # one for each shape that is lent
+    lent: tuple[BorrowedEngine, ...] = ()  # one for each shape that is lent
     pairs: tuple[PrefillDecodePair, ...] = ()  # one for each shape that is a pair
     availability: tuple[Availability, ...] = (Availability(frozenset(), 1.0),)  # the likeliest first
+
+
+def availability(lent: Sequence[BorrowedEngine]) -> tuple[Availability, ...]:
+    """Sets of shapes that may be away in the coming period, with their probabilities; the likeliest first.
+
+    Traffic of several lenders is assumed to be high at the same time. They share the time of day, and the assumption is
+    the cautious one, as no lender then replaces another.
+    """
+    edges = {Fraction(0), Fraction(1)}
+    edges |= {Fraction(k, len(engine.cases)) for engine in lent for k in range(len(engine.cases))}
+    found: dict[frozenset[str], Fraction] = {}
+    for low, high in pairwise(sorted(edges)):
+        away = frozenset(engine.shape for engine in lent if engine.cases[int(low * len(engine.cases))])
+        found[away] = found.get(away, Fraction(0)) + high - low
+    return tuple(Availability(away, float(weight)) for away, weight in sorted(found.items(), key=lambda it: -it[1]))
 
 
 _MOST = 1e15  # of a mean: tokens of all contexts together, or seconds

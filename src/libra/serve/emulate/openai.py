@@ -24,8 +24,8 @@ _VOCABULARY = range(1000)  # generated tokens: a space and three digits each
 _TEXTS = [f" {token:03d}" for token in _VOCABULARY]
 _ALL_TOKENS = 151_936  # of Qwen3's vocabulary: ids stay below the size that clients' models have
 _DRAWN = np.dtype(np.uint32)  # a token is one of these modulo the vocabulary
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-_Tokens = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 class StreamOptions(msgspec.Struct):
@@ -33,10 +33,10 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints. Others are accepted and ignored."""
+    """Fields of all endpoints. Others are accepted and ignored."""
 
     model: str = "emulated"
-    max_tokens: _Count | None = None
+    max_tokens: Count | None = None
     n: Literal[1] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -46,7 +46,7 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class _Completion(Body, kw_only=True):
-    prompt: str | _Tokens
+    prompt: str | TokenIds
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: None = None
@@ -64,7 +64,7 @@ class _Message(msgspec.Struct):
 
 class _Chat(Body, kw_only=True):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    max_completion_tokens: _Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
 
 
@@ -79,7 +79,7 @@ class GenerationRequest:
     body: Body
     prompt: tuple[int, ...]  # tokens
     max_tokens: int | None
-    logprobs: bool
+    logprobs: bool = False
 
 
 def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
@@ -91,21 +91,30 @@ def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
 def _completion(body: _Completion, longest: int) -> GenerationRequest:
     if body.echo:
         raise ValueError("echo is true; an answer is what is generated: leave it out")
-    _require_room(_count(body.prompt) if isinstance(body.prompt, str) else len(body.prompt), longest)
-    prompt = tokens_of(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    return GenerationRequest(False, body, prompt, body.max_tokens, body.logprobs is not None)
+    return GenerationRequest(
+        False, body, prompt_within(body.prompt, longest), body.max_tokens, body.logprobs is not None
+    )
 
 
 def _chat(body: _Chat, longest: int) -> GenerationRequest:
-    texts: list[str] = []
-    for message in body.messages:
-        content = message.content or ""
-        texts += [f"<{message.role}>", content if isinstance(content, str) else "".join(it.text for it in content)]
+    contents = ((it.role, it.content or "") for it in body.messages)
+    said = [(role, it if isinstance(it, str) else "".join(part.text for part in it)) for role, it in contents]
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return GenerationRequest(True, body, dialogue_within(said, longest), most, body.logprobs)
+
+
+def dialogue_within(messages: Sequence[tuple[str, str]], longest: int) -> tuple[int, ...]:
+    """Tokens of messages, each a role and a text. Raises ValueError where they leave no room within `longest`."""
+    texts = [text for role, said in messages for text in (f"<{role}>", said)]
     texts.append("<assistant>")  # so that a later prompt, which holds the response after this role, shares the prefix
     _require_room(sum(map(_count, texts)), longest)
-    prompt = [token for text in texts for token in tokens_of(text)]
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return GenerationRequest(True, body, tuple(prompt), most, body.logprobs)
+    return tuple(token for text in texts for token in tokens_of(text))
+
+
+def prompt_within(prompt: str | TokenIds, longest: int) -> tuple[int, ...]:
+    """Tokens of a prompt. Raises ValueError where it leaves no room within `longest`."""
+    _require_room(_count(prompt) if isinstance(prompt, str) else len(prompt), longest)
+    return tokens_of(prompt) if isinstance(prompt, str) else prompt
 
 
 def _count(text: str) -> int:
@@ -141,11 +150,11 @@ class Answer:
     def __init__(
         self, asked: GenerationRequest, number: int, seed: int, finish_reason: Literal["length", "stop"]
     ) -> None:
-        self.asked = asked
+        self.asked, self.number, self.reason = asked, number, finish_reason
         self.tokens: list[int] = []
+        self.events = 0  # of its stream, where they are numbered
         self._id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{number}"
-        self._created = int(time.time())
-        self._reason = finish_reason
+        self.created = int(time.time())
         self._random = Random(f"{seed} {number}")
 
     def extend(self, count: int) -> list[int]:
@@ -157,7 +166,7 @@ class Answer:
 
     def whole(self, cached_tokens: int) -> bytes:
         asked, text = self.asked, text_of(self.tokens)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": self._logprobs(self.tokens)}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self.reason, "logprobs": self._logprobs(self.tokens)}
         choice |= {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
         head = self._head("chat.completion" if asked.chat else "text_completion", [choice])
         if asked.body.return_token_ids:
@@ -168,7 +177,7 @@ class Answer:
     def piece(self, tokens: Sequence[int], last: bool) -> bytes:
         """A stream event with these new tokens."""
         asked, text = self.asked, text_of(tokens)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason if last else None}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self.reason if last else None}
         choice |= {"logprobs": self._logprobs(tokens)}
         first = len(self.tokens) == len(tokens)
         if asked.chat:
@@ -191,7 +200,7 @@ class Answer:
         return event(self._head(object_name, []) | self._usage(cached_tokens)) + end
 
     def _head(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id, "object": object_name, "created": self._created, "model": self.asked.body.model}
+        head = {"id": self._id, "object": object_name, "created": self.created, "model": self.asked.body.model}
         return head | {"choices": choices}
 
     def _prompt_holder(self, head: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -20,7 +22,9 @@ from libra.config.listeners import EMULATOR
 from libra.serve.answers import RefusedRequest, metrics_response, refused
 from libra.serve.bodies import body_of
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
+from libra.serve.emulate.message_endpoints import MessageAnswer, ResponseAnswer, parse_message, parse_response
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
+from libra.serve.emulate.token_endpoints import SGLangAnswer, TokenAnswer, parse_generate, parse_sglang
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Chain, Request
 
@@ -32,6 +36,24 @@ _METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, s
     (CounterMetricFamily, "generation_tokens", "Generated tokens of those.", "generated_tokens"),
 )
 _REMEMBERED = 2  # blocks in the prefix index per block of the engine's KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """A path that generates."""
+
+    parse: Callable[[bytes, int], GenerationRequest]  # a body, and the longest context
+    answer: type[Answer] = Answer
+
+
+_ENDPOINTS = {
+    "/v1/completions": _Endpoint(lambda body, longest: parse(body, False, longest)),
+    "/v1/chat/completions": _Endpoint(lambda body, longest: parse(body, True, longest)),
+    "/inference/v1/generate": _Endpoint(parse_generate, TokenAnswer),
+    "/v1/responses": _Endpoint(parse_response, ResponseAnswer),
+    "/v1/messages": _Endpoint(parse_message, MessageAnswer),
+    "/generate": _Endpoint(parse_sglang, SGLangAnswer),
+}
 
 
 class Emulator:
@@ -50,23 +72,32 @@ class Emulator:
         longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
         app = web.Application(client_max_size=EMULATOR.body_most(longest))
         app.on_shutdown.append(self._close)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/engines", self._list)
         for base in ("", "/engines/{engine}"):
+            app.router.add_get(f"{base}/health", self._health)
+            app.router.add_get(f"{base}/metrics", self._metrics)
             app.router.add_get(f"{base}/v1/models", self._models)
-            app.router.add_post(base + "/v1/{path:completions|chat/completions}", self._serve)
+            for path, endpoint in _ENDPOINTS.items():
+                app.router.add_post(base + path, partial(self._serve, endpoint))
         return app
 
     async def _close(self, _: web.Application) -> None:
         for engine in self.engines.values():
             engine.close()
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _health(self, request: web.Request) -> web.Response:
+        self._asked(request)
         return web.Response()
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return metrics_response(_families(self.engines))
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return metrics_response(_families(self._asked(request)))
+
+    def _asked(self, request: web.Request) -> Mapping[str, LiveEngine]:
+        """The engine of the path, or all of them."""
+        if "engine" not in request.match_info:
+            return self.engines
+        name = self._named(request)
+        return {name: self.engines[name]}
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})
@@ -77,19 +108,18 @@ class Emulator:
         model = {"id": name, "object": "model", "created": 0, "owned_by": "libra", "max_model_len": longest}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, endpoint: _Endpoint, request: web.Request) -> web.StreamResponse:
         name = self._named(request)
         engine, contexts = self.engines[name], self._contexts[name]
         try:
-            chat = request.match_info["path"] == "chat/completions"
-            asked = parse(await body_of(request), chat, engine.spec.config.max_model_len)
+            asked = endpoint.parse(await body_of(request), engine.spec.config.max_model_len)
             tokens = self._tokens(asked, engine)
             chain = contexts.chain(asked.prompt, asked.body.cache_salt)
             turn = engine.submit(chain, len(asked.prompt), tokens, asked.body.priority)
         except ValueError as error:  # also what an engine refuses
             return refused(str(error), 400)
         reason: Literal["stop", "length"] = "stop" if asked.max_tokens is None else "length"
-        answer = Answer(asked, next(self._numbers), self._seed, reason)
+        answer = endpoint.answer(asked, next(self._numbers), self._seed, reason)
         try:
             if asked.body.stream:
                 response = await self._stream(request, engine, turn, answer)

@@ -23,7 +23,9 @@ class Counts:
     prompt_tokens: int = _counter("Prompt tokens of answered turns.")
     generated_tokens: int = _counter("Generated tokens of answered turns.")
     finished: int = _counter("Trajectories finished.")
-    forgotten: int = _counter("Trajectories dropped after idle_seconds without a turn.")
+    forgotten: int = _counter(
+        "Trajectories given up: idle for idle_seconds, or ended without an answer to their last turn."
+    )
 
     def answered(self, usage: Usage) -> None:
         self.turns += 1

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from libra.live.lengths import SeenLengths
+from libra.live.trajectories import Trajectories
 from libra.records.files import DiskError
 from libra.route.policy import Policy
 from libra.serve.answers import decoded
 from libra.serve.gateway.counts import Counts
-from libra.serve.gateway.lengths import SeenLengths
 from libra.serve.gateway.libra_field import Tokens
-from libra.serve.gateway.trajectories import Trajectories
+from libra.serve.gateway.policy_failures import told_policy_failure
 from libra.serve.gateway.unnamed import UnnamedSessions
+from libra.serve.gateway.watcher import End, Watcher
 from libra.trajectory import Trajectory
 
 _LOG = logging.getLogger(__name__)
@@ -51,22 +53,49 @@ class TrajectoryEnds:
     unnamed: UnnamedSessions
     lengths: SeenLengths
     counts: Counts
+    watcher: Watcher
+    _ending: set[str] = field(default_factory=set, init=False)  # finished by their client during a turn
 
     def finish(self, id: str, outcome: Finish) -> Trajectory:
         """Raises KeyError for an unknown one, ValueError where its last turn has no answer, and `DiskError`."""
         trajectory = self.trajectories.whole(id, outcome.reward, outcome.policy_version)
         self.keep(trajectory)
-        self._drop(id)
-        self.policy.finished(trajectory)
+        self._drop(id, End.FINISHED, trajectory)
+        with told_policy_failure():
+            self.policy.finished(trajectory)
         self.lengths.ended(trajectory)
         self.counts.finished += 1
         return trajectory
 
+    def finish_session(self, id: str) -> int:
+        """End a trajectory whose client tells no outcome, and maybe does not wait for its last turn: then it ends once
+        that is over. One whose last turn got no answer is kept as unfinished. Returns its turns that were answered
+        so far. Raises `DiskError`."""
+        turns = self.trajectories.answered_turns(id)
+        if self.trajectories.is_in_flight(id):
+            self._ending.add(id)
+            return turns
+        try:
+            self.finish(id, Finish(policy_version=self.trajectories.policy_version))
+        except (KeyError, ValueError):  # unknown, or without an answer to its last turn
+            if turns:
+                self.expire(id)
+            else:
+                self.forget(id)
+        return turns
+
+    def turn_over(self, id: str) -> None:
+        """End a trajectory that waited for the end of this turn."""
+        if id in self._ending and not self.trajectories.is_in_flight(id):
+            self._ending.discard(id)
+            try:
+                self.finish_session(id)
+            except DiskError as error:
+                _LOG.warning("trajectory %s is not finished yet: %s", id, error)
+
     def forget(self, id: str) -> bool:
         """Learn nothing from a trajectory. False: it is unknown."""
-        known = self._drop(id)
-        self.policy.forget(id)
-        return known
+        return self._leave(id, End.FORGOTTEN, None)
 
     def expire(self, id: str) -> None:
         """Give up a trajectory that its client does not finish. Where it cannot be kept, it is given up later."""
@@ -78,9 +107,17 @@ class TrajectoryEnds:
                 _LOG.warning("trajectory %s is not given up yet: %s", id, error)
                 return
             self.lengths.ended(bound)
-        self.forget(id)
+        self._leave(id, End.GIVEN_UP, bound)
         self.counts.forgotten += 1
 
-    def _drop(self, id: str) -> bool:
+    def _leave(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
+        known = self._drop(id, end, trajectory)
+        with told_policy_failure():
+            self.policy.forget(id)
+        return known
+
+    def _drop(self, id: str, end: End, trajectory: Trajectory | None) -> bool:
         self.unnamed.drop(id)
+        self._ending.discard(id)
+        self.watcher.closed(id, end, trajectory)
         return self.trajectories.forget(id)

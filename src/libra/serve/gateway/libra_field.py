@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 
 from libra.config.listeners import ID_LENGTH
+from libra.live.trajectories import UNKNOWN_TOOL
 from libra.trajectory import ToolStatus
 
-UNKNOWN_TOOL = "unknown"
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # beyond that, sums of them leave the range of floats and JSON
 
 Name = Annotated[str, msgspec.Meta(max_length=ID_LENGTH)]

@@ -6,7 +6,7 @@ Turns are in `turns`, control requests in `control`, engines that join and leave
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 
@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from libra.config.listeners import GATEWAY, ID_LENGTH, SMALL_BODY_BYTES
+from libra.live.lengths import SeenLengths
+from libra.live.trajectories import Trajectories
 from libra.records.files import DiskError
 from libra.route.policy import Policy
 from libra.serve.answers import RefusedRequest, metrics_response, refused
@@ -24,15 +26,15 @@ from libra.serve.gateway.allowed_hosts import AllowedHosts
 from libra.serve.gateway.config import GatewayConfig
 from libra.serve.gateway.control import Control
 from libra.serve.gateway.counts import Counts
-from libra.serve.gateway.ends import Finish, TrajectoryEnds, read_finish
+from libra.serve.gateway.ends import TrajectoryEnds, read_finish
 from libra.serve.gateway.engine_client import EngineClient
 from libra.serve.gateway.formats import FORMATS
 from libra.serve.gateway.health import HealthMonitor
-from libra.serve.gateway.lengths import SeenLengths
+from libra.serve.gateway.policy_failures import answering_policy_failure, told_policy_failure
 from libra.serve.gateway.sessions import SESSION_HEADERS, Sessions
-from libra.serve.gateway.trajectories import Trajectories
 from libra.serve.gateway.turns import RETRY_AFTER, Turns
 from libra.serve.gateway.upstreams import Upstream, Upstreams
+from libra.serve.gateway.watcher import Watcher, watched_by
 from libra.serve.gateway.workers import Workers
 from libra.trajectory import Trajectory
 
@@ -55,6 +57,7 @@ class Gateway:
         policy: Policy,
         keep: Callable[[Trajectory], None] = lambda _: None,
         guarded: bool = False,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.upstreams = Upstreams(config.engines, config.limits)
         self.trajectories = Trajectories()
@@ -62,9 +65,12 @@ class Gateway:
         self.lengths = SeenLengths()
         self.counts = Counts()
         self._config, self._policy = config, policy
-        self._client = client = EngineClient()
+        self.client = client = EngineClient()
         self._health = HealthMonitor(config, self.upstreams, client, self._mark_lost)
-        self._ends = TrajectoryEnds(keep, policy, self.trajectories, self.sessions.unnamed, self.lengths, self.counts)
+        watcher = watched_by(watchers)
+        self._ends = TrajectoryEnds(
+            keep, policy, self.trajectories, self.sessions.unnamed, self.lengths, self.counts, watcher
+        )
         self._turns = Turns(
             config,
             policy,
@@ -76,6 +82,7 @@ class Gateway:
             self._health,
             client,
             self._mark_lost,
+            watcher,
             guarded,
         )
         self._control = Control(self.upstreams, client, guarded)
@@ -83,7 +90,7 @@ class Gateway:
         self._workers = Workers(self.upstreams, self._health, allowed, self._mark_lost)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=GATEWAY.body_bytes)
+        app = web.Application(client_max_size=GATEWAY.body_bytes, middlewares=[answering_policy_failure])
         for format in FORMATS:
             app.router.add_post(format.path, partial(self._turns.serve, format))
         app.router.add_routes(self._control.shared_routes())
@@ -101,7 +108,7 @@ class Gateway:
         return app
 
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
-        async with self._client.running(application[CONNECTIONS]):
+        async with self.client.running(application[CONNECTIONS]):
             await self._health.start()
             expiring = asyncio.create_task(self._keep_expiring())
             yield
@@ -110,7 +117,8 @@ class Gateway:
 
     def _mark_lost(self, engine: Upstream) -> None:
         if self.upstreams.mark(engine, healthy=False):
-            self._policy.instance_gone(engine.id)
+            with told_policy_failure():
+                self._policy.instance_gone(engine.id)
 
     # Trajectories
 
@@ -140,10 +148,7 @@ class Gateway:
             hint = "" if given is None else f" (the header {given} does not)"
             return refused(f"name the session: /finish_session?session_id=ID{hint}", 400)
         try:
-            turns = len(self._ends.finish(id, Finish(policy_version=self.trajectories.policy_version)).turns)
-        except (KeyError, ValueError):  # unknown, or without an answer to learn from
-            self._ends.forget(id)
-            turns = 0
+            turns = self._ends.finish_session(id)
         except DiskError as error:
             return _not_finished(id, error)
         return web.json_response({"status": "ok", "session_id": id, "turns": turns})

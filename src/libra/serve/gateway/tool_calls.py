@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import msgspec
 
 from libra.config.listeners import ID_LENGTH
+from libra.live.trajectories import UNKNOWN_TOOL
 from libra.serve.answers import decoded
-from libra.serve.gateway.libra_field import UNKNOWN_TOOL, ReportedReturn
+from libra.serve.gateway.libra_field import ReportedReturn
 
 _SEARCHED = 64  # messages, from the end, among which the call of a tool return is looked for
 

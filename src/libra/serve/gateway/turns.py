@@ -7,13 +7,16 @@ is called from one event loop, so its calls are ordered.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from libra.config.listeners import GATEWAY
-from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
+from libra.live.trajectories import Trajectories
+from libra.route.custom import PolicyError
+from libra.route.policy import Placement, Policy, ToolReturn
 from libra.serve.answers import RefusedRequest, refused
 from libra.serve.bodies import body_of
 from libra.serve.gateway.config import GatewayConfig
@@ -25,10 +28,9 @@ from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
 from libra.serve.gateway.relay import Relayed, relay
 from libra.serve.gateway.sessions import Sessions, TurnSession
 from libra.serve.gateway.traced import passed_on
-from libra.serve.gateway.trajectories import Trajectories
-from libra.serve.gateway.turn_bodies import TurnBody, with_field
+from libra.serve.gateway.turn_bodies import with_field
 from libra.serve.gateway.upstreams import Attempt, Fault, TurnFailure, Upstream, Upstreams
-from libra.serve.gateway.usage import AnswerReader, SaidReader
+from libra.serve.gateway.watcher import UNCOUNTED, RoutedTurn, Watcher
 
 RETRY_AFTER = {"Retry-After": f"{RECHECK_SECONDS:.0f}"}
 
@@ -38,25 +40,6 @@ class UnavailableError(RefusedRequest):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 503, RETRY_AFTER)
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn on its way."""
-
-    request: web.Request
-    format: TurnFormat
-    body: TurnBody
-    raw: bytes  # the body as it came
-    session: TurnSession
-    needed: TurnRequest
-    room: int  # tokens beyond its context
-    wants_usage: bool  # whether the client wants a stream's usage event
-
-    def reader(self) -> AnswerReader:
-        """A reader of one answer."""
-        reader = self.format.reader(self.body)
-        return reader if self.session.history is None else SaidReader(reader)
 
 
 @dataclass(slots=True)
@@ -73,6 +56,7 @@ class Turns:
     health: HealthMonitor
     client: EngineClient
     lost: Callable[[Upstream], None]  # takes an engine out of service
+    watcher: Watcher
     guarded: bool  # whether the clients' Authorization header is the gateway's own token
 
     async def serve(self, format: TurnFormat, request: web.Request) -> web.StreamResponse:
@@ -80,18 +64,19 @@ class Turns:
         if not self.upstreams.longest:
             raise UnavailableError("no engine is in service: see GET /engines")
         try:
-            turn, returned = self._begun(format, request, raw)
+            turn = self._begun(format, request, raw)
         except ValueError as error:
             return refused(str(error), 400)
         relayed: Relayed | None = None
         try:
-            relayed = await self._route(turn, returned)
+            self.watcher.begun(turn)
+            relayed = await self._route(turn)
             assert relayed.response is not None
             return relayed.response
         finally:
             self._ended(turn, relayed)
 
-    def _begun(self, format: TurnFormat, request: web.Request, raw: bytes) -> tuple[_Turn, ToolReturn | None]:
+    def _begun(self, format: TurnFormat, request: web.Request, raw: bytes) -> RoutedTurn:
         """Raises ValueError for a request that no engine is to see."""
         body = format.read(raw)
         context, room = body.needs(self.upstreams.longest, self.config.turn_tokens)
@@ -100,7 +85,7 @@ class Turns:
         field, now = session.field, asyncio.get_running_loop().time()
         id, prompt = field.trajectory, field.trajectory if field.prompt is None else field.prompt
         needed, returned = self.trajectories.begin(id, prompt, field.task, context, field.tool, now)
-        return _Turn(request, format, body, raw, session, needed, room, wants_usage), returned
+        return RoutedTurn(request, format, body, raw, session, needed, returned, room, wants_usage)
 
     def _admitted(self, session: TurnSession) -> TurnSession:
         """The session, or one of its own for a turn that cannot be of it. Raises `RefusedRequest` where there are too
@@ -114,10 +99,11 @@ class Turns:
             return self.sessions.lone()
         raise RefusedRequest("too many trajectories in progress: finish or forget some", 429, RETRY_AFTER)
 
-    def _ended(self, turn: _Turn, relayed: Relayed | None) -> None:
+    def _ended(self, turn: RoutedTurn, relayed: Relayed | None) -> None:
         id, usage, said = turn.needed.trajectory_id, None, None
         if relayed is not None:
             usage, said = relayed.usage, relayed.said
+        self.watcher.ended(turn, usage, "" if usage is not None else _trouble(relayed))
         if usage is None:
             self.trajectories.failed(turn.needed)
         else:
@@ -125,12 +111,14 @@ class Turns:
             self.counts.answered(usage)
         if turn.session.lone:
             self.ends.forget(id)
+        else:
+            self.ends.turn_over(id)
         for each in self.sessions.ended(turn.session, None if usage is None else said):
             self.ends.expire(each)
 
-    async def _route(self, turn: _Turn, returned: ToolReturn | None) -> Relayed:
+    async def _route(self, turn: RoutedTurn) -> Relayed:
         """Try engines until one answers, `max_attempts` at most."""
-        raw, body = turn.raw, turn.body
+        raw, body, returned = turn.raw, turn.body, turn.returned
         if turn.format.asks_usage and body.stream and not turn.wants_usage:
             raw = with_field(raw, "stream_options", body.with_usage)
         lost: TurnFailure | None = None
@@ -146,7 +134,8 @@ class Turns:
                 return Relayed(answer)
             returned = None  # report it once
             self.counts.retries += number > 0
-            engine = self.upstreams.all[placement.instance]
+            engine = self._chosen(placement)
+            self.watcher.placed(turn, engine, placement)
             sent = raw
             if self.config.priorities and not body.has_priority:
                 sent = with_field(raw, "priority", b"%d" % placement.priority)
@@ -156,6 +145,7 @@ class Turns:
                 if relayed.response.status < 400:
                     self._blame(engine, failing)
                 return relayed
+            self.watcher.failed(turn, engine, relayed.failure)
             self._judge(engine, relayed.failure)
             if relayed.response is not None:
                 return relayed
@@ -170,9 +160,16 @@ class Turns:
         assert lost is not None
         raise UnavailableError(f"tried on {self.config.max_attempts} engines, each of which failed: {lost.message}")
 
-    async def _relay(self, turn: _Turn, engine: Upstream, body: bytes) -> Relayed:
+    def _chosen(self, placement: Placement) -> Upstream:
+        engine = self.upstreams.all.get(placement.instance)
+        if engine is None:
+            raise PolicyError(f"policy {self.config.route}: it chose {placement.instance!r:.80}, which is no engine")
+        return engine
+
+    async def _relay(self, turn: RoutedTurn, engine: Upstream, body: bytes) -> Relayed:
         attempt = Attempt(self.upstreams, engine, turn.needed.context_tokens)
-        headers = passed_on(turn.request) | engine.authorization(None if self.guarded else turn.request)
+        own = engine.authorization(None if self.guarded else turn.request)
+        headers = {**passed_on(turn.request), **self.watcher.headers(turn), **own}
         return await relay(
             self.client.session,
             turn.request,
@@ -198,7 +195,7 @@ class Turns:
             if other.strike():
                 self.lost(other)
 
-    async def _place(self, turn: _Turn, returned: ToolReturn | None, refusing: list[Upstream]) -> Placement:
+    async def _place(self, turn: RoutedTurn, returned: ToolReturn | None, refusing: list[Upstream]) -> Placement:
         until = asyncio.get_running_loop().time() + self.config.wait_seconds
         while True:
             fleet = self.upstreams.fleet(turn.room, refusing)
@@ -228,3 +225,14 @@ class Turns:
             f"no engine took the turn in {self.config.wait_seconds:g} s: it needs {needed} tokens, and the longest"
             f" context of a healthy engine is {longest}"
         )
+
+
+def _trouble(relayed: Relayed | None) -> str:
+    """Why a turn was not counted, in a word."""
+    if relayed is None:
+        error = sys.exception()
+        return "no error" if error is None else type(error).__name__
+    if relayed.failure is not None:
+        return relayed.failure.fault.name.lower()
+    status = relayed.response.status if relayed.response is not None else 0
+    return str(status) if status >= 400 else UNCOUNTED

@@ -8,7 +8,7 @@ are woken whenever one returns to service or a turn ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Self
 
 from aiohttp import ClientResponse, web
 
+from libra.live.server import LiveServer
 from libra.route.loads import IndexedFleet
 from libra.route.policy import Fleet
 from libra.serve.gateway.config import UpstreamSection
@@ -62,17 +63,12 @@ async def whole_of(answer: ClientResponse, most: int) -> bytes:
     return bytes(body)
 
 
-class Upstream:
-    """One server. A live `route.policy.Instance`."""
-
-    token_seconds: float | None = None  # the server does not say
-    recall_rate = 0.0  # nor does it lend
-    prompt_wait_seconds = 0.0  # it computes its prompts itself
+class Upstream(LiveServer):
+    """One server."""
 
     def __init__(self, section: UpstreamSection) -> None:
+        super().__init__(section.name, section.bucket, section.max_model_len or 0)  # 0: not known yet, out of service
         self.section = section
-        self.id, self.bucket = section.name, section.bucket
-        self.capacity_tokens = section.max_model_len or 0  # 0: not known yet, and out of service
         self.healthy = False
         self.problem: str | None = None  # why the last check failed
         self.look = asyncio.Event()  # set: check its health now, or soon if it is out of service
@@ -82,27 +78,10 @@ class Upstream:
         self.checked = -_REST_SECONDS  # when its health was last asked for
         self.rests_until = 0.0
         self._strikes = 0
-        self._load_tokens = 0
-        self._changed: Callable[[], object] = _nothing
 
     @property
     def in_flight(self) -> int:
         return len(self.attempts)
-
-    @property
-    def load_tokens(self) -> int:
-        """Contexts of the turns in flight."""
-        return self._load_tokens
-
-    @load_tokens.setter
-    def load_tokens(self, tokens: int) -> None:
-        self._load_tokens = tokens
-        self._changed()
-
-    def watch(self, changed: Callable[[], object]) -> bool:
-        """See `route.loads.WatchedInstance`."""
-        self._changed = changed
-        return True
 
     def served(self) -> None:
         """Note that it served a turn."""
@@ -123,10 +102,6 @@ class Upstream:
         if value is None and request is not None and (own := request.headers.get("Authorization")) is not None:
             value = sendable("Authorization", own)
         return {} if value is None else {"Authorization": value}
-
-
-def _nothing() -> None:
-    pass
 
 
 class Attempt:

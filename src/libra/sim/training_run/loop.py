@@ -30,7 +30,6 @@ from libra.sim.engine.request import Chain, Request
 from libra.sim.handover import KVMoves
 from libra.sim.planned_engines import planned_network
 from libra.sim.training_run.episodes import Episodes
-from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.occupancy import Occupancy
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
@@ -122,7 +121,7 @@ class PosttrainingRun:
             )
 
         load = Pause(ticks(self._stall), self._refreshes)
-        self._service = Service(system, cluster, lambda tenancy, made: Lending(tenancy, made, load, exact=exact))
+        self._service = Service(system, cluster, lambda tenancy, made: tenancy.service(made, load, exact=exact))
         self._cluster, self._lending = self._service.cluster, self._service.lending
         self._trainer = SimulatedTrainer(
             system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
@@ -164,7 +163,7 @@ class PosttrainingRun:
             moved_tokens=cluster.moved_tokens,
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
-            lenders=() if lending is None else lending.outcome(self._published_at),
+            lenders=() if lending is None else tuple(lending.outcome(self._published_at)),
             engines=tuple(self._occupancy.spans),
         )
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libra.records.loan_history import LoanHistory
-from libra.sim.tenant import Misses
+from libra.sim.training_run.borrowed import BorrowedOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +53,6 @@ class PlanChange:
 
 
 @dataclass(frozen=True, slots=True)
-class LenderOutcome:
-    """Outcome of one lender in a run; requests are those that came before its end."""
-
-    name: str
-    requests: int
-    missed: Misses
-    attributable: frozenset[int]  # missed requests that are in time if nothing is lent
-    lent: float  # seconds that rollout computed
-    away: float  # seconds in which nothing was lent, because of recalls
-    recalls: int
-    put_out: int  # turns that were stopped because serving needed memory
-    uncovered: frozenset[int]  # requests that were present while the load was outside its envelope
-    ttft: float  # seconds, at the 99th percentile
-    tpot: float  # seconds, at the 99th percentile
-    margin: float | None  # seconds by which the closest token after a first one came before it was due; None: no token
-    history: LoanHistory | None = None  # of one that was watched
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """One simulated run."""
 
@@ -88,7 +68,7 @@ class SimulatedRun:
     moved_tokens: int  # of these, the ones whose KV was moved; the others were computed again, or had been lost
     interrupted: int  # turns that were stopped to continue elsewhere
     preemptions: int
-    lenders: tuple[LenderOutcome, ...] = ()
+    lenders: tuple[BorrowedOutcome, ...] = ()  # of borrowed devices
     engines: tuple[EngineSpan, ...] = ()  # in service when a version was published, in order of time
 
     @property

@@ -16,22 +16,21 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.instances import EngineInstance
 from libra.sim.planned_engines import lent_engines, planned_engines
-from libra.sim.training_run.lending import Lending
+from libra.sim.training_run.borrowed import BorrowedDevices, BorrowedService
 from libra.sim.training_run.system import System
-from libra.sim.training_run.tenancy import Tenancy
 
 _NEVER = -1  # tick: not before the engine has drained
 
 
 class Service:
     """Engines of a plan, in a cluster that `make` makes with the first ones. Engines on devices that serve belong to
-    `Lending`, which `lend` makes with the cluster."""
+    a `BorrowedService`, which `lend` makes with the cluster."""
 
     def __init__(
         self,
         system: System,
         make: Callable[[tuple[EngineSpec, ...]], SimCluster],
-        lend: Callable[[Tenancy, SimCluster], Lending],
+        lend: Callable[[BorrowedDevices, SimCluster], BorrowedService],
     ) -> None:
         self._system = system
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
@@ -39,7 +38,7 @@ class Service:
         self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, until which tick
         own, lent = self._specs(system.plan)
         self.cluster = make(own)
-        self.lending: Lending | None = None
+        self.lending: BorrowedService | None = None
         if system.tenancy is not None:
             self.lending = lend(system.tenancy, self.cluster)
             self.lending.want(lent, 0)

@@ -15,7 +15,7 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.plan.replanner import Replanner
 from libra.route.policy import Policy
-from libra.sim.training_run.tenancy import Tenancy
+from libra.sim.training_run.borrowed import BorrowedDevices
 from libra.trajectory import Trajectory
 
 # Libra (arXiv 2606.03077): train to rollout 10.8 s of engine activation; rollout to train 3.6 s of snapshot and 4.4 s
@@ -73,7 +73,7 @@ class System:
     # No group starts while unfinished trajectories' contexts fill the engines' caches: engines would evict KV that they
     # need next, compute it again, and take longer, so that more trajectories are unfinished.
     start_by_cache: bool = False
-    tenancy: Tenancy | None = None  # on devices that the plan borrows; None: lent engines always have their share
+    tenancy: BorrowedDevices | None = None  # None: lent engines always have their share of a device
     # An engine that changes its role in a prefill/decode pair: seconds without it, and whether it drains first. If not,
     # its requests continue elsewhere at once and their KV is lost.
     role_change: float = ROLE_CHANGE

@@ -1,0 +1,57 @@
+"""The command line: which parts, on which GPU, and where the rows go."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import benchmarks.gpu
+from benchmarks.command import command_line
+from benchmarks.gpu.parts import engines, join, train, weights
+from benchmarks.gpu.setting import DRY, Setting, on_gpu
+from benchmarks.gpu.whole_run import run
+from benchmarks.rows import Row, report
+from libra.backends.devices import gpu_names, inventory
+from libra.backends.machine import hardware_name
+
+PARTS: dict[str, Callable[[Setting, Path], list[Row]]] = {
+    "engines": engines,
+    "run": run,
+    "train": train,
+    "weights": weights,
+    "join": join,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line("gpu", benchmarks.gpu.__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all, in this order)")
+    parser.add_argument("--gpu", default="0", metavar="INDEX", help="the GPU, as nvidia-smi counts (default: 0)")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model on CPU slots: whether all commands work")
+    options = parser.parse_args(arguments)
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]} is no part: choose from {', '.join(PARTS)}")
+    gpus = () if options.dry_run else inventory()
+    if not options.dry_run and options.gpu not in [str(gpu.index) for gpu in gpus]:
+        parser.error(f"GPU {options.gpu} is not there: give one that nvidia-smi lists, or --dry-run")
+    setting = DRY if options.dry_run else on_gpu(options.gpu)
+    hardware = f"{hardware_name()}, {gpu_names(gpus)}" if gpus else hardware_name()
+    print(f"{datetime.now(UTC).date().isoformat()}, {hardware}", flush=True)
+    rows: list[Row] = []
+    for part in options.parts or PARTS:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=f"libra-gpu-{part}-") as directory:
+            rows += PARTS[part](setting, Path(directory))
+        print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
+    date = Row(hardware, "date, as YYYYMMDD", int(datetime.now(UTC).strftime("%Y%m%d")), "")
+    report([date, *rows], options.json)
+    return int(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The GPUs of this machine, and the device of each slot: a share of a core, a share of a GPU, or whole GPUs.
+
+Invariant: nothing here imports torch or opens a CUDA context: the driver's own tool is asked. A GPU that another
+process uses is never given to a slot.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from libra.backends.machine import Bf16Speed, gpu_bf16
+from libra.backends.machine import hardware_name as processor_name
+from libra.backends.transport.messages import DeviceKind
+from libra.config.run import ClusterConfig, ConfigError
+
+_TOOL = "nvidia-smi"
+_SECONDS = 30.0  # a driver that has to be loaded first takes some
+_FIELDS = "index,uuid,name,memory.total,compute_cap,driver_version"
+_MIB = 1 << 20
+
+
+class DeviceError(RuntimeError):
+    """The GPUs of this machine cannot be listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    index: int  # in the order of the PCI bus, which is the driver's tool's and, as workers are started, CUDA's
+    uuid: str
+    name: str
+    memory: int  # bytes
+    capability: tuple[int, int]
+    driver: str
+    users: tuple[int, ...] = ()  # ids of the processes that compute on it
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDevice:
+    """The device of one slot."""
+
+    kind: DeviceKind = "cpu"
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them; none on CPU
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its workers, in addition to those of their kind."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+
+
+CPU = SlotDevice()
+
+
+def inventory(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The GPUs that this process may use; none where there is no driver. Raises `DeviceError`."""
+    if shutil.which(_TOOL, path=environment.get("PATH")) is None:
+        return ()
+    users: dict[str, list[int]] = {}
+    for uuid, pid in _query("--query-compute-apps=gpu_uuid,pid", environment):
+        users.setdefault(uuid, []).append(int(pid))
+    gpus = []
+    for index, uuid, name, memory, capability, driver in _query(f"--query-gpu={_FIELDS}", environment):
+        major, minor = capability.split(".")
+        own = tuple(users.get(uuid, ()))
+        gpus.append(Gpu(int(index), uuid, name, int(memory) * _MIB, (int(major), int(minor)), driver, own))
+    return tuple(_visible(gpus, environment.get("CUDA_VISIBLE_DEVICES")))
+
+
+def slot_devices(cluster: ClusterConfig) -> tuple[SlotDevice, ...]:
+    """The device of each slot of this machine; empty where slots are CPU slots. Raises `ConfigError`."""
+    if cluster.device == "cpu" or (cluster.device == "auto" and not _installed("vllm")):
+        return ()
+    try:
+        gpus = inventory()
+    except DeviceError as error:
+        raise ConfigError(f"cluster.device: {error}; set it to cpu, or mend the driver") from None
+    if not gpus:
+        if cluster.device == "auto":
+            return ()
+        raise ConfigError(f"cluster.device: cuda, and {_TOOL} lists no GPU that is visible here; set it to cpu")
+    return placed(gpus, cluster.slots, cluster.share, cluster.gpus)
+
+
+def placed(gpus: Sequence[Gpu], slots: int, share: float, each: int) -> tuple[SlotDevice, ...]:
+    """`slots` devices of `each` GPUs, or of a `share` of one GPU: spread over the GPUs that no process uses. Raises
+    `ConfigError`."""
+    if share > 1 or (each > 1 and share != 1):
+        raise ConfigError(
+            f"cluster.share: a slot of {each} GPU(s) has {share:g} of it; give at most 1, and 1 where cluster.gpus is"
+            " 2 or more"
+        )
+    free = [str(gpu.index) for gpu in gpus if not gpu.users]
+    if each > 1:
+        rooms = [tuple(free[start : start + each]) for start in range(0, len(free) - each + 1, each)]
+    else:
+        rooms = [(gpu,) for _ in range(int(1 / share + 1e-9)) for gpu in free]
+    if slots > len(rooms):
+        used = "".join(
+            f"; GPU {gpu.index} ({gpu.name}) is used by process {', '.join(map(str, gpu.users))}"
+            for gpu in gpus
+            if gpu.users
+        )
+        raise ConfigError(
+            f"cluster.slots: {slots} slots of {each if each > 1 else f'{share:g}'} GPU are wanted, and {len(free)} free"
+            f" GPU(s) have room for {len(rooms)}{used}; use fewer slots, or a smaller cluster.share"
+        )
+    return tuple(SlotDevice("cuda", room) for room in rooms[:slots])
+
+
+def gpus_bf16(gpus: Sequence[Gpu]) -> Bf16Speed:
+    """Speed of bf16 on the oldest of these GPUs. Raises `DeviceError` where there is none."""
+    if not gpus:
+        raise DeviceError(f"{_TOOL} lists no GPU that is visible here")
+    return gpu_bf16(min(gpu.capability for gpu in gpus))
+
+
+def hardware_name(on_gpus: bool) -> str:
+    """The machine's processor, and where workers are on GPUs these and their driver: equal where measured costs are."""
+    return f"{processor_name()}, {gpu_names(inventory())}" if on_gpus else processor_name()
+
+
+def gpu_names(gpus: Sequence[Gpu]) -> str:
+    counts = Counter((gpu.name, gpu.driver) for gpu in gpus)
+    return ", ".join(f"{count} x {name}, driver {driver}" for (name, driver), count in sorted(counts.items()))
+
+
+def _query(what: str, environment: Mapping[str, str]) -> list[list[str]]:
+    try:
+        found = subprocess.run(
+            [_TOOL, what, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_SECONDS,
+            env=dict(environment),
+        )
+    except subprocess.CalledProcessError as error:
+        said = (error.stdout or error.stderr or "").strip().splitlines()
+        raise DeviceError(f"{_TOOL} fails: {said[-1] if said else f'exit status {error.returncode}'}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"{_TOOL} cannot be asked: {error}") from None
+    return [[value.strip() for value in line.split(",")] for line in found.stdout.splitlines() if line.strip()]
+
+
+def _visible(gpus: Sequence[Gpu], named: str | None) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or by the beginning of their UUID; None: all."""
+    if named is None:
+        return list(gpus)
+    names = [name.strip() for name in named.split(",") if name.strip()]
+    return [gpu for name in names for gpu in gpus if name == str(gpu.index) or _is_uuid(gpu, name)]
+
+
+def _is_uuid(gpu: Gpu, name: str) -> bool:
+    return name.startswith("GPU-") and gpu.uuid.startswith(name)
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Dealings with vLLM that depend on its version and on the device: arguments of an engine, and batches in flight.
+
+Invariant: an argument follows from the order alone. An engine that schedules ahead is drained before its weights
+change: a token is of the version that its forward pass read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from libra.backends.transport.engine_messages import StartEngine
+from libra.cost.engine_memory import BLOCK_TOKENS
+
+Made = TypeVar("Made")
+
+
+def engine_arguments(start: StartEngine) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs`, besides classes and configurations."""
+    found: dict[str, Any] = {
+        "model": start.model_directory,
+        "skip_tokenizer_init": True,
+        "max_model_len": start.max_model_len,
+        "max_num_seqs": start.max_num_seqs,
+        "kv_cache_memory_bytes": start.kv_cache_bytes,
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",  # of what is sampled from: logits divided by the temperature
+        "dtype": start.dtype,
+        "enforce_eager": not start.graphs,
+        "disable_log_stats": True,
+        "async_scheduling": start.asynchronous,
+        "seed": start.seed,
+    }
+    if start.max_num_batched_tokens is not None:
+        found["max_num_batched_tokens"] = start.max_num_batched_tokens
+    if start.gpus > 1:
+        found["tensor_parallel_size"] = start.gpus
+    if start.device == "cuda":
+        # vLLM asks for this share of the card to be free, even where the bytes of its KV are given.
+        found["gpu_memory_utilization"] = start.memory
+        if start.layout and start.loan is None:
+            found["load_format"] = "dummy"  # weights come from the trainer before the first turn
+    return found
+
+
+def drained(core: Any, step: Callable[[], Made]) -> Iterator[Made]:
+    """Finish the batches that are in flight in vLLM's `EngineCore`, without scheduling more: results of the steps that
+    this takes. Requests stay where they are."""
+    if not core.batch_queue:  # None where it does not schedule ahead
+        return
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        while core.batch_queue:
+            yield step()
+    finally:
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -1,0 +1,143 @@
+"""verl's request load balancer, with a policy of Libra that decides.
+
+verl makes it a Ray actor, so it has one call at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from libra.config.sealed_line import sealed
+from libra.config.yaml_file import Section, valid
+from libra.live.session_router import IDLE_SECONDS, SessionRouter
+from libra.records.files import DiskError, LineFile
+from libra.route.cmlfq import CMLFQ
+from libra.route.custom import load_policy
+from libra.route.policy import Policy
+from libra.trajectory import ToolStatus, Trajectory, dump_trajectory, read_trajectories
+
+_LOG = logging.getLogger(__name__)
+_UNBOUNDED = 2**40  # tokens: the servers judge a context themselves
+_EMPTY = "No available servers in load balancer"  # the words for which verl's client waits and asks again
+
+_Count = Annotated[int, Field(gt=0)]
+
+
+class RouterFile(Section):
+    """The file that `actor_rollout_ref.rollout.router_config_path` names."""
+
+    router_class: str = ""  # by which verl finds the class
+    route: str = CMLFQ.NAME  # a policy of the catalogue, or path.py:Class
+    sticky: bool = True
+    max_model_len: _Count = _UNBOUNDED  # tokens that each server holds
+    turn_tokens: _Count = 1024  # room that one turn needs beyond its context
+    idle_seconds: Annotated[float, Field(gt=0)] = IDLE_SECONDS  # after which a trajectory without turns is forgotten
+    log: Path | None = None  # of finished trajectories; the policy learns from those that it has at the start
+
+
+class Router:
+    """verl's protocol `RequestLoadBalancer`, and four calls of an agent loop that tells more: `began`, `answered`,
+    `returned` and `finished`, or `forget`. A trajectory is a `request_id` of verl."""
+
+    def __init__(self, servers: dict[str, Any], yaml_config: dict[str, Any]) -> None:
+        """Servers by address, and the router's file. Raises ValueError that names the wrong key."""
+        file = valid(RouterFile, yaml_config)
+        policy = load_policy(file.route, sticky=file.sticky)
+        self._log = None if file.log is None else _learned(policy, file.log)
+        self._router = SessionRouter(
+            policy,
+            capacity_tokens=file.max_model_len,
+            turn_tokens=file.turn_tokens,
+            idle_seconds=file.idle_seconds,
+        )
+        self._handles: dict[str, Any] = {}
+        self.add_servers(servers)
+
+    def require_acquire_fields(self) -> list[str]:
+        return ["prompt_ids"]
+
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+    def acquire_server(self, request_id: str, prompt_ids: list[int]) -> tuple[str, Any]:
+        """Raises RuntimeError, in the words that verl's client knows, where no server is in service."""
+        if not self._handles:
+            raise RuntimeError(_EMPTY)
+        server = self._router.acquire(request_id, len(prompt_ids))
+        return server, self._handles[server]
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if request_id is None:
+            raise ValueError("release_server needs request_id, which require_release_fields asks for")
+        self._router.release(server_id, request_id)
+
+    def add_servers(self, servers: dict[str, Any]) -> None:
+        self._handles |= servers
+        self._router.add(servers)
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        for server in server_ids:
+            self._handles.pop(server, None)
+        self._router.remove(server_ids)
+
+    def get_all_servers(self) -> list[str]:
+        return list(self._handles)
+
+    def get_status(self) -> dict[str, Any]:
+        turns = self._router.in_flight
+        return {
+            "servers": turns,
+            "total_inflight": sum(turns.values()),
+            "active_servers": len(turns),
+            "load_tokens": {server.id: server.load_tokens for server in self._router.servers},
+            "trajectories": len(self._router),
+        }
+
+    def get_total_inflight(self) -> int:
+        return sum(self._router.in_flight.values())
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        """Let every trajectory go anywhere: verl calls it as replicas come and as weights change."""
+        self._router.prefixes_lost()
+        return {"cleared_entries": len(self._router), "server_loads": self._router.in_flight}
+
+    def began(self, request_id: str, prompt: str, task: str) -> None:
+        """Name the prompt that a trajectory shares with the samples of its group, and its kind."""
+        self._router.began(request_id, prompt, task)
+
+    def answered(self, request_id: str, prompt_tokens: int, generated: int) -> None:
+        """A whole turn has come, over as many servers as it took."""
+        self._router.answered(request_id, prompt_tokens, generated)
+
+    def returned(self, request_id: str, tool: str, status: ToolStatus) -> None:
+        """A tool has returned; the next prompt has what it said."""
+        self._router.returned(request_id, tool, status)
+
+    def finished(self, request_id: str, reward: float | None, policy_version: int) -> None:
+        """A trajectory has ended. It is kept in the log, and the policy learns from it."""
+        trajectory = self._router.finished(request_id, reward, policy_version)
+        if trajectory is not None and self._log is not None:
+            try:
+                self._log.append(sealed(dump_trajectory(trajectory).encode()))
+            except DiskError as error:
+                _LOG.warning("trajectory %s is not kept: %s", request_id, error)
+
+    def forget(self, request_id: str) -> None:
+        """A trajectory was given up."""
+        self._router.forget(request_id)
+
+
+def _learned(policy: Policy, log: Path) -> LineFile:
+    """The log, to append to; the policy has learned from it."""
+    file = LineFile(log)
+    for trajectory in _kept(log):
+        policy.finished(trajectory)
+    return file
+
+
+def _kept(log: Path) -> list[Trajectory]:
+    return list(read_trajectories(log)) if log.stat().st_size else []

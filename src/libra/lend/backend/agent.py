@@ -1,0 +1,233 @@
+"""The agent of a server: a process that starts the engine that borrows, and gives the lender's word for it.
+
+Invariant: the word is given a few seconds at a time, and only while the server lives and is the one that was certified,
+and the borrower goes on. So a loan ends by itself where this process is killed or stopped. It needs no controller: one
+may come, go and come back, and finds the engine with its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.backends.launch.launcher import LocalLauncher
+from libra.exec.background import background
+from libra.lend.backend.agent_engine import AgentEngine
+from libra.lend.backend.device_page import BorrowerTally, LendingError
+from libra.lend.backend.lender_file import LoanOrder
+from libra.lend.backend.lender_token import LenderToken
+from libra.lend.backend.own_socket import bind_own
+from libra.lend.backend.record import open_record
+from libra.lend.backend.server_watch import ServerWatch
+
+_WORDS = 4  # in one lease
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a borrower that was lost is started again; doubles
+_LEAVES, _LOOK = 5.0, 0.05  # seconds in which the borrower of an agent that was killed has ended; between two looks
+_LOSSES = 5  # of borrowers that did not use a single grant: it will not work
+
+
+class LoanEndedError(RuntimeError):
+    """A loan that began cannot go on. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingPeriod:
+    """Result of the loan in one period."""
+
+    seconds: float
+    lent: float  # share of the device's time
+    grants: int
+    tokens: int  # that the steps computed
+    overstayed: int
+    over_bound: int
+    turns: int  # of the controller, in progress
+    requests: int  # of users, that arrived
+    live: int
+    longest_step: float | None  # seconds (C); None: not known yet
+    pace: float  # seconds a token (tau)
+    why: str | None  # reason why nothing was lent; None where something was, or there was nothing to compute
+
+
+class LendingAgent:
+    """One loan, from `open` to its end."""
+
+    def __init__(
+        self,
+        lender: LoanOrder,
+        token: LenderToken,
+        server: ServerWatch,
+        launcher: LocalLauncher,
+        logs: Path,
+        told: Callable[[str], None],
+    ) -> None:
+        self._lender, self._token, self._server, self._told = lender, token, server, told
+        self._engine = AgentEngine(lender, launcher, logs, told, self._word)
+        self._before: tuple[float, BorrowerTally, int] | None = None
+        self._unrecorded = False
+        self.why: str | None = "the borrower starts"  # reason why the word is not given
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, lender: LoanOrder, logs: Path, told: Callable[[str], None]) -> AsyncIterator[LendingAgent]:
+        """Raises LendingError where the device must not be lent, LaunchError where no engine can be started."""
+        token = LenderToken(lender.device)
+        try:
+            server = ServerWatch(lender, token)
+            await _nobody_borrows(lender.device, token)
+            _make_way(lender.listen)
+            if (record := lender.record) is not None:
+                os.close(open_record(record))  # a record that the borrower could not open is refused now
+            async with LocalLauncher.open(logs) as launcher:
+                await launcher.ready()
+                agent = cls(lender, token, server, launcher, logs, told)
+                try:
+                    async with _listening(agent._engine, lender.listen):
+                        yield agent
+                finally:
+                    token.extend(0.0)
+                    await agent._engine.close()
+                    server.close()
+        finally:
+            token.close()
+
+    async def run(self, ended: asyncio.Event) -> None:
+        """Keep an engine that borrows until `ended`. Raises LoanEndedError."""
+        word = background(self._give_word(), "lender's word")
+        over = asyncio.create_task(ended.wait())
+        try:
+            pause, losses = _FIRST_PAUSE, 0
+            while not ended.is_set():
+                grants = self._token.tally.grants
+                life = asyncio.create_task(self._life())
+                await asyncio.wait([life, over, word], return_when=asyncio.FIRST_COMPLETED)
+                if word.done():
+                    life.cancel()
+                    await word
+                if not life.done():
+                    life.cancel()
+                    await asyncio.gather(life, return_exceptions=True)
+                    return
+                why = life.result()
+                losses = losses + 1 if self._token.tally.grants == grants else 0
+                if losses >= _LOSSES:
+                    raise LoanEndedError(f"the borrower ended {losses} times without a grant: {why}")
+                pause = _FIRST_PAUSE if losses <= 1 else min(2 * pause, _LONGEST_PAUSE)
+                self._told(f"the borrower ended: {why}; it is started again in {pause:.0f} s")
+                await asyncio.wait([over, word], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            word.cancel()
+            over.cancel()
+            self._token.extend(0.0)
+
+    @property
+    def borrower(self) -> int | None:
+        """The process of the engine, once it is ready."""
+        return self._engine.pid
+
+    @property
+    def tally(self) -> BorrowerTally:
+        """Totals of the borrower so far."""
+        return self._token.tally
+
+    def period(self) -> LendingPeriod:
+        """Result of the loan since the last call."""
+        now, tally, notice = time.monotonic(), self._token.tally, self._token.look()
+        then, before, came = self._before or (now, tally, notice.view.came)
+        if tally.grants < before.grants:  # another borrower
+            before = BorrowerTally()
+        self._before = now, tally, notice.view.came
+        if tally.unrecorded and not self._unrecorded:
+            self._unrecorded = True
+            self._told("the record has no room any more: lending goes on, unrecorded from here on")
+        seconds, grants = now - then, tally.grants - before.grants
+        why = self.why or ((tally.why or "no step has ended") if self._engine.turns and not grants else None)
+        return LendingPeriod(
+            seconds=seconds,
+            lent=min(1.0, (tally.lent - before.lent) / seconds) if seconds > 0 else 0.0,
+            grants=grants,
+            tokens=tally.tokens - before.tokens,
+            overstayed=tally.overstayed - before.overstayed,
+            over_bound=tally.over_bound - before.over_bound,
+            turns=len(self._engine.turns),
+            requests=max(0, notice.view.came - came),
+            live=notice.view.live,
+            longest_step=tally.longest_step or None,
+            pace=self._lender.terms.pace,
+            why=why,
+        )
+
+    # The word
+
+    async def _give_word(self) -> None:
+        while True:
+            if self._token.replaced:
+                raise LoanEndedError(f"{self._lender.device} is another file by now; start `libra lend serve` again")
+            self._word()
+            await asyncio.sleep(self._lender.lease / _WORDS)
+
+    def _word(self) -> None:
+        objection = self._server.objection()
+        self.why = objection or (None if self._engine.ready else "the borrower starts")
+        given = objection is None and self._engine.there  # it makes its first steps in grants, too
+        self._token.extend(time.monotonic() + self._lender.lease if given else 0.0)
+
+    async def _life(self) -> str:
+        """Run one engine from its start to its end; returns the reason of its end."""
+        try:
+            return await self._engine.live()
+        finally:
+            self._token.borrower_gone()
+
+
+async def _nobody_borrows(device: Path, token: LenderToken) -> None:
+    """Raises LendingError where a process borrows the device without an agent."""
+    until = time.monotonic() + _LEAVES
+    while token.borrowed:
+        if time.monotonic() > until:
+            raise LendingError(f"{device}: another borrower has this device, without an agent; end it first")
+        await asyncio.sleep(_LOOK)
+
+
+def _make_way(listen: Path) -> None:
+    """Remove the socket of an agent that was killed. Raises LendingError where anything else is there."""
+    try:
+        found = listen.lstat()
+        if not stat.S_ISSOCK(found.st_mode):
+            raise LendingError(f"listen: {listen} is there and no socket; name another file, or remove this one")
+        if found.st_uid != os.geteuid():
+            raise LendingError(f"listen: {listen} belongs to user {found.st_uid}; name one in a directory of your own")
+        with socket.socket(socket.AF_UNIX) as one:
+            one.setblocking(False)
+            one.connect(str(listen))
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        listen.unlink(missing_ok=True)
+        return
+    except OSError:  # such as from a process that is too busy to answer
+        pass
+    raise LendingError(f"listen: another process has the socket {listen}; name another one, or end it first")
+
+
+@contextlib.asynccontextmanager
+async def _listening(engine: AgentEngine, listen: Path) -> AsyncIterator[None]:
+    """Controllers reach the engine at this socket, which is gone afterwards. Raises LendingError."""
+    try:
+        controllers = await asyncio.start_unix_server(engine.serve, sock=bind_own(listen))
+    except OSError as error:
+        raise LendingError(f"listen: {listen}: {error.strerror}; name a socket that can be made") from None
+    ours = listen.lstat()
+    try:
+        async with controllers:
+            yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(listen.lstat(), ours):
+                listen.unlink()

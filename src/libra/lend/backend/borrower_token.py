@@ -1,0 +1,105 @@
+"""The borrower's side of a device that is lent.
+
+Invariant: a grant's end is written before the grant begins, so a process that finds the device taken reads until when.
+One process borrows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from libra.lend.backend.device_page import (
+    BorrowerTally,
+    DevicePage,
+    EngineFacts,
+    LendingError,
+    ServingNotice,
+    ServingStep,
+)
+
+
+class FencedError(RuntimeError):
+    """The borrower held the device beyond its grant, and serving went ahead: it must not go on."""
+
+
+class BorrowerToken:
+    """The borrower's view of the page. Raises LendingError where there is no page, or another process borrows."""
+
+    def __init__(self, path: Path, pace: float) -> None:
+        """`pace` is tau: seconds per token that serving may be slowed down to."""
+        if not 0 < pace < math.inf:
+            raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
+        self._page = DevicePage(path, create=False)
+        try:
+            self._only = self._page.only("borrower", "another borrower has this device; one at a time can")
+        except LendingError:
+            self._page.close()
+            raise
+        self._seen, self._epoch = self._page.fields.steps, 0
+        self._page.fields.pace = pace
+        self.wish(0.0)
+        self.say_kv(0, 0)  # memory of a borrower before this one went with it
+        self.tell(BorrowerTally())
+
+    @property
+    def lease(self) -> float:
+        """Time until which the lender has given its word."""
+        return self._page.fields.lease
+
+    def about(self) -> EngineFacts:
+        """The engine that serves. Raises LendingError where it did not say."""
+        return self._page.facts
+
+    def look(self) -> ServingNotice:
+        """Serving's last notice. Raises LendingError where its writer ended in the middle of it."""
+        return self._page.notice
+
+    def tell(self, tally: BorrowerTally) -> None:
+        """Publish the totals of the loan so far."""
+        self._page.tally = tally
+
+    def wish(self, seconds: float) -> None:
+        """Publish the slack of serving that makes a grant useful: a step of its own and the shortest one of ours. 0:
+        there is nothing to do."""
+        self._page.fields.wish = seconds
+
+    def say_kv(self, asked: int, held: int) -> None:
+        """Publish the bytes of KV that serving is to cede, and those that we hold of what it ceded."""
+        self._page.fields.kv_asked = asked
+        self._page.fields.kv_held = held
+
+    def try_take(self, expires: float) -> bool:
+        """Take the device if it is free; serving waits until `expires` at most.
+
+        Look at serving's notice again before the device is used: it may have changed until now. From now on only new
+        requests change it.
+        """
+        # Before the lock: a process that finds it taken reads until when.
+        self._page.fields.expires = expires
+        if not self._page.lock():
+            return False
+        self._epoch = self._page.fields.epoch
+        return True
+
+    def shorten(self, expires: float) -> None:
+        """Move the end of the grant, until which serving waits, to an earlier time."""
+        self._page.fields.expires = expires
+
+    def release(self) -> None:
+        """Release the device. Raises FencedError where serving went ahead meanwhile."""
+        self._page.unlock()
+        if self._page.fields.epoch != self._epoch:
+            raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
+
+    def steps(self) -> list[ServingStep]:
+        """Serving's steps since the last call, as far as they can still be read: the last 63 at most."""
+        seen, self._seen = self._seen, self._page.fields.steps
+        return self._page.steps_between(seen, self._seen)
+
+    def close(self) -> None:
+        self.wish(0.0)
+        self.say_kv(0, 0)
+        os.close(self._only)
+        self._page.close()

@@ -1,0 +1,144 @@
+"""The two ends of a loan of KV memory: the serving engine that cedes blocks, and the rollout engine that has them.
+
+Invariant: pages go before they come. Serving drops its own before it says that it ceded them, and rollout drops its own
+before it says that it has them no more. Only what a burst takes beyond the reserve is held by both, until rollout looks
+next: at the end of its step, which lasts a grant at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from libra.lend.backend.block_quota import BlockQuota
+from libra.lend.backend.borrower_token import BorrowerToken
+from libra.lend.backend.device_page import LendingError
+from libra.lend.backend.serving_token import ServingToken
+from libra.lend.quota import KVLimits, KVQuota, KVView, ceded
+
+_CEDED_AT_ONCE = 16 << 20  # bytes between two steps of serving: giving pages back takes it a tenth of a ms a MiB
+
+
+class CededKV:
+    """Serving's end. Raises LendingError where the engine's memory cannot change hands."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """`scheduler` is vLLM's own, of the serving engine."""
+        self._scheduler = scheduler
+        self._blocks = BlockQuota(scheduler)
+        self.ceding = False  # it has ceded something
+        self._block_tokens = _block_tokens(scheduler)
+        # One longest prompt; and a block more for every sequence, its growth in as many steps as a block has tokens.
+        self._reserve = _context_blocks(scheduler, scheduler.max_model_len)
+        self._reserve += _context_blocks(scheduler, 1) * scheduler.max_num_running_reqs
+
+    def settle(self, token: ServingToken) -> None:
+        """Before a step: cede what rollout asks for and serving can spare, and take back what rollout does not hold, or
+        what requests need."""
+        blocks, asked = self._blocks, token.kv_asked
+        if asked == blocks.held == 0:
+            return
+        now, then = blocks.held, self._ceded(asked, token.kv_held)
+        if then > now:
+            blocks.take(min(then - now, max(1, _CEDED_AT_ONCE // blocks.block_bytes)))
+        elif then < now:
+            # Publish first, then look again: rollout asks before it grows into what is ceded, so one sees the other.
+            token.publish_kv(self._view(then))
+            blocks.give(now - max(then, self._ceded(token.kv_asked, token.kv_held)))
+        self.ceding = blocks.held > 0
+        token.publish_kv(self.view())
+
+    def view(self) -> KVView:
+        return self._view(self._blocks.held)
+
+    def _view(self, held: int) -> KVView:
+        blocks, size = self._blocks, self._blocks.block_bytes
+        need = min(blocks.own - blocks.free + self._wanted(), blocks.size)
+        return KVView(blocks.size * size, self._reserve * size, need * size, held * size)
+
+    def _ceded(self, asked: int, held: int) -> int:
+        blocks, size = self._blocks, self._blocks.block_bytes
+        return ceded(
+            blocks.held,
+            asked=-(-asked // size),
+            held=-(-held // size),
+            free=blocks.free,
+            wanted=self._wanted(),
+            reserve=self._reserve,
+        )
+
+    def _wanted(self) -> int:
+        """Blocks that requests may take for the tokens that they have, in one step or more: a bound, as it counts
+        what a prefix shares for each of them."""
+        scheduler, wanted = self._scheduler, self._scheduler.kv_cache_manager.watermark_blocks
+        ahead, longest = scheduler.num_lookahead_tokens, scheduler.max_model_len
+        for request in scheduler.requests.values():
+            tokens = min(request.num_tokens_with_spec + request.num_output_placeholders + ahead, longest)
+            computed = request.num_computed_tokens
+            for block in self._block_tokens:
+                wanted += -(-tokens // block) + -computed // block
+        return int(max(0, wanted))
+
+
+class BorrowedKV:
+    """Rollout's end: its engine has blocks as the quota says, and none in the beginning.
+
+    Between two steps, and every few milliseconds where there are none:
+
+        for name in borrowed.in_the_way(now):   # turns to put out, the last admitted first; they lose no token
+            engine.abort_request([name], internal=True)
+        borrowed.settle()
+    """
+
+    def __init__(self, scheduler: Any, token: BorrowerToken, *, context: int, quiet: float, beside: int = 0) -> None:
+        """`scheduler` is vLLM's, of the rollout engine. `context` are the tokens of its longest turn; `quiet` and
+        `beside` are those of `KVLimits`. Raises LendingError, or ValueError as `KVLimits` does."""
+        self._token, self._blocks = token, BlockQuota(scheduler)
+        kv, size = token.look().kv, self._blocks.block_bytes
+        if kv.capacity == 0:
+            raise LendingError("the serving engine cannot cede KV memory; its log says why")
+        longest, addresses = _context_blocks(scheduler, context) * size, self._blocks.size * size
+        self._quota = KVQuota(KVLimits(kv.capacity, kv.reserve, longest, addresses, quiet, beside))
+        self._target = 0
+        self._blocks.take(self._blocks.size)
+
+    @property
+    def own(self) -> int:
+        """Blocks that the engine may use now."""
+        return self._blocks.own
+
+    @property
+    def held(self) -> int:
+        """Bytes of KV memory that it has now."""
+        return self._blocks.own * self._blocks.block_bytes
+
+    def trained(self) -> None:
+        """A training step has passed."""
+        self._quota.trained()
+
+    def in_the_way(self, now: float) -> list[str]:
+        """Look at what serving says; returns the turns that have to go before `settle`, as the scheduler names them.
+
+        Raises LendingError where the serving engine was started again with other memory.
+        """
+        kv, blocks = self._token.look().kv, self._blocks
+        if kv.capacity not in (0, self._quota.limits.capacity):
+            raise LendingError("the serving engine has other KV memory than before; start the rollout engine again")
+        self._target = self._quota.observe(kv, now) // blocks.block_bytes
+        return blocks.in_the_way(blocks.own - self._target)
+
+    def settle(self) -> None:
+        """Take the blocks that the quota gave at the last look, as far as no request is in the way, and say so."""
+        blocks = self._blocks
+        blocks.take(blocks.own - self._target)
+        blocks.give(self._target - blocks.own)
+        self._token.say_kv(self._quota.asked, max(0, self.held - self._quota.limits.beside))
+
+
+def _context_blocks(scheduler: Any, tokens: int) -> int:
+    """Blocks of a context of this many tokens, in all KV groups of the engine."""
+    return sum(-(-tokens // block) for block in _block_tokens(scheduler))
+
+
+def _block_tokens(scheduler: Any) -> tuple[int, ...]:
+    """Tokens of a block, group by group."""
+    return tuple(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups)

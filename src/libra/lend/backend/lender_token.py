@@ -1,0 +1,62 @@
+"""The agent's side of a device that is lent: a loan depends on its word.
+
+Invariant: a loan ends with the lender's word: a time, which the agent extends for as long as all is well. One process
+lends.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from libra.lend.backend.device_page import BorrowerTally, DevicePage, EngineFacts, LendingError, ServingNotice
+
+
+class LenderToken:
+    """The agent's view of the page. Raises LendingError where there is no page, or another agent lends."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = DevicePage(path, create=False)
+        try:
+            self._only = self._page.only("lender", "another agent lends this device; one at a time can")
+        except LendingError:
+            self._page.close()
+            raise
+        self.extend(0.0)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the file of that name is another one by now."""
+        return self._page.replaced
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether a process borrows: one at a time can."""
+        return self._page.has("borrower")
+
+    def extend(self, until: float) -> None:
+        """Let the device be borrowed until then; 0: not any more."""
+        self._page.fields.lease = until
+
+    def borrower_gone(self) -> None:
+        """Note that the borrower's process has ended, so that it has no memory and asks for none: one that was killed
+        cannot say so itself."""
+        self._page.fields.kv_asked = self._page.fields.kv_held = 0
+
+    def about(self) -> EngineFacts:
+        """The engine that serves. Raises LendingError where it did not say."""
+        return self._page.facts
+
+    def look(self) -> ServingNotice:
+        """Serving's last notice. Raises LendingError where its writer ended in the middle of it."""
+        return self._page.notice
+
+    @property
+    def tally(self) -> BorrowerTally:
+        """Totals of the loan so far."""
+        return self._page.tally
+
+    def close(self) -> None:
+        self.extend(0.0)
+        os.close(self._only)
+        self._page.close()

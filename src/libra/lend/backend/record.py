@@ -1,0 +1,80 @@
+"""The file that a borrower writes `lending.jsonl` with.
+
+Invariant: lending does not depend on it. A full disk ends the record, which is reported once, and not the loan.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from libra.lend.backend.device_page import LendingError
+from libra.lend.records.lending import LendingLine, LendingTerms, are_terms
+from libra.records.files import DiskError, LineFile
+
+_LINES = 64  # kept before they are written, at most
+_FIRST = 1 << 16  # bytes in which the first line of a record ends
+
+
+def open_record(path: Path) -> int:
+    """A descriptor, which has the lock that one borrower of this record can have. Makes the file if there is none.
+    Raises LendingError where it is the record of another borrower, or not a record at all."""
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise LendingError(f"record: {path} is no regular file; name another one")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise LendingError(f"record: {path}: {error.strerror}; name a file that can be written") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        first, newline, _ = os.pread(descriptor, _FIRST, 0).partition(b"\n")
+        if (first or newline) and not (newline and are_terms(first)):
+            raise LendingError(f"record: {path} is there and no record of a loan; name another file, or remove it")
+    except BlockingIOError:
+        os.close(descriptor)
+        raise LendingError(f"record: {path} is written for another loan; name another file") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class LendingRecord:
+    """Lines are kept until there is time for them (`flush`): not while the device is held."""
+
+    def __init__(self, path: Path, terms: LendingTerms, told: Callable[[str], None]) -> None:
+        """Appends to the file. `told` gets the line of a disk that is full. Raises what `open_record` does, and
+        `DiskError` where it cannot be written at all."""
+        self._only = open_record(path)
+        self._file: LineFile | None = LineFile(path)
+        self._told, self._lines = told, list[LendingLine]()
+        self.lost = 0  # lines
+        self._file.append(terms.to_line())
+
+    def append(self, line: LendingLine) -> None:
+        if self._file is not None:
+            self._lines.append(line)
+        else:
+            self.lost += 1
+
+    def flush(self, *, all_of_it: bool = False) -> None:
+        if self._file is None or len(self._lines) < (1 if all_of_it else _LINES):
+            return
+        lines, kept = b"\n".join(line.to_line() for line in self._lines), len(self._lines)
+        self._lines.clear()
+        try:
+            self._file.append(lines)
+        except DiskError as error:
+            self._file.close()
+            self._file, self.lost = None, kept
+            self._told(f"{error}; lending goes on, unrecorded from here on")
+
+    def close(self) -> None:
+        self.flush(all_of_it=True)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        os.close(self._only)

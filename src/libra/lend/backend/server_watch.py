@@ -1,0 +1,69 @@
+"""Checks that an agent's server is there, and is the one that was certified.
+
+Invariant: a server that has ended, or another one in its place, is seen at the next look: by its process, not by what
+it left in the device's page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+
+from libra.lend.backend.device_page import EngineFacts, LendingError
+from libra.lend.backend.lender_file import LoanOrder
+from libra.lend.backend.lender_token import LenderToken
+
+
+class ServerWatch:
+    """Looks at the server of a loan. Owners may end and start it at any time."""
+
+    def __init__(self, lender: LoanOrder, token: LenderToken) -> None:
+        """Raises LendingError where the loan cannot begin: another model, too little memory, or no server."""
+        self._lender, self._token = lender, token
+        self._pid, self._process = 0, -1
+        self._facts = token.about()
+        lender.refuse_other(self._facts)
+        try:
+            if (objection := self._seen()) is not None:
+                raise LendingError(f"{lender.device}: {objection}; start it first")
+            lender.refuse_memory(token.look().kv)
+        except LendingError:
+            self.close()
+            raise
+
+    def objection(self) -> str | None:
+        """Reason why the server's device must not be lent now; None: it may be."""
+        try:
+            return self._seen()
+        except LendingError as error:
+            return str(error)
+
+    def _seen(self) -> str | None:
+        """`objection`, but raises LendingError for one that comes with its remedy."""
+        pid = self._token.look().pid
+        if pid != self._pid:
+            self.close()
+            facts = self._token.about()
+            self._lender.refuse_other(facts)
+            if facts != self._facts:
+                return _other_limits(facts, self._facts)
+            with contextlib.suppress(ProcessLookupError):
+                self._process = os.pidfd_open(pid)
+            self._pid = pid
+        alive = self._process >= 0 and not select.select([self._process], [], [], 0)[0]
+        return None if alive else "the serving engine has ended"
+
+    def close(self) -> None:
+        if self._process >= 0:
+            os.close(self._process)
+        self._pid, self._process = 0, -1
+
+
+def _other_limits(now: EngineFacts, before: EngineFacts) -> str:
+    """Objection to changed limits: the borrower has learnt from steps under the old ones."""
+    other = next(name for name, value in now._asdict().items() if value != getattr(before, name))
+    return (
+        f"the serving engine came back with {other} {getattr(now, other)} instead of {getattr(before, other)}; start"
+        " `libra lend serve` again"
+    )

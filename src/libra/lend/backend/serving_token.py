@@ -1,0 +1,156 @@
+"""The serving engine's side of a device that is lent: it takes the device for a step, and releases it.
+
+Invariant: serving waits for no borrower longer than the current grant. The lock alone could not promise that (the
+kernel frees it only after it has torn down a killed process), so a grant has an end, written before it begins; from
+then on serving goes ahead without the lock, and says so by a new epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from libra.lend.backend.device_page import POLL, DevicePage, EngineFacts, ServingNotice, ServingStep
+from libra.lend.gate import IDLE, ServingView
+from libra.lend.quota import KVView
+
+_PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
+_LONGEST_WAIT = 5.0  # seconds for a grant at most, whatever the page says: grants are tenths of a second
+
+
+class ServingToken:
+    """Serving's view of the page. Makes the file if there is none; one that an earlier server left is taken over, and
+    its borrower goes on."""
+
+    def __init__(
+        self, path: Path, about: EngineFacts | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._page, self._clock, self._pid = DevicePage(path, create=True), clock, os.getpid()
+        if about is not None:
+            self._page.facts = about
+        self._wants = self._held = self._nobody = False
+        self.lent = False  # whether the device was lent before the current step
+        self.fenced = 0
+        self.publish(IDLE, KVView(), self.pace)
+
+    @property
+    def pace(self) -> float:
+        """Seconds per token that the borrower may slow serving down to; 0: there was no borrower yet."""
+        return self._page.fields.pace
+
+    @property
+    def expires(self) -> float:
+        """End of the last grant."""
+        return self._page.fields.expires
+
+    @property
+    def leased(self) -> bool:
+        """Whether the lender has given its word."""
+        lease = self._page.fields.lease
+        return lease > 0 and lease > self._clock()
+
+    @property
+    def kv_asked(self) -> int:
+        """Bytes of KV that the borrower asks for."""
+        return 0 if self._gone() else self._page.fields.kv_asked
+
+    @property
+    def kv_held(self) -> int:
+        """Bytes of KV that the borrower has now, of what serving ceded."""
+        return 0 if self._gone() else self._page.fields.kv_held
+
+    @property
+    def due(self) -> float:
+        """Time at which the next token is due, as published last; inf: none is, or no borrower has asked for a pace."""
+        view, _, pace = self._said
+        return view.due if pace > 0 else math.inf
+
+    def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
+        self._said = view, kv, pace
+        self._write()
+
+    def publish_view(self, view: ServingView) -> None:
+        """Say this of the requests, and the same as before of all else."""
+        _, kv, pace = self._said
+        self.publish(view, kv, pace)
+
+    def publish_kv(self, kv: KVView) -> None:
+        """Say this of the memory, and the same as before of all else."""
+        view, _, pace = self._said
+        self.publish(view, kv, pace)
+
+    def acquire(self) -> bool:
+        """Take the device. False: it was lent meanwhile, and there is enough to spare again: publish the requests that
+        have arrived, and call again.
+
+        A borrower that wants what serving can spare gets a moment to take it, since it cannot in the instant between
+        two steps. Serving then waits until the end of the grant, and not longer.
+        """
+        if self._held:
+            return True
+        page, self.lent = self._page, False
+        free_until = self._clock() + _PICKUP if page.fields.wish and self.can_spare() else 0.0
+        while page.lock():
+            if not free_until or self._clock() >= free_until:
+                self._held = True
+                return True
+            page.unlock()
+            time.sleep(POLL)
+        self.lent = self._wants = True
+        self._write()
+        latest = self._clock() + _LONGEST_WAIT
+        while not page.lock():
+            now = self._clock()
+            if now >= latest or not now < self.expires:  # also where it is not a number
+                if page.lock():
+                    break
+                self.fenced += 1
+                page.fields.epoch += 1
+                self._wants = False
+                return True
+            time.sleep(POLL)
+        self._wants = False
+        self._held = not self.can_spare()
+        if not self._held:
+            page.unlock()
+        return self._held
+
+    def can_spare(self) -> bool:
+        """Whether a borrower wants the device, and serving's last view leaves enough."""
+        view, wish, now = self._said[0], self._page.fields.wish, self._clock()
+        return (
+            wish > 0
+            and self._page.fields.lease > now
+            and bool(view.live)
+            and not view.waiting
+            and view.due - now >= wish
+        )
+
+    def note(self, step: ServingStep) -> None:
+        """Publish a step, from which a borrower bounds the next ones."""
+        self._page.add_step(step)
+
+    def release(self) -> None:
+        """Release the device, after `publish`."""
+        if self._held:
+            self._held = False
+            self._page.unlock()
+
+    def close(self) -> None:
+        self._page.close()
+
+    def _gone(self) -> bool:
+        """Whether borrower and agent are both gone; of a borrower that is gone alone, the agent says so."""
+        if self.leased:
+            self._nobody = False
+        elif not self._nobody and (self._page.fields.kv_asked or self._page.fields.kv_held):
+            # Tested until it is so, and not again: testing a lock takes it for a moment.
+            self._nobody = not self._page.has("borrower")
+        return self._nobody
+
+    def _write(self) -> None:
+        view, kv, pace = self._said
+        self._page.say(ServingNotice(view, kv, self._wants, pace, self._clock(), self._pid))

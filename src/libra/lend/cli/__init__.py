@@ -1,0 +1,1 @@
+"""The command `libra lend`, and options of other commands on loans."""

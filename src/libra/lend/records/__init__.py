@@ -1,0 +1,1 @@
+"""Records of loans, and of what serving engines did meanwhile."""

@@ -1,0 +1,1 @@
+"""Devices that serve and are lent, in simulated time."""

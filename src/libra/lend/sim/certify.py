@@ -1,0 +1,229 @@
+"""Certificates of a serving engine for lending: the largest load whose replay has no miss caused by lending.
+
+Invariant: every certified load was replayed against a borrower that spends every grant to its end, and compared with
+the same arrivals served alone. The queue of an envelope is no longer than the bound of a first token allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from libra.lend.certificate import Certificate, Harvest, ServerLimits
+from libra.lend.gate import Gate, ServingView, Slo, ttft_queue
+from libra.lend.sim.shared_device import DeviceOutcome, SharedDevice, SpendsAll
+from libra.lend.sim.tenant import EngineServingCost, latencies, misses
+from libra.lend.traffic.envelope import Envelope
+from libra.sim.clock import seconds, ticks
+from libra.sim.cluster import SimCluster
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.request import Request
+from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
+
+WINDOW = 60.0  # seconds over which an envelope's rate is counted
+_INSTANT = ticks(1e-6)
+MISSED_ALONE = 0.01  # share of requests: serving that misses an SLO alone more often does not have that SLO
+
+
+class NothingToLendError(ValueError):
+    """No load leaves anything to lend under the SLO. One line, with the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingCase:
+    """A serving engine, its SLO and its traffic."""
+
+    spec: EngineSpec
+    model: str
+    hardware: str
+    slo: Slo
+    traffic: str
+    requests: tuple[RecordedRequest, ...]
+    longest_grant: float  # seconds
+    parameters: int | None = None  # of the model; None: unknown
+
+    def __post_init__(self) -> None:
+        if self.requests[-1].arrival - self.requests[0].arrival < _INSTANT:
+            raise ValueError(
+                f"{self.traffic}: all its requests arrive at one time, so it has no rate; give two or more at different"
+                " times"
+            )
+
+    @property
+    def prompt(self) -> int:
+        return max(it.prompt_tokens for it in self.requests)
+
+    def arrivals(self, load: float) -> Requests:
+        """The requests, at `load` times their rate, without cancellations."""
+        return recorded_requests(
+            [it if it.cancel_at is None else replace(it, cancel_at=None) for it in self.requests], rate_scale=load
+        )
+
+    def alone(self, load: float) -> Sequence[Request]:
+        """The requests as served without lending."""
+        cluster = SimCluster([self.spec], self.arrivals(load))
+        cluster.run()
+        return cluster.requests
+
+    def lent(self, load: float, use: float) -> DeviceOutcome:
+        """The outcome with a borrower that spends every grant to its end."""
+        gate, pace = Gate(ticks(self.longest_grant), 1), ticks(self.slo.pace(use))
+        device = SharedDevice(self.spec, gate, SpendsAll(), pace=pace, prompt=self.prompt)
+        return device.run(self.arrivals(load).start())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTrial:
+    """The replay of one load with one `use`."""
+
+    load: float  # times the rate of the traffic
+    use: float
+    rate: float  # requests/s
+    lent: float  # share of the device
+    missed: int  # with lending
+    missed_alone: int
+    attributable: int  # of those missed, met alone
+    longest_step: float  # seconds: bound of a step inside the envelope of this load
+    queue: int  # prompt tokens that may wait at this load so that every first token is in time, by its bound
+    refused: str | None  # why this load is not certified
+    outcome: DeviceOutcome
+
+
+def attempt(case: LendingCase, load: float, use: float, alone: Sequence[Request]) -> LoadTrial:
+    """Replay a load with lending, and compare it with serving `alone`."""
+    outcome = case.lent(load, use)
+    missed_alone = misses(alone, case.slo.ttft, case.slo.tpot).any
+    missed = misses(outcome.requests, case.slo.ttft, case.slo.tpot).any
+    attributable = len(missed - missed_alone)
+    cost = EngineServingCost(case.spec.cost, case.spec.config.max_num_batched_tokens, case.prompt)
+    view = ServingView(outcome.most_live, 0, 0, context=outcome.most_context)
+    longest = seconds(cost.longest_step(view))
+    pace = case.slo.pace(use)
+    prefill = case.spec.config.max_num_batched_tokens - outcome.most_live
+    queue = ttft_queue(case.slo.ttft, case.longest_grant, longest, prefill)
+    refused: str | None = None
+    if len(missed_alone) > MISSED_ALONE * len(outcome.requests):
+        refused = f"serving alone misses the SLO of {len(missed_alone)} of {len(outcome.requests)} requests"
+    elif longest > pace:
+        too_long = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}"
+        refused = f"{too_long}: {_budget_that_fits(case, view, pace)}"
+    elif queue < 1:
+        shortest = case.longest_grant + 2 * longest
+        refused = (
+            f"a first token may take {1e3 * shortest:.0f} ms, a grant and two steps, and its objective is"
+            f" {1e3 * case.slo.ttft:.0f}: lower the longest grant or max_num_batched_tokens"
+        )
+    elif attributable:
+        refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
+    rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
+    return LoadTrial(
+        load,
+        use,
+        rate,
+        outcome.lent_share,
+        len(missed),
+        len(missed_alone),
+        attributable,
+        longest,
+        queue,
+        refused,
+        outcome,
+    )
+
+
+def _budget_that_fits(case: LendingCase, view: ServingView, pace: float) -> str:
+    """The remedy if the longest step is longer than the pace."""
+    budget = case.spec.config.max_num_batched_tokens
+    while budget > max(view.live, 1) + 1:
+        budget = max(budget // 2, view.live + 1)
+        if seconds(EngineServingCost(case.spec.cost, budget, case.prompt).longest_step(view)) <= pace:
+            return f"lower max_num_batched_tokens to {budget}"
+    return "no max_num_batched_tokens makes it short enough; lend less of tpot (use), or nothing"
+
+
+def certify(
+    case: LendingCase,
+    uses: Sequence[float],
+    loads: Sequence[float],
+    progress: Callable[[LoadTrial], None] | None = None,
+) -> tuple[Certificate, ...]:
+    """A certificate for each `use` that has one: its largest load of `loads` below which every load holds, too.
+
+    Raises NothingToLendError, with the reason for refusing the lightest load, if there is none. Raises ValueError if
+    serving alone misses the SLO even at that load: then the engine cannot meet this SLO, with or without lending.
+    """
+    if not uses or not loads or min(loads) <= 0:
+        raise ValueError("give one use and one load or more, all above 0")
+    held: dict[float, list[LoadTrial]] = {use: [] for use in uses}
+    trying = list(uses)
+    first_refusal: str | None = None
+    for load in sorted(loads):
+        if not trying:
+            break
+        alone = case.alone(load)
+        if load == min(loads):
+            _require_slo(case, load, alone)
+        for use in list(trying):
+            made = attempt(case, load, use, alone)
+            if progress is not None:
+                progress(made)
+            if made.refused is None:
+                held[use].append(made)
+            else:
+                first_refusal = first_refusal or made.refused
+                trying.remove(use)
+    found = tuple(_certificate(case, attempts) for attempts in held.values() if attempts)
+    if not found:
+        raise NothingToLendError(f"{case.traffic}: nothing to lend at {min(loads):g} times its rate: {first_refusal}")
+    return found
+
+
+def _require_slo(case: LendingCase, load: float, alone: Sequence[Request]) -> None:
+    """Raises ValueError if serving alone misses the SLO of too many requests."""
+    slo, missed = case.slo, misses(alone, case.slo.ttft, case.slo.tpot)
+    if len(missed.any) <= MISSED_ALONE * len(alone):
+        return
+    ttft, tpot = latencies(alone)
+    parts = [("ttft", missed.ttft, slo.ttft, ttft), ("tpot", missed.tpot, slo.tpot, tpot)]
+    late = " and ".join(
+        f"{key} of {objective:g} s for {len(those)} of {len(alone)} requests (99 % have theirs within {kept:.2g} s)"
+        for key, those, objective, kept in parts
+        if those
+    )
+    remedy = " and ".join(key for key, those, *_ in parts if those)
+    raise ValueError(f"{case.traffic}: at {load:g} times its rate serving alone misses {late}: raise {remedy}")
+
+
+def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificate:
+    last = attempts[-1]
+    outcome, config = last.outcome, case.spec.config
+    return Certificate(
+        model=case.model,
+        hardware=case.hardware,
+        slo=case.slo,
+        use=last.use,
+        longest_grant=case.longest_grant,
+        longest_step=last.longest_step,
+        envelope=Envelope(
+            rate=_most_in_window(outcome.requests) / WINDOW,
+            queued=min(outcome.most_queued, last.queue),
+            live=outcome.most_live,
+            context=outcome.most_context,
+            window=WINDOW,
+        ),
+        harvest=tuple(Harvest(made.rate, made.lent) for made in attempts),
+        traffic=case.traffic,
+        requests=len(outcome.requests),
+        missed_alone=last.missed_alone,
+        parameters=case.parameters,
+        limits=ServerLimits(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
+    )
+
+
+def _most_in_window(requests: Sequence[Request]) -> int:
+    most = first = 0
+    for number, request in enumerate(requests):
+        while request.arrival - requests[first].arrival >= ticks(WINDOW):
+            first += 1
+        most = max(most, number - first + 1)
+    return most

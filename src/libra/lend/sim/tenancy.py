@@ -1,0 +1,136 @@
+"""Serving on the devices that a plan borrows.
+
+Invariant: the plan determines which engines are lent and which contexts they take; serving on their devices determines
+only when they may compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from libra.cost.adapters import version_bytes
+from libra.cost.engine_memory import BLOCK, held_bytes
+from libra.cost.quantization import rollout_quantization
+from libra.lend.certificate import Certificate
+from libra.lend.gate import Gate, SharingRule
+from libra.lend.lent_engine import LentEngine
+from libra.lend.recall import Recall, RecallPolicy, WatchedRule
+from libra.lend.sim.certify import LendingCase
+from libra.lend.sim.kv_loan import KVTerms
+from libra.lend.sim.lending import Lending
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.plan import Plan
+from libra.sim.clock import TICKS, ticks
+from libra.sim.cluster import SimCluster
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.messages import Pause
+from libra.sim.engine.request import Request
+from libra.sim.planned_engines import beside_lent
+from libra.sim.workload.requests import RecordedRequest, around
+
+
+@dataclass(frozen=True, slots=True)
+class ServingDevice:
+    """A device that serves, one step at a time with its borrower."""
+
+    case: LendingCase
+    use: float  # share of its tpot that serving may be slowed down to
+    rule: Callable[[], SharingRule]  # a new one for each run; times are ticks
+    share: float  # of the device's time that is expected to be lent
+    kv: KVTerms | None = None  # None: a lent engine has all of its KV memory, always
+    begins: float | None = None  # share of the traffic at which it begins; the traffic then repeats; None: it runs once
+
+    def arrivals(self) -> Iterator[Request]:
+        """The requests of the traffic, the same at each call."""
+        if self.begins is None:
+            return self.case.arrivals(1.0).start()
+        return around(self.case.requests, self.begins)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """The devices that serve, by the names of the engines that borrow them. A lent engine that is not among them has
+    its device to itself, `start` seconds after it is wanted."""
+
+    devices: Mapping[str, ServingDevice]
+    start: float = 0.0
+    weights: float = 0.0  # seconds to send a version to all of them
+    watched: bool = False  # keep the history of each device, step by step, for display
+
+    def service(self, cluster: SimCluster, load: Pause, *, exact: bool) -> Lending:
+        return Lending(self, cluster, load, exact=exact)
+
+    def __post_init__(self) -> None:
+        for name in ("start", "weights"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name):g} s; it cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantEngine:
+    """The serving engine on the devices of a pool, each of which gets this traffic."""
+
+    spec: EngineSpec
+    model: str
+    hardware: str  # of an engine, such as "2 x A100"
+    traffic: str  # its source
+    requests: tuple[RecordedRequest, ...]
+    parameters: int | None = None  # of the model; None: unknown
+
+
+def tenancy_of(
+    plan: Plan, serving: Mapping[str, TenantEngine], recall: RecallPolicy, *, quota: bool = False
+) -> Tenancy:
+    """Tenancy of a plan: on each device that it borrows, the gate inside its certificate's envelope. `serving` has the
+    serving engine of each pool, by name. Devices begin at evenly spaced moments of the traffic. A version takes the
+    time that the pool's network needs for all of it. With a `quota` a lent engine has the KV memory that the serving
+    engine does not use or cedes at the time, at most what the plan counts on; without one it always has the latter.
+
+    Raises ValueError if another engine serves than the certified one, or `serving` lacks a pool.
+    """
+    lent, request = beside_lent(plan), plan.of_cluster
+    version = version_bytes(request.recipe, request.model)
+    devices, weights = {}, 0.0
+    for number, (name, engine) in enumerate(sorted(lent.items())):
+        assert isinstance(engine, LentEngine)
+        pool, certificate = engine.lender.pool, engine.certificate
+        if pool not in serving:
+            raise ValueError(f"the plan borrows from {pool}: say what serves there")
+        here = serving[pool]
+        other = certificate.mismatch(here.model, here.hardware, certificate.slo, here.parameters)
+        if other is not None:
+            raise ValueError(f"{pool}: {other}: give the engine that was certified")
+        slo, grant = certificate.slo, certificate.longest_grant
+        case = LendingCase(here.spec, here.model, here.hardware, slo, here.traffic, here.requests, grant)
+        rule = partial(_watched, certificate, recall)
+        kv = _kv_terms(request, engine, here.spec) if quota else None
+        devices[name] = ServingDevice(case, certificate.use, rule, engine.share, kv, number / len(lent))
+        weights = max(weights, version / request.lending_nodes(engine.lender).inter_bandwidth)
+    return Tenancy(devices, weights=weights)
+
+
+def _kv_terms(request: ClusterRequest, lent: LentEngine, serving: EngineSpec) -> KVTerms:
+    """The KV memory of both engines. The serving engine has the memory of its description, all of its KV blocks
+    included. Raises ValueError if that leaves no room for the weights of the other."""
+    model, recipe, tp = request.model, request.recipe, lent.lender.devices
+    quantization = rollout_quantization(recipe)
+    held = held_bytes(model, tp, batched_tokens=lent.batched_tokens, quantization=quantization)
+    serves = held_bytes(lent.lender.model, tp, batched_tokens=serving.config.max_num_batched_tokens)
+    block = int(serving.kv_bytes * serving.config.block_size)
+    memory = request.lending_nodes(lent.lender).gpu.usable * recipe.gpu_memory_utilization
+    beside = int(tp * (memory - serves - held)) - serving.config.kv_blocks * block
+    if beside < 0:
+        raise ValueError(
+            f"{lent.lender.pool}: the serving engine leaves {-beside / 1e9:.1f} GB too little for the weights of"
+            f" {model.name} beside it: lower its gpu_memory_utilization, or its kv_blocks"
+        )
+    return KVTerms(
+        block, int(quantization.kv_bytes_per_token(model, tp, context=recipe.max_length) * tp * BLOCK), beside
+    )
+
+
+def _watched(certificate: Certificate, recall: RecallPolicy) -> SharingRule:
+    gate = Gate(ticks(certificate.longest_grant), 1)
+    return WatchedRule(gate, certificate.envelope, Recall(recall), float(TICKS))

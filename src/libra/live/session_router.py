@@ -1,0 +1,182 @@
+"""Chooses servers for turns whose caller sends them itself, as a router inside a trainer does.
+
+Invariant: a server's load is the contexts of the turns that it was given and that were not released. A turn that is
+asked for again before it was answered is the same turn. The policy learns from a trajectory once, when it is finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from libra.live.server import LiveServer
+from libra.live.trajectories import ToldReturn, Trajectories
+from libra.route.loads import IndexedFleet
+from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
+from libra.trajectory import ToolStatus, Trajectory
+
+IDLE_SECONDS = 3600.0  # after which a trajectory without turns is forgotten
+_EXPIRE_SECONDS = 60.0  # between two searches for such trajectories
+
+
+@dataclass(slots=True)
+class _Told:
+    """Facts of a trajectory that its caller gave, and its turns that are not released."""
+
+    prompt: str
+    touched: float
+    task: str = ""
+    turn: TurnRequest | None = None  # the one that is not answered yet
+    returned: ToldReturn | None = None  # since the last answer
+    held: list[tuple[LiveServer, int]] = field(default_factory=list)  # servers, and tokens there
+
+
+class SessionRouter:
+    """Call `acquire` for each turn and `release` when its server has answered, failed or was given up. A caller that
+    knows more also calls `began`, `answered`, `returned` and `finished`: without them nothing is learned, and turns
+    follow their prefixes and loads. Times are seconds of `clock`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        capacity_tokens: int,
+        turn_tokens: int,
+        idle_seconds: float = IDLE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Each server holds contexts of `capacity_tokens`; a turn needs `turn_tokens` beyond its context."""
+        self._policy = policy
+        self._capacity, self._turn_tokens = capacity_tokens, turn_tokens
+        self._idle_seconds, self._clock = idle_seconds, clock
+        self._servers: dict[str, LiveServer] = {}
+        self._live = Trajectories()
+        self._told: dict[str, _Told] = {}
+        self._expire_at = clock() + _EXPIRE_SECONDS
+        self._refresh()
+
+    def __len__(self) -> int:
+        """Trajectories under way."""
+        return len(self._told)
+
+    @property
+    def servers(self) -> tuple[LiveServer, ...]:
+        return self._fleet.instances
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Turns that are not released, by server."""
+        turns = dict.fromkeys(self._servers, 0)
+        for told in self._told.values():
+            for server, _ in told.held:
+                if self._servers.get(server.id) is server:
+                    turns[server.id] += 1
+        return turns
+
+    def add(self, ids: Iterable[str]) -> None:
+        """Put servers into service. One that is there already stays as it is."""
+        for id in ids:
+            self._servers.setdefault(id, LiveServer(id, 0, self._capacity))
+        self._refresh()
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Send servers no more turns; their prefixes are lost. Those that are not there are ignored."""
+        for id in ids:
+            if self._servers.pop(id, None) is not None:
+                self._policy.instance_gone(id)
+        self._refresh()
+
+    def prefixes_lost(self) -> None:
+        """Note that no server holds a prefix any more, as after new weights: turns may go anywhere."""
+        for id in self._servers:
+            self._policy.instance_gone(id)
+
+    def acquire(self, id: str, context: int) -> str:
+        """The server of a trajectory's next turn, or of its present one again, with `context` tokens. There is always
+        one: where no server has room, the least loaded. Raises LookupError where no server is in service."""
+        if not self._servers:
+            raise LookupError("no server is in service: add one")
+        now = self._clock()
+        if now >= self._expire_at:
+            self._expire(now)
+        told = self._told.get(id)
+        if told is None:
+            told = self._told[id] = _Told(id, now)
+        told.touched = now
+        if told.turn is not None:
+            self._live.failed(told.turn)
+        turn, returned = self._live.begin(id, told.prompt, told.task, context, told.returned, now)
+        told.turn, told.returned = turn, None
+        placed = self._place(turn, returned)
+        self._live.placed(turn)
+        chosen = self._fleet.loads(0).least[0, False][1].id if placed is None else placed.instance
+        server = self._servers[chosen]
+        server.load_tokens += context
+        told.held.append((server, context))
+        return server.id
+
+    def release(self, server: str, id: str) -> None:
+        """Take a turn off its server. Ignored where it was not given to it, or was released."""
+        if (told := self._told.get(id)) is None:
+            return
+        told.touched = self._clock()
+        for index, (at, tokens) in enumerate(told.held):
+            if at.id == server:
+                at.load_tokens -= tokens
+                del told.held[index]
+                return
+
+    def began(self, id: str, prompt: str, task: str = "") -> None:
+        """Name the prompt that a trajectory shares with others, and its kind. Call it before the first turn."""
+        self._told[id] = _Told(prompt, self._clock(), task)
+
+    def answered(self, id: str, context: int, generated: int) -> None:
+        """The turn had a prompt of `context` tokens, and `generated` tokens came. Ignored where none was asked for."""
+        told = self._told.get(id)
+        if told is not None and told.turn is not None:
+            self._live.answered(told.turn, context, generated, self._clock())
+            told.turn = None
+
+    def returned(self, id: str, tool: str, status: ToolStatus) -> None:
+        """A tool has returned, after the last answer. The next turn's context says how much."""
+        if (told := self._told.get(id)) is not None:
+            told.returned = ToldReturn(tool, status)
+
+    def finished(self, id: str, reward: float | None, policy_version: int) -> Trajectory | None:
+        """The whole trajectory, from which the policy has learned. None: no turn of it, or not its last one, was
+        answered, so nothing is learned."""
+        try:
+            trajectory = self._live.whole(id, reward, policy_version)
+        except (KeyError, ValueError):
+            self.forget(id)
+            return None
+        self._drop(id)
+        self._policy.finished(trajectory)
+        return trajectory
+
+    def forget(self, id: str) -> None:
+        """Drop a trajectory, and what of it is not released, without learning."""
+        self._drop(id)
+        self._policy.forget(id)
+
+    def _place(self, turn: TurnRequest, returned: ToolReturn | None) -> Placement | None:
+        if returned is None:
+            return self._policy.place(turn, self._fleet)
+        return self._policy.tool_returned(turn, returned, self._fleet)
+
+    def _drop(self, id: str) -> None:
+        self._live.forget(id)
+        told = self._told.pop(id, None)
+        for server, tokens in () if told is None else told.held:
+            server.load_tokens -= tokens
+
+    def _expire(self, now: float) -> None:
+        """Forget trajectories without turns for long, among them those whose caller tells no ends."""
+        self._expire_at = now + _EXPIRE_SECONDS
+        since = now - self._idle_seconds
+        for id in [id for id, told in self._told.items() if told.touched <= since and not told.held]:
+            self.forget(id)
+
+    def _refresh(self) -> None:
+        self._fleet = IndexedFleet(tuple(self._servers.values()), (self._capacity,), self._turn_tokens)

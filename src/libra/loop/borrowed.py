@@ -1,0 +1,33 @@
+"""Devices that a run borrows: the seam at which lending adds workers to a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from libra.backends.launch.launcher import AgentLauncher
+from libra.backends.transport.engine_messages import DeviceLoan, LoanState
+from libra.records.schema import LendingSummary
+
+
+class RunBorrowing(Protocol):
+    """The sources of a run's borrowed devices."""
+
+    @property
+    def agents(self) -> AgentLauncher | None:
+        """A launcher whose last slots are agents'; None: none lends."""
+        ...
+
+    def loans(self, lent: Sequence[str], run: str) -> dict[str, DeviceLoan]:
+        """Loans of those of the `lent` workers that are on devices of the run's own servers."""
+        ...
+
+    async def start(self, phase: Callable[[str], None]) -> None:
+        """Start the run's own servers. `phase` is told what takes time."""
+        ...
+
+    async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:
+        """End the run's own servers. Returns what the `loans`, recalled `recalls` times, gave and cost."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,69 @@
+"""Gauges of an engine, as it tells Prometheus: requests in its batch and queue, and how full its KV memory is.
+
+Invariant: a gauge that the engine does not tell is None, and never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from aiohttp import ClientError, ClientTimeout
+
+from libra.serve.gateway.engine_client import EngineClient
+from libra.serve.gateway.upstreams import Upstream, untraced, whole_of
+
+_SECONDS = 1.5  # for an answer
+_LARGEST = 4 * 2**20  # bytes of one
+_LINE = re.compile(
+    rb"^(?:vllm|sglang):(num_requests_running|num_running_reqs|num_requests_waiting|num_queue_reqs"
+    rb"|kv_cache_usage_perc|token_usage)(?:\{([^}]*)\})? ([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+_MEANINGS = {
+    b"num_requests_running": "running",
+    b"num_running_reqs": "running",
+    b"num_requests_waiting": "waiting",
+    b"num_queue_reqs": "waiting",
+    b"kv_cache_usage_perc": "kv_share",
+    b"token_usage": "kv_share",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    running: int | None = None
+    waiting: int | None = None
+    kv_share: float | None = None
+
+
+def read_gauges(text: bytes) -> EngineGauges:
+    """The gauges of the answer of vLLM's or SGLang's /metrics. Of several ranks, requests add up, and the fullest KV
+    memory counts."""
+    found: dict[str, list[float]] = {}
+    for name, _, value in _LINE.findall(text):
+        try:
+            found.setdefault(_MEANINGS[name], []).append(float(value))
+        except ValueError:
+            continue
+    running, waiting, kv = (found.get(each) for each in ("running", "waiting", "kv_share"))
+    return EngineGauges(
+        None if running is None else int(sum(running)),
+        None if waiting is None else int(sum(waiting)),
+        None if kv is None else max(kv),
+    )
+
+
+async def gauges_of(engine: Upstream, client: EngineClient) -> EngineGauges:
+    """Ask an engine, at /metrics beside its /v1."""
+    try:
+        async with client.session.get(
+            f"{engine.section.root}/metrics",
+            timeout=ClientTimeout(total=_SECONDS),
+            headers={"Accept-Encoding": "identity", **engine.authorization(None)},
+            allow_redirects=False,
+        ) as answer:
+            return read_gauges(await whole_of(answer, _LARGEST)) if answer.status == 200 else EngineGauges()
+    except (ClientError, OSError, ValueError, TimeoutError) as error:
+        untraced(error)
+        return EngineGauges()

@@ -1,0 +1,33 @@
+"""Failures of a policy of the user's own: one line in the log, and an answer, instead of a traceback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from libra.route.custom import PolicyError
+from libra.serve.answers import Handler, RefusedRequest
+
+_LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def told_policy_failure() -> Iterator[None]:
+    """Go on after a call that only tells the policy something; it knows less then."""
+    try:
+        yield
+    except PolicyError as error:
+        _LOG.error("%s", error)
+
+
+@web.middleware
+async def answering_policy_failure(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers a request that the policy failed with status 500; how it failed is for the log alone."""
+    try:
+        return await handler(request)
+    except PolicyError as error:
+        _LOG.error("%s", error)
+        raise RefusedRequest("the routing policy failed: the log of the router says how", 500) from None

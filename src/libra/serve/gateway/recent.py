@@ -1,0 +1,80 @@
+"""Memory of what a gateway did lately: decisions, tokens of engines, and lengths of trajectories that ended.
+
+Invariant: its memory has a bound, whatever passes: it keeps the latest of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from libra.config.listeners import TRAJECTORIES
+from libra.route.policy import Placement
+from libra.serve.gateway.upstreams import Upstream
+from libra.serve.gateway.usage import Usage
+from libra.serve.gateway.watcher import End, RoutedTurn, Watcher
+from libra.trajectory import Trajectory
+
+DECISIONS, ENDED = 40, 512  # that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class RecentDecision:
+    """A turn that the policy sent to an engine, at a time of the clock."""
+
+    at: float
+    trajectory: str
+    context_tokens: int
+    placement: Placement
+
+
+class Recent(Watcher):
+    """Remembers what it watches; `clock` gives wall-clock seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.decisions: deque[RecentDecision] = deque(maxlen=DECISIONS)
+        self.ended_trajectories: deque[tuple[float, Trajectory]] = deque(maxlen=ENDED)  # with the time of each
+        self.generated: dict[str, int] = {}  # tokens, by engine
+        self.decided = 0  # decisions since the start
+        self.closings = 0  # trajectories that ended since then
+        self._clock = clock
+        self._engines: OrderedDict[str, str] = OrderedDict()  # of trajectories in progress
+        self._open: dict[RoutedTurn, str] = {}  # turns, with the engine that has them; empty: none
+
+    @property
+    def turns(self) -> int:
+        """Turns that have come and are not over."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Turns of these that have had no engine yet."""
+        return sum(not engine for engine in self._open.values())
+
+    def engine_of(self, trajectory: str) -> str:
+        """The engine of its latest turn; empty: none yet."""
+        return self._engines.get(trajectory, "")
+
+    def begun(self, turn: RoutedTurn) -> None:
+        self._open[turn] = ""
+
+    def placed(self, turn: RoutedTurn, engine: Upstream, placement: Placement) -> None:
+        id, needed = turn.needed.trajectory_id, turn.needed
+        self.decided += 1
+        self.decisions.append(RecentDecision(self._clock(), id, needed.context_tokens, placement))
+        self._open[turn] = self._engines[id] = engine.id
+        if len(self._engines) > TRAJECTORIES:
+            self._engines.popitem(last=False)
+
+    def ended(self, turn: RoutedTurn, usage: Usage | None, trouble: str) -> None:
+        engine = self._open.pop(turn, "")
+        if usage is not None:
+            self.generated[engine] = self.generated.get(engine, 0) + usage[1]
+
+    def closed(self, id: str, end: End, trajectory: Trajectory | None) -> None:
+        self._engines.pop(id, None)
+        if trajectory is not None:
+            self.closings += 1
+            self.ended_trajectories.append((self._clock(), trajectory))

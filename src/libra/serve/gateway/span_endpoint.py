@@ -1,0 +1,41 @@
+"""The collector that spans go to: the one that is given, or that of the standard variables `OTEL_...`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+_PATH = "/v1/traces"  # of a collector
+_BASE, _TRACES, _OFF = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"
+
+
+def span_endpoint(given: str | None, variables: Mapping[str, str]) -> str | None:
+    """The address that receives traces; None: spans are not asked for. Raises ValueError for what is no address.
+
+    >>> span_endpoint("http://127.0.0.1:4318", {})
+    'http://127.0.0.1:4318/v1/traces'
+    >>> span_endpoint(None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/own/path"})
+    'http://collector:4318/own/path'
+    """
+    if given is None:
+        if variables.get(_OFF, "").strip().lower() == "true":
+            return None
+        if traces := variables.get(_TRACES, "").strip():
+            return _address(_TRACES, traces)
+        if not (base := variables.get(_BASE, "").strip()):
+            return None
+        return _address(_BASE, base).rstrip("/") + _PATH
+    address = _address("--otel", given).rstrip("/")
+    return address if address.endswith(_PATH) else address + _PATH
+
+
+def _address(name: str, value: str) -> str:
+    """The value, which `name` holds. It is not shown: it may hold a password."""
+    try:
+        parts = urlsplit(value)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ValueError(f"{name} holds no address: give that of a collector, such as http://127.0.0.1:4318")
+    return value

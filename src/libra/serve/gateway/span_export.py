@@ -1,0 +1,65 @@
+"""Spans on their way to a collector, by OTLP over HTTP.
+
+Invariant: spans leave in batches, from a thread of their own. A collector that does not answer delays no turn and the
+end by seconds only; it loses spans, which a line a minute says. What is not given here is as the standard variables
+`OTEL_...` say, such as `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Timer
+from time import monotonic
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from libra.serve.gateway.spans import Spans
+
+_SERVICE = "libra-route"
+_TOLD_SECONDS = 60.0  # between two lines about lost spans
+END_SECONDS = 2.0  # in which the last spans may leave
+_LOG = logging.getLogger(__name__)
+
+
+class _ToldExporter(SpanExporter):
+    """Exports to `endpoint`, and tells of lost spans in its own words."""
+
+    def __init__(self, endpoint: str) -> None:
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it tells of each attempt
+        self._exporter, self._host, self._told = OTLPSpanExporter(endpoint), urlsplit(endpoint).hostname, 0.0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.FAILURE and (not self._told or monotonic() >= self._told + _TOLD_SECONDS):
+            self._told = monotonic()
+            _LOG.warning("%d spans are lost: the collector on %s does not take them", len(spans), self._host)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def exported_spans(endpoint: str) -> Iterator[Spans]:
+    """Spans that go to the collector whose traces are received at `endpoint`. At the end those of trajectories that go
+    on are ended, and all are sent."""
+    resource = Resource.create()
+    if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))
+    provider, exporter = TracerProvider(resource=resource, shutdown_on_exit=False), _ToldExporter(endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    spans = Spans(provider.get_tracer("libra"))
+    try:
+        yield spans
+    finally:
+        spans.close()
+        giving_up = Timer(END_SECONDS, exporter.shutdown)
+        giving_up.start()
+        provider.shutdown()
+        giving_up.cancel()

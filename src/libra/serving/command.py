@@ -1,0 +1,219 @@
+"""`libra search`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from libra.cli.errors import bad_input, infeasible, of_option, require
+from libra.cli.output import check_writable, tell_notes, write_text
+from libra.report.words import printable
+
+if TYPE_CHECKING:
+    from libra.serving.answer import SizingAnswer
+    from libra.serving.menu import ServingMenu
+    from libra.serving.question import SizingQuestion
+
+
+def search(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="YAML file of a cluster: GPUs, counts, links.")],
+    model: Annotated[str, typer.Option("--model", help="config.json, its directory, or a known name.")],
+    requests: Annotated[
+        Path, typer.Option("--requests", help="Requests of users: .jsonl, or a log of others such as Azure's traces.")
+    ],
+    slo: Annotated[
+        str,
+        typer.Option(
+            "--slo",
+            metavar="LIMITS",
+            help="As ttft_p99=1s,tpot_p99=50ms; ttft, tpot or latency, and mean, p50, p90, p95 or p99.",
+        ),
+    ],
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Requests/s that have to be served (default: search for the rates that last)."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="Most GPUs of a deployment (default: the cluster's).")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Most that a deployment costs an hour, at the menu's prices.")
+    ] = None,
+    menu: Annotated[
+        Path | None, typer.Option("--menu", help="YAML file of allowed settings, and of prices (see docs/search.md).")
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option("--profile", help="Source of engine times: auto, tables, roofline, or a calibration file."),
+    ] = "auto",
+    host: Annotated[
+        str, typer.Option("--host", help="Times of the host: none, default, or a file of a fit.")
+    ] = "default",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Mix shapes and GPU types for --rate: counts by CP-SAT, simulated; for more than a node."
+        ),
+    ] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes (default: one for each core).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the answer as JSON to this file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write the answer as an HTML page to this file.")
+    ] = None,
+    engines_out: Annotated[
+        Path | None,
+        typer.Option("--engines-out", metavar="DIR", help="Write each point of the answer as a file of engines here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output.")] = False,
+) -> None:
+    """Find the engines that serve requests within latency limits: most per GPU, or for the least GPUs or money.
+
+    The menu has colocated engines, and prefill and decode apart, on every GPU type and in every parallelism of the
+    cluster. What cannot keep the limits even without any queue is out: a bound proves it, for these prices. The rest is
+    simulated, on the requests and on draws of them. The answer is the Pareto set of goodput per GPU (or cost)
+    against TTFT and TPOT, each point's bottleneck, and why every other candidate is none; it says what is proven, and
+    what is only simulated. The same inputs give the same bytes.
+
+    Exit status: 0 something serves, 2 bad input, 3 nothing on the menu does, or the requests are too few for a rate,
+    130 interrupted.
+    """
+    # Imported here: `--help` must not wait for what simulating needs.
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.serving.menu import DEFAULT, ServingMenu, load_menu
+    from libra.serving.point_file import write_engines
+    from libra.serving.search import question_of
+
+    notes: list[str] = []
+    if report is not None:
+        require("report")
+    try:
+        check_writable(output, report, reads=(cluster, requests, menu))
+        _check_outputs(plan, report, engines_out)
+        file = DEFAULT if menu is None else load_menu(menu)
+        question = question_of(
+            cluster,
+            model,
+            requests,
+            slo,
+            rate=rate,
+            gpus=gpus,
+            budget=budget,
+            menu=file,
+            profile=profile,
+            host=host,
+            note=notes.append,
+        )
+        processes = len(os.sched_getaffinity(0)) if jobs is None else jobs
+        if plan:
+            _mix(question, ServingMenu(file), processes, output, as_json, notes)
+            return
+        found = _found(question, ServingMenu(file), processes)
+        if found.told and (caution := found.caution()) is not None:
+            notes.append(caution)
+        text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
+        if output is not None:
+            write_text(output, text)
+        files = write_engines(found, engines_out) if engines_out is not None and found.told else ()
+        if report is not None:
+            from libra.serving.search_page import search_page
+
+            write_text(report, search_page(found, f"Serving {found.question.model.name}", files))
+    except KeyboardInterrupt:
+        typer.echo("libra: interrupted", err=True)
+        raise typer.Exit(130) from None
+    except InfeasiblePlanError as error:
+        infeasible(error, "nothing found")
+    except (ValueError, OSError) as error:
+        bad_input(of_option(error, ("--rate", "--gpus", "--budget")))
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        _print(found, files)
+    tell_notes(notes, err=as_json)
+    if found.points and not found.told:
+        infeasible(ValueError(found.caution()), "no rate can be told")
+    if not found.points:
+        infeasible(ValueError(f"{found.claim()}; {_remedy(found)}"), "nothing found")
+
+
+def _check_outputs(plan: bool, report: Path | None, engines_out: Path | None) -> None:
+    """Raises ValueError for an output that the answer does not have."""
+    from libra.serving.point_file import check_engines_directory
+
+    if plan and report is not None:
+        raise ValueError("--report is for a search; leave it out with --plan")
+    if plan and engines_out is not None:
+        raise ValueError(
+            "--engines-out is for a search: a file of engines has no route by what each engine serves; leave it"
+            " out with --plan"
+        )
+    if engines_out is not None:
+        check_engines_directory(engines_out)
+
+
+def _found(question: SizingQuestion, menu: ServingMenu, jobs: int) -> SizingAnswer:
+    from libra.report.live import SimulationProgress
+    from libra.report.words import plural
+    from libra.serving.found import Progress
+    from libra.serving.search import answer
+
+    with SimulationProgress(sys.stderr) as shown:
+
+        def tell(moment: Progress) -> None:
+            best = "" if moment.best is None else f"; best: {moment.best.candidate}"
+            done = f"{moment.out:,} out, {moment.simulated:,} simulated of {plural(moment.candidates, 'candidate')}"
+            shown.tell(done + shown.left(moment.out + moment.simulated, moment.candidates) + best)
+
+        return answer(question, menu, jobs=jobs, progress=tell)
+
+
+def _print(found: SizingAnswer, files: Sequence[Path]) -> None:
+    from rich.console import Console
+
+    from libra.serving.search_table import counts, files_line, headline, search_tables
+
+    console = Console()
+    for line in (headline(found), counts(found)):
+        console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+    for table in search_tables(found, files):
+        console.print(table)
+    if files:
+        console.print(files_line(found, files), highlight=False, soft_wrap=True, markup=False)
+
+
+def _mix(
+    question: SizingQuestion, menu: ServingMenu, jobs: int, output: Path | None, as_json: bool, notes: list[str]
+) -> None:
+    from libra.report.live import SimulationProgress
+    from libra.serving.mix import NoMixError, plan_mix
+    from libra.serving.search_table import mix_lines
+
+    try:
+        with SimulationProgress(sys.stderr) as shown:
+            found = plan_mix(question, menu, jobs=jobs, note=notes.append, tell=shown.tell)
+    except NoMixError as error:
+        infeasible(error, "nothing found")
+    text = json.dumps(found.document(), indent=1, allow_nan=False) + "\n"
+    if output is not None:
+        write_text(output, text)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        for line in mix_lines(found):
+            typer.echo(printable(line))
+    tell_notes(notes, err=as_json)
+
+
+def _remedy(found: SizingAnswer) -> str:
+    if not any(it.bound for it in found.rejected):  # at no rate
+        first = found.rejected[0]
+        return f"{first.candidate}: {first.reason}; add larger engines, or raise a limit"
+    return "raise a limit or gpus" if found.question.rate is None else "lower --rate, or raise a limit or gpus"
