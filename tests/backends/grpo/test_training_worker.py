@@ -29,8 +29,8 @@ def killed(*arguments):
 def failing(*arguments):
     raise ValueError("no memory")
 
-def last_is_killed(rank, processes, store):
-    return meet(rank, processes, store) if rank < processes - 1 else killed()
+def last_is_killed(rank, processes, store, device):
+    return meet(rank, processes, store, device) if rank < processes - 1 else killed()
 
 {patch}
 own = WorkerChannel(socket.socket(fileno=int(sys.argv[1])))
