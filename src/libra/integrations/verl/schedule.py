@@ -72,12 +72,12 @@ class LibraSchedulePolicy(DefaultDynamicSchedulePolicy):
         self._rates.observe(seconds, generated, self._shared, waited, switch if self._shared else 0.0)
 
     def _ratio(self) -> float:
-        """Hybrid replicas for each that only generates."""
+        """Hybrid replicas for each that only generates; infinite where none does."""
         rollouter: Any = self._rollouter
         hybrid, alone = ray.get(
             [rollouter.get_all_hybrid_replicas.remote(), rollouter.get_standalone_replicas.remote()]
         )
-        return len(hybrid) / len(alone)
+        return len(hybrid) / len(alone) if alone else math.inf
 
     def _await_samples(self, count: int) -> None:
         ray.get(self._rollouter.wait_for_enough_samples.remote(count))
