@@ -41,15 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"GPU {options.gpu} is not there: give one that nvidia-smi lists, or --dry-run")
     setting = DRY if options.dry_run else on_gpu(options.gpu)
     hardware = f"{hardware_name()}, {gpu_names(gpus)}" if gpus else hardware_name()
-    print(f"{datetime.now(UTC).date().isoformat()}, {hardware}", flush=True)
+    date = datetime.now(UTC).date().isoformat()
+    print(f"{date}, {hardware}", flush=True)
     rows: list[Row] = []
     for part in options.parts or PARTS:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=f"libra-gpu-{part}-") as directory:
             rows += PARTS[part](setting, Path(directory))
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
-    date = Row(hardware, "date, as YYYYMMDD", int(datetime.now(UTC).strftime("%Y%m%d")), "")
-    report([date, *rows], options.json)
+    setting_row = Row(f"{date}, {hardware}", "parts", len(options.parts or PARTS), "")
+    report([setting_row, *rows], options.json)
     return int(any(row.met is False for row in rows))
 
 

@@ -210,6 +210,12 @@ def test_a_port_that_is_taken_is_named(command: str, file: str) -> None:
     assert result.stderr == f"libra: 127.0.0.1:{port}: address already in use\n"
 
 
+def test_a_page_needs_a_port_of_its_own() -> None:
+    result = CliRunner().invoke(app, ["route", str(EXAMPLES / "gateway.yaml"), "--page", "9000"])
+    assert result.exit_code == 2
+    assert result.stderr == "libra: --page and --port are both 9000; give the page a port of its own, or 0 for any\n"
+
+
 TRAJECTORIES, TURNS, TOKENS = 24, 3, 400
 
 

@@ -97,6 +97,8 @@ def route(
     try:
         if not 0 <= port <= 65535:
             raise ValueError(f"--port is {port}; give 0 to 65535")
+        if page_port and page_port == port:
+            raise ValueError(f"--page and --port are both {port}; give the page a port of its own, or 0 for any")
         check_writable(log, state, reads=(file, learn_from))
         asked = _config(file, engine or [], policy, workers_from or [])
         router = _policy(asked, state)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal
 
+from libra.config.frameworks import FRAMEWORKS
 from libra.config.recipe import Recipe
 from libra.config.rooms import OfRoom
 from libra.cost.adapters import training_bytes
@@ -284,8 +285,12 @@ def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str
 
 
 def _that_hold(request: ClusterRequest) -> Iterator[str]:
-    """Yield changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
+    """Yield changes of framework, recipe or GPU with which an engine holds the model; of GPUs the smallest for each."""
     model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
+    unrestricted = recipe.model_copy(update={"framework": None})
+    if recipe.framework and any(_holds(model, nodes, unrestricted, request.classes) for nodes in request.cluster.nodes):
+        able = " and ".join(name for name, each in FRAMEWORKS.items() if each.engines_over_nodes)
+        yield f"engines on several nodes, which {able} start and {recipe.framework} does not"
     if recipe.gpu_memory_utilization < _USUAL_UTILIZATION:
         more = recipe.model_copy(update={"gpu_memory_utilization": _USUAL_UTILIZATION})
         if any(_holds(model, nodes, more, request.classes) for nodes in request.cluster.nodes):
