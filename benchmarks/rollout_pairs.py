@@ -94,7 +94,7 @@ def planner(kinds: dict[str, int], log: Sequence[Trajectory], *, pairs: bool) ->
 
 
 def bound_rows(logs: Logs) -> Iterator[Row]:
-    """What pairs could gain at most."""
+    """The most that pairs could gain."""
     for (name, log), mix in product(logs.items(), MIXES):
         one, tracker = planner(dict.fromkeys(mix, 8), log, pairs=True)
         problem, pools = one.problem(tracker), [gpu.lower() for gpu in dict.fromkeys(mix)]
@@ -144,8 +144,8 @@ def plan_rows(logs: Logs, steps: int) -> Iterator[Row]:
 
 
 def makespan(prefill: int, later: int | None = None, drain: bool = True) -> float:
-    """Seconds with `prefill` engines for prompts and the others for answers; 0: all are for both. With `later`, so many
-    stay for prompts once the last long prompt is in flight."""
+    """Seconds with `prefill` engines for prompts and the others for answers; 0: all are for both. Where `later` is
+    given, that number stays for prompts once the last long prompt is in flight."""
     work = [LONG_PROMPTS] * REQUESTS + [LONG_ANSWERS] * REQUESTS
     log = [
         Trajectory(str(number), str(number), "t", prompt, (Turn(answer, None, None, 0),), None, 0, True)

@@ -153,6 +153,14 @@ def test_what_other_code_made_is_not_read(reads: list[int], monkeypatch: pytest.
     assert sorted(reads) == [1, 2]
 
 
+def test_a_model_that_no_node_holds_has_the_roofline_times_of_engines_over_nodes(cache: Path) -> None:
+    single, notes = Cluster((replace(A800, count=4, gpus=1),)), list[str]()
+    recipe = RECIPE.model_copy(update={"gpu_memory_utilization": 0.4})  # 32 GB a GPU, and 29 GB of weights
+    (found,) = engine_profiles(single, QWEN_14B, recipe, note=notes.append)
+    assert [grid.tp for grid in found.engines] == [1, 2, 4]
+    assert "no node holds Qwen/Qwen3-14B, and kernel tables end at a node" in notes[0]
+
+
 def test_where_there_are_no_tables_the_roofline_takes_their_place_and_says_so(cache: Path) -> None:
     notes: list[str] = []
     found = engine_profiles(UNKNOWN, QWEN_06B, RECIPE, note=notes.append)

@@ -153,7 +153,7 @@ def _computed(cells: Mapping[str, Cell], processes: int) -> Generator[tuple[str,
 
 
 def _keys(cells: Sequence[Cell]) -> list[str]:
-    """What results are found by: the call, the files that it depends on, as they are now, and versions of libraries."""
+    """Keys of kept results: the call, digests of the files that it depends on, and versions of libraries."""
     parts = {(it.function.__module__, it.inputs) for it in cells}
     digests = {part: digest(*part) for part in parts}
     return [

@@ -1,4 +1,4 @@
-"""What the driver's tool says becomes slots, or a refusal that names the GPU. The tool is a script in PATH."""
+"""Slots by the list of the driver's tool, or a refusal that names the GPU. The tool is a script in PATH."""
 
 from __future__ import annotations
 

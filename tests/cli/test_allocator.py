@@ -19,7 +19,7 @@ print(sys.getallocatedblocks() == 0, "PYTHONMALLOC" in os.environ, os.getpid())
 
 
 def told(*options: str, verb: str, **environment: str) -> tuple[list[str], int]:
-    """What a process says of itself, and the number that it was started with."""
+    """Output of a process, in words, and its process id."""
     command = [sys.executable, *options, "-c", TELL, verb]
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONMALLOC", "PYTHONDEVMODE")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean | environment)

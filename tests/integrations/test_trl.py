@@ -30,7 +30,7 @@ def ask(url: str, body: dict[str, Any]) -> Any:
 
 
 def log_probs(engine: str, model: str) -> list[float]:
-    """Of a fixed text, by this engine."""
+    """Log-probabilities of a fixed text by this engine."""
     body = {"model": model, "prompt": "Q12+34;>12+34;=46;A46;", "max_tokens": 1, "prompt_logprobs": 0}
     shown = ask(engine + "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     return [next(iter(each.values()))["logprob"] for each in shown if each]

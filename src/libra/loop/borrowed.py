@@ -23,7 +23,7 @@ class RunBorrowing(Protocol):
         ...
 
     async def start(self, phase: Callable[[str], None]) -> None:
-        """Start the run's own servers. `phase` is told what takes time."""
+        """Start the run's own servers; call `phase` with each step that takes time."""
         ...
 
     async def end(self, loans: Iterable[LoanState | None], recalls: int) -> LendingSummary | None:

@@ -113,7 +113,7 @@ async def test_joiners_follow_a_core_whose_state_is_on_a_device(model: Path, mon
         cores = await come_and_go(several)
         boards = [cast(DeviceBoard, core.trainer.state._board) for core in cores]
         assert len({core.trainer.state.checksum for core in cores}) == 1
-        assert [board._mirrored for board in boards] == [False, False]  # no copy of each step for nobody
+        assert [board._mirrored for board in boards] == [False, False]  # nobody joins, so no step is copied
         assert not any(vector.any() for board in boards for vector in board.host_vectors)  # its memory is given back
         on_device = cores[0].parameters()
     monkeypatch.undo()

@@ -21,9 +21,8 @@ from libra.cost.grid import EngineProfile
 from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.longest import MemberSeconds
 from libra.cost.rollout import EngineTiming
-from libra.cost.sources.layer_kernels import Between
 from libra.cost.sources.roofline import engine_degrees, node_roofline, roofline, tensor_degrees
-from libra.cost.transfer import NETWORK_LATENCY, fabric, weight_sync
+from libra.cost.transfer import NETWORK_LATENCY, Fabric, Group, all_reduce_seconds, fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.decoder import decoder
 from libra.hardware.mlp import Experts
@@ -321,13 +320,13 @@ def test_a_model_that_no_node_holds_has_engines_on_whole_nodes() -> None:
 
 
 def test_an_all_reduce_over_nodes_takes_no_less_than_its_network_needs() -> None:
-    """Of 2 (n - 1) / n of the bytes, at the network's full speed; and a network without end costs latency alone."""
+    """It carries 2 (n - 1) / n of the bytes at its full speed; a network of endless speed costs latency alone."""
     size = np.array([1e6, 1e8])
     for nodes in (1, 2, 4):
-        seconds = Between(8, 400e9).all_reduce_seconds(8 * nodes, size)
+        seconds = all_reduce_seconds(size / 8, Group(nodes, 8), Fabric(8, 1e30, 400e9))
         assert (seconds >= 2 * (nodes - 1) / nodes * size / 400e9).all()
         assert (seconds > 0).all() == (nodes > 1)
-        endless = Between(8, 1e30).all_reduce_seconds(8 * nodes, size)
+        endless = all_reduce_seconds(size / 8, Group(nodes, 8), Fabric(8, 1e30, 1e30))
         assert endless == pytest.approx(2 * math.log2(nodes) * NETWORK_LATENCY)
 
 

@@ -10,7 +10,6 @@ second all-reduce.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from libra.cost import transfer
 from libra.cost.grid import Array
 from libra.cost.quantization import ACTIVATION_BYTES, Quantization
 from libra.cost.sources.rates import Rates
-from libra.cost.transfer import NETWORK_LATENCY, NETWORK_SHARE
+from libra.cost.transfer import Fabric, Group
 from libra.hardware.cluster import GPU
 from libra.hardware.context import ALL, Read
 from libra.hardware.layers import LayerKind, Mixer
@@ -43,27 +43,6 @@ def all_reduce_seconds(reached: Rates, link: float, tp: int, size: ArrayLike) ->
     fixed = (reached.link_latency + reached.peer_latency * (tp - 1)) if tp > 1 else 0.0
     seconds: Array = moved / (met * reached.link_share * link) + fixed
     return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """The network that joins nodes of `gpus` devices: `network` bytes/s of a node to others, one direction."""
-
-    gpus: int
-    network: float
-
-    def all_reduce_seconds(self, tp: int, size: ArrayLike) -> Array:
-        """Seconds of an all-reduce of `size` bytes over `tp` devices, which are whole nodes, beyond the ring in a node.
-
-        Each device brings its part of the node's sum to the other nodes, as NCCL's rings do, and all share the node's
-        network: 2 * (n - 1) / n of the bytes cross it, in 2 * log2(n) steps.
-        """
-        nodes = tp // self.gpus
-        if nodes <= 1:
-            return np.zeros_like(np.asarray(size, dtype=float))
-        moved = 2 * (nodes - 1) / nodes * np.asarray(size, dtype=float)
-        seconds: Array = moved / (NETWORK_SHARE * self.network) + 2 * math.log2(nodes) * NETWORK_LATENCY
-        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +84,7 @@ class LayerKernels:
     tp: int
     stored: StoredNumbers
     link: float
-    between: Between | None = None  # where `tp` devices are more than one node
+    fabric: Fabric | None = None  # None: all `tp` devices are in one node
 
     def linear(self, tokens: Array, inputs: float, outputs: float) -> Array:
         """A matrix of attention."""
@@ -202,10 +181,12 @@ class LayerKernels:
 
     def _reduce(self, tokens: Array) -> Array:
         size = ACTIVATION_BYTES * tokens * self.model.hidden
-        if self.between is None:
+        if self.fabric is None or self.tp <= self.fabric.gpus:
             return all_reduce_seconds(self.reached, self.link, self.tp, size)
-        inside = all_reduce_seconds(self.reached, self.link, min(self.tp, self.between.gpus), size)
-        return inside + self.between.all_reduce_seconds(self.tp, size)
+        # Each device then brings its part of the node's sum to the other nodes.
+        gpus = self.fabric.gpus
+        inside = all_reduce_seconds(self.reached, self.link, gpus, size)
+        return inside + transfer.all_reduce_seconds(size / gpus, Group(self.tp // gpus, gpus), self.fabric)
 
     def _norm(self, tokens: Array) -> Array:
         return self.pass_over(4 * tokens * self.model.hidden)  # the residual and the layer's output, read and written

@@ -165,6 +165,8 @@ def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
     quantization = rollout_quantization(recipe)
     degrees = engine_degrees(model, nodes, recipe)
+    if degrees and degrees[-1] > nodes.gpus:
+        raise NoTablesError(f"no node holds {model.name}, and kernel tables end at a node; use a roofline")
     try:
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
@@ -172,7 +174,6 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     asked = [
         asdict(nodes.gpu),
         nodes.intra_bandwidth,
-        nodes.inter_bandwidth,
         asdict(model),
         quantization.name(model),
         degrees,
@@ -204,11 +205,10 @@ def _code() -> str:
 def _known_degrees(
     nodes: NodeClass, model: ModelSpec, quantization: Quantization, degrees: Sequence[int]
 ) -> EngineProfile:
-    """The degrees that the tables have kernels for; raises the last `NoTablesError` where there are none. No table has
-    an engine that is larger than a node."""
+    """The degrees that the tables have kernels for; raises the last `NoTablesError` where there are none."""
     known: list[EngineProfile] = []
     missing: NoTablesError | None = None
-    for tp in (tp for tp in degrees if tp <= nodes.gpus):
+    for tp in degrees:
         try:
             known.append(
                 tables(nodes.gpu, model, [tp], quantization=quantization, intra_bandwidth=nodes.intra_bandwidth)

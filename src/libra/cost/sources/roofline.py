@@ -16,8 +16,9 @@ from libra.cost.afd import StageGrid, token_copies
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
 from libra.cost.quantization import ACTIVATION_BYTES, AS_STORED, Quantization, rollout_quantization
-from libra.cost.sources.layer_kernels import Between, LayerKernels, StoredNumbers
+from libra.cost.sources.layer_kernels import LayerKernels, StoredNumbers
 from libra.cost.sources.rates import Calibration, Rates, rates
+from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
 
@@ -62,7 +63,7 @@ def node_roofline(
         engine_degrees(model, nodes, recipe),
         quantization=rollout_quantization(recipe),
         intra_bandwidth=nodes.intra_bandwidth,
-        between=Between(nodes.gpus, nodes.inter_bandwidth),
+        between=fabric(nodes),
         calibration=calibration,
     )
 
@@ -74,7 +75,7 @@ def roofline(
     *,
     quantization: Quantization = AS_STORED,
     intra_bandwidth: float | None = None,
-    between: Between | None = None,
+    between: Fabric | None = None,
     calibration: Calibration | None = None,
 ) -> EngineProfile:
     """The profile of a model at the given degrees, from constants or from a calibration of the device.
@@ -141,7 +142,7 @@ def require_degree(model: ModelSpec, tp: int) -> None:
 
 
 def _grid(
-    reached: Rates, model: ModelSpec, tp: int, stored: StoredNumbers, link: float, between: Between | None
+    reached: Rates, model: ModelSpec, tp: int, stored: StoredNumbers, link: float, between: Fabric | None
 ) -> EngineGrid:
     require_degree(model, tp)
     layers = LayerKernels(reached, model, tp, stored, link, between)

@@ -75,7 +75,7 @@ class Borrowing:
         return {name: self.servers.loan(slot, run) for slot, name in enumerate(lent[: len(self.servers.slots)])}
 
     async def start(self, phase: Callable[[str], None]) -> None:
-        """Start the run's own servers, if it has any. `phase` is told."""
+        """Start the run's own servers, if it has any; call `phase` with each step of the start."""
         if self.servers is not None:
             phase("starting servers")
             await self.servers.start()
