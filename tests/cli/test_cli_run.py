@@ -238,11 +238,6 @@ def make_model(here: Path, config: dict[str, Any], weights: int = 0) -> dict[str
     return changed(model={"directory": "model"})
 
 
-def test_a_model_with_tied_embeddings_is_refused(here: Path) -> None:
-    config = write(here / "run.yaml", make_model(here, {"tie_word_embeddings": True}))
-    assert_refused(libra("run", config), "model.directory: model ties its word embeddings, which engines on CPU cannot")
-
-
 def test_the_kv_of_engines_is_counted(here: Path) -> None:
     """A million million tokens of the example's 768 float32 numbers each."""
     engines = {name: {**shape, "kv_tokens": 10**12} for name, shape in BASE["engines"].items()}

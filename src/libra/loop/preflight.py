@@ -58,7 +58,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     check_not_running(config.run_directory)
     _check_launcher(config.cluster)
     devices = slot_devices(config.cluster) if config.cluster.launcher == "local" else ()
-    _check_model_directory(config.model.directory, bool(devices) or config.cluster.device == "cuda")
+    _check_model_directory(config.model.directory)
     servers = 0 if config.lending is None else config.lending.servers
     if devices:
         _check_gpus(config)
@@ -113,7 +113,7 @@ def _check_ray_address(address: str) -> None:
         raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
 
 
-def _check_model_directory(directory: Path | None, on_gpus: bool) -> None:
+def _check_model_directory(directory: Path | None) -> None:
     if directory is None:
         return
     if not directory.is_dir():
@@ -126,12 +126,6 @@ def _check_model_directory(directory: Path | None, on_gpus: bool) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
-    if not on_gpus and _model_config(directory).get("tie_word_embeddings", False):
-        # vLLM's CPU backend keeps a packed copy of a tied output layer, which a weight update leaves behind.
-        raise ConfigError(
-            f"model.directory: {directory} ties its word embeddings, which engines on CPU cannot update; save it with"
-            " tie_word_embeddings false and an lm_head of its own"
-        )
 
 
 def _check_memory(
