@@ -205,7 +205,7 @@ class Session:
             records.recorder,
             records.episodes,
             records.history,
-            lambda episode: observations.observe([episode], fleet.limits),
+            lambda episode: observations.observe(episode.contexts, fleet.limits),
             lambda: controller.periods.predicted_seconds,
         )
         return TrainingLoop(
