@@ -14,6 +14,7 @@ import typer
 from libra.cli.errors import bad_input, require
 from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
+from libra.environments.served import EpisodeFailedError, ServedEnvironment
 
 Result = TypeVar("Result")
 
@@ -85,12 +86,13 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     require("cpu")
     # Imported here: planning and reading traces must not need what running needs.
     from libra.environments.registry import load_environment
-    from libra.loop.preflight import check
+    from libra.loop.preflight import check, check_environment
     from libra.loop.run_directory import locked
     from libra.records.files import DiskError
 
     environment = load_environment(settings.environment, beside)
     check(settings, resume, overwrite)
+    check_environment(settings, environment)
     try:
         with locked(settings.run_directory):
             return _run_locked(settings, environment, resume, overwrite, as_json)
@@ -110,7 +112,9 @@ async def _until_terminated(work: Awaitable[Result]) -> Result:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
+def _run_locked(
+    settings: RunConfig, environment: Environment | ServedEnvironment, resume: bool, overwrite: bool, as_json: bool
+) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
     from libra.backends.launch.fork_server import LaunchError
@@ -144,6 +148,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
         LaunchError,
         CoreLostError,
         DivergedError,
+        EpisodeFailedError,
         ExchangeError,
         WorkerFailedError,
         WorkerLostError,
