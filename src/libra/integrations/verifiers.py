@@ -34,7 +34,10 @@ class VerifiersEnvironment:
         self, id: str, env: Mapping[str, Any] | None = None, tasks: int | None = None, turn_tokens: int = 1024
     ) -> None:
         self.name, self.turn_tokens = id, turn_tokens
-        self._env = load_environment(_config(id, env or {}))
+        try:
+            self._env = load_environment(_config(id, env or {}))
+        except (ImportError, AttributeError) as error:  # of a module that is none, or has none
+            raise ValueError(f"{id}: {error}") from None
         if tasks is None and not self._env.taskset.bounded:
             raise ValueError(f"the taskset {id} has no end: give tasks, how many of them there are")
         self._tasks = {f"{id}-{number}": task for number, task in enumerate(islice(self._env.taskset, tasks))}
