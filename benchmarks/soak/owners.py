@@ -107,7 +107,7 @@ class Owner:
         agent = self.process("agent")
         try:
             for child in [] if agent is None else agent.children(recursive=True):
-                if child.name() == what or f"libra.backends.weights.{what}" in child.cmdline():
+                if child.name() == what or f"libra.lend.weights.{what}" in child.cmdline():
                     return child
         except psutil.NoSuchProcess:
             pass
@@ -195,6 +195,6 @@ def publishers(controller: int) -> Sequence[psutil.Process]:
     """The processes that publish a run's weights to agents."""
     try:
         children = psutil.Process(controller).children()
-        return [child for child in children if "libra.backends.weights.publisher" in child.cmdline()]
+        return [child for child in children if "libra.lend.weights.publisher" in child.cmdline()]
     except psutil.NoSuchProcess:
         return []

@@ -17,9 +17,9 @@ import numpy as np
 
 from libra.backends.transport.shared_memory import Vector, WeightUpdateError
 from libra.backends.weights import delta
-from libra.backends.weights.feed import Feed
 from libra.backends.weights.grid import Sums, Versions
-from libra.backends.weights.wire import NOTHING, Chunk, Complete, pack
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.wire import NOTHING, Chunk, Complete, pack
 
 
 class Source:

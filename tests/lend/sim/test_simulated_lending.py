@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from oracles.small_cluster import CLASSES, QWEN_06B
-from posttrain_cases import ONE_NODE, Timetable, agents, layout_of, recipe_of, run, seeing
+from sim.training_run.posttrain_cases import ONE_NODE, Timetable, agents, layout_of, recipe_of, run, seeing
 
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import ServingPool

@@ -1,4 +1,4 @@
-"""A process that gives a node's published weights to others: `python -m libra.backends.weights.publisher`.
+"""A process that gives a node's published weights to others: `python -m libra.lend.weights.publisher`.
 
 Invariant: its owner never waits for it, and it ends with its owner. The owner writes one JSON line, the order, to its
 standard input, reads from its standard output where others may follow, and then reports each version as it is
@@ -21,11 +21,11 @@ import numpy as np
 from libra.backends.launch.worker import die_with
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector, WeightUpdateError
-from libra.backends.weights.feed import Feed
-from libra.backends.weights.follower import FollowerPlace
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import served
-from libra.backends.weights.source import Source
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.follower import FollowerPlace
+from libra.lend.weights.node import served
+from libra.lend.weights.source import Source
 
 
 class PublishWeights(msgspec.Struct, frozen=True):

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from libra.backends.weights.feed import Feed
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import LinkPatience, served
-from libra.backends.weights.source import Source
-from libra.backends.weights.wire import Beat, Complete, Hello, Welcome, pack, receive, runs
 from libra.config.listeners import WEIGHTS
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.node import LinkPatience, served
+from libra.lend.weights.source import Source
+from libra.lend.weights.wire import Beat, Complete, Hello, Welcome, pack, receive, runs
 
 GRID = Grid(20_000, "bfloat16", 1024)
 PATIENCE = LinkPatience(beat=0.2, silence=5.0)

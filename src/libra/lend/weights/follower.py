@@ -1,4 +1,4 @@
-"""A process that keeps a node's weights, for engines in other processes: `python -m libra.backends.weights.follower`.
+"""A process that keeps a node's weights, for engines in other processes: `python -m libra.lend.weights.follower`.
 
 Invariant: it never writes to the half that it last reported to its owner before the owner has answered, and it ends
 with its owner. The owner writes one JSON line, the order, to its standard input and reads from its standard output:
@@ -20,7 +20,7 @@ from libra.backends.launch.worker import die_with
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, WeightUpdateError
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError, WeightsNode, served
+from libra.lend.weights.node import Address, LinkPatience, UpstreamLostError, WeightsNode, served
 
 
 class FollowWeights(msgspec.Struct, frozen=True):

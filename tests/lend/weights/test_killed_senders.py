@@ -15,10 +15,10 @@ import pytest
 
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector
-from libra.backends.weights.follower import FollowerPlace, FollowerWord, FollowWeights
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address, LinkPatience
-from libra.backends.weights.publisher import PublishWeights
+from libra.lend.weights.follower import FollowerPlace, FollowerWord, FollowWeights
+from libra.lend.weights.node import Address, LinkPatience
+from libra.lend.weights.publisher import PublishWeights
 
 GRID = Grid(1_000_000, "bfloat16", 65536)
 PATIENCE = LinkPatience(attempts=6, pause=0.01)
@@ -80,7 +80,7 @@ async def child(module: str, order: type, *ways: Address) -> AsyncIterator[Child
     memory = os.memfd_create("weights", 0)
     os.ftruncate(memory, BUFFERS * GRID.size)
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", f"libra.backends.weights.{module}")
+    command = (sys.executable, "-m", f"libra.lend.weights.{module}")
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(memory,))
     try:
         made = Child(process, memory)

@@ -20,10 +20,11 @@ import numpy as np
 
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import Vector, WeightUpdateError
-from libra.backends.weights.feed import Feed, FeedReader
 from libra.backends.weights.grid import Grid, Mask
-from libra.backends.weights.mirror import Mirror
-from libra.backends.weights.wire import (
+from libra.config.listeners import WEIGHTS, WeightsLimits
+from libra.lend.weights.feed import Feed, FeedReader
+from libra.lend.weights.mirror import Mirror
+from libra.lend.weights.wire import (
     NOTHING,
     Beat,
     Chunk,
@@ -37,7 +38,6 @@ from libra.backends.weights.wire import (
     runs,
     unrolled,
 )
-from libra.config.listeners import WEIGHTS, WeightsLimits
 
 
 @dataclass(frozen=True, slots=True)

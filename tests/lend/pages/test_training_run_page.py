@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fakes.made_loans import EVENTS, write_loans
-from pages import Page, figure, marks, needs_nothing, titles
+from report.pages import Page, figure, marks, needs_nothing, titles
 
 from libra.lend.records.loan_history import RunClock, run_loans
 from libra.lend.sim.lending import LenderOutcome

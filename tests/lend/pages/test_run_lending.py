@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fakes.made_loans import EVENTS, LOANS, write_loans
 from fakes.made_run import make_steps, make_summary, write_lines, write_run
-from pages import Page, figure, marks, needs_nothing, titles
+from report.pages import Page, figure, marks, needs_nothing, titles
 
 from libra.lend.pages.lending_figures import binned, covered
 from libra.records.schema import LendingSummary, ServedSummary

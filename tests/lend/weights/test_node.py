@@ -16,11 +16,11 @@ from fakes.tampering_link import TamperingLink
 
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import Vector, WeightUpdateError
-from libra.backends.weights.feed import Feed
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError, WeightsNode, served
-from libra.backends.weights.source import Source
-from libra.backends.weights.wire import Chunk, DamagedError, pack, receive, unrolled
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.node import Address, LinkPatience, UpstreamLostError, WeightsNode, served
+from libra.lend.weights.source import Source
+from libra.lend.weights.wire import Chunk, DamagedError, pack, receive, unrolled
 
 GRID = Grid(20_000, "bfloat16", 1024)
 EVERYTHING = np.ones(len(GRID), np.bool_)

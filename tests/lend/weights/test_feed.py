@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.backends.transport.shared_memory import WeightUpdateError
-from libra.backends.weights.feed import Feed, FeedReader
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.mirror import Mirror
-from libra.backends.weights.source import Source
-from libra.backends.weights.wire import NOTHING, Chunk, Complete
+from libra.lend.weights.feed import Feed, FeedReader
+from libra.lend.weights.mirror import Mirror
+from libra.lend.weights.source import Source
+from libra.lend.weights.wire import NOTHING, Chunk, Complete
 
 GRID = Grid(256, "bfloat16", 64)
 EVERYTHING = np.ones(len(GRID), np.bool_)

@@ -14,7 +14,7 @@ import numpy as np
 from libra.backends.transport.shared_memory import Vector, WeightUpdateError
 from libra.backends.weights import delta
 from libra.backends.weights.grid import Grid, Mask, Sums, Versions
-from libra.backends.weights.wire import NOTHING, Chunk, Complete
+from libra.lend.weights.wire import NOTHING, Chunk, Complete
 
 
 class Mirror:

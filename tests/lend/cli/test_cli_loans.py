@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from calls import EXAMPLES, assert_refused, libra, write
+from cli.calls import EXAMPLES, assert_refused, libra, write
 from click.testing import Result
 from tables import by_name
 

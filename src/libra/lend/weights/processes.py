@@ -15,10 +15,10 @@ from typing import Self
 import msgspec
 
 from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
-from libra.backends.weights.follower import FollowerPlace, FollowerWord, FollowWeights
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address
-from libra.backends.weights.publisher import PublishWeights
+from libra.lend.weights.follower import FollowerPlace, FollowerWord, FollowWeights
+from libra.lend.weights.node import Address
+from libra.lend.weights.publisher import PublishWeights
 from libra.records.files import writing
 
 
@@ -36,7 +36,7 @@ class _Owned:
     async def _start(cls, module: str, order: FollowWeights | PublishWeights, log: Path) -> Self:
         with writing(log), open(log, "wb") as errors:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"libra.backends.weights.{module}"),
+                *(sys.executable, "-m", f"libra.lend.weights.{module}"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,

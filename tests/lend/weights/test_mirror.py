@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from libra.backends.transport.shared_memory import Vector, WeightUpdateError
 from libra.backends.weights.delta import encode
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.mirror import Mirror
-from libra.backends.weights.wire import NOTHING, Chunk, Complete
+from libra.lend.weights.mirror import Mirror
+from libra.lend.weights.wire import NOTHING, Chunk, Complete
 
 GRID = Grid(100, "bfloat16", 32)  # four chunks, the last one short
 ALL = Complete(0, 0, len(GRID), None)

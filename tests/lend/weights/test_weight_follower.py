@@ -17,12 +17,12 @@ import pytest
 from benchmarks.weights.slow_link import slow_link
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector
-from libra.backends.weights.feed import Feed
-from libra.backends.weights.follower import FollowerPlace, FollowerWord, FollowWeights
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address, LinkPatience, served
-from libra.backends.weights.publisher import PublishWeights
-from libra.backends.weights.source import Source
+from libra.lend.weights.feed import Feed
+from libra.lend.weights.follower import FollowerPlace, FollowerWord, FollowWeights
+from libra.lend.weights.node import Address, LinkPatience, served
+from libra.lend.weights.publisher import PublishWeights
+from libra.lend.weights.source import Source
 
 GRID = Grid(200_000, "bfloat16", 8192)
 RATE, DELAY = 2e6, 0.01  # the weights take a tenth of a second
@@ -67,7 +67,7 @@ async def following(*ways: Address, patience: LinkPatience = PATIENCE) -> AsyncI
     memory = os.memfd_create("weights", 0)
     os.ftruncate(memory, BUFFERS * GRID.size)
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "libra.backends.weights.follower")
+    command = (sys.executable, "-m", "libra.lend.weights.follower")
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(memory,))
     try:
         assert process.stdin is not None
@@ -117,7 +117,7 @@ async def test_versions_over_a_slow_link_by_a_relay_that_is_killed() -> None:
 @contextlib.asynccontextmanager
 async def publishing(memory: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, Address]]:
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "libra.backends.weights.publisher")
+    command = (sys.executable, "-m", "libra.lend.weights.publisher")
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(memory,))
     try:
         assert process.stdin is not None and process.stdout is not None

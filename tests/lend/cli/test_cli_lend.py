@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 import yaml
-from calls import EXAMPLES, assert_refused, libra, write
+from cli.calls import BASE, EXAMPLES, assert_refused, changed, libra, write
 from fakes.made_loans import TERMS, write_loans
 
 from libra.hardware.model_file import load_model
@@ -120,3 +121,27 @@ def test_a_record_without_a_loan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("{}\n")
     assert_refused(libra("lend", "report", tmp_path / "other.jsonl"), "other.jsonl:1: ")
     assert_refused(libra("lend", "report", tmp_path / "none.jsonl"), "none.jsonl")
+
+
+def test_a_run_whose_weights_have_a_port_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short, long = BASE["start"]["buckets"]
+    lent = {"shape": "lent", "engines": 1, "up_to": short["up_to"] + 8}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        borrowing = changed(
+            lending={
+                "agents": ["agent"],
+                "weights": {"port": port},
+                "engine": {"max_model_len": lent["up_to"], "max_num_seqs": 4, "kv_tokens": 256},
+            },
+            start={"buckets": [short, lent, long]},
+        )
+        config = write(tmp_path / "run.yaml", borrowing)
+        assert_refused(
+            libra("run", config),
+            f"lending.weights.port: {port} cannot be used on 127.0.0.1 (Address already in use); give a free port",
+        )
+    assert list(tmp_path.iterdir()) == [config]

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from libra.backends.weights.grid import Grid, Mask, Versions
-from libra.backends.weights.wire import NOTHING, Chunk, Complete, Kept, pack, runs
+from libra.lend.weights.wire import NOTHING, Chunk, Complete, Kept, pack, runs
 
 # Most bytes of deltas that are kept, as a share of the weights' size. A reader that is further behind gets everything,
 # which is not much more.
