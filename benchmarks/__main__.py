@@ -13,14 +13,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 TIMES = {  # roughly, on two cores of a server; in brackets what it needs besides
-    "attention_ffn": "an hour",
     "disaggregation": "minutes",
     "evaluation": "hours; what has finished is kept",
     "fidelity": "a quarter of an hour (extra `cpu`)",
     "gateway": "7 minutes (21,000 open files)",
     "gpu": "10 minutes (a GPU of 80 GB; a minute with `--dry-run`)",
     "joins": "minutes (extra `cpu`)",
-    "kv_tiers": "a minute",
     "lending.fidelity": "minutes (extra `cpu`, recorded requests)",
     "lending.gpu": "6 minutes (one H100 or H200)",
     "lending.memory": "a minute (extra `cpu`)",
@@ -35,7 +33,6 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "promises": "a second (directories of runs)",
     "public": "a minute",
     "role_changes": "minutes (extra `cpu`)",
-    "rollout_pairs": "an hour",
     "rollout_price": "an hour",
     "routing_plans": "minutes",
     "routing_speed": "minutes",
