@@ -105,7 +105,6 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.routing_speed
 	$(VENV)/bin/python -m benchmarks.routing_plans
 	$(VENV)/bin/python -m benchmarks.gateway
-	$(VENV)/bin/python -m benchmarks.workloads
 
 bench-lending: setup  ## lending and weights; with TRAFFIC=FILE what replays recorded requests, too
 	$(VENV)/bin/python -m benchmarks.lending --cpu

@@ -36,7 +36,6 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "tracking": "a quarter of an hour",
     "watching": "seconds (extra `otel`)",
     "weights": "minutes (extra `cpu`)",
-    "workloads": "a minute",
 }
 
 

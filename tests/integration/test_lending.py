@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from oracles.small_loan import ROOMY, write_loan
 
-from benchmarks.soak.small_loan import ROOMY, write_loan
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
