@@ -26,6 +26,7 @@ TIMES = {  # roughly, on two cores of a server; in brackets what it needs beside
     "planning": "minutes",
     "promises": "a second (directories of runs)",
     "public": "a minute",
+    "rendezvous": "a minute (extra `cpu`)",
     "role_changes": "minutes (extra `cpu`)",
     "rollout_price": "an hour",
     "routing_plans": "minutes",
