@@ -3,7 +3,7 @@
 Invariant: every rule serves the same arrivals on the same simulated engine; a miss is attributable where the same
 request meets the SLO alone. The certificate is of the first half of the trace; the rows are of the second.
 
-    python -m benchmarks.lending rules --traffic azure_2023_conv.csv [--rate 0.5] [--json FILE]
+    python -m benchmarks.lending_rules --traffic azure_2023_conv.csv [--rate 0.5] [--json FILE]
 
 The trace is the conversation hour of Azure's public LLM traces of 2023 (github.com/Azure/AzurePublicDataset), or any
 file that `libra simulate --requests` reads. The serving engine has affine costs of the order of a 7B model on one H800,
@@ -56,7 +56,7 @@ RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = add_traffic(command_line("lending rules", __doc__)).parse_args(arguments)
+    options = add_traffic(command_line("lending_rules", __doc__)).parse_args(arguments)
     report(measured(options.traffic, options.rate), options.json)
     return 0
 

@@ -6,9 +6,10 @@ Invariant: each phase has the same requests as every other of its rate. Between 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.lending._vllm import ask, make_engine
 from libra.lend.gate import Gate, Grant, Refusal, ServingCost, ServingView, SharingRule
 from libra.lend.rules import NoLending, ServeFirst
 
 Mode = Literal["alone", "no gate", "serve first", "gate"]
 _DRAIN = 15.0  # seconds after a phase in which what is under way may end
+_START = 300.0  # seconds in which an engine has to start
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,17 @@ class Engine:
 
     def make(self, scheduler: Any) -> Any:
         """vLLM's `LLMEngine`, in this process."""
-        return make_engine(
-            self.model,
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = EngineArgs(
+            model=self.model,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            seed=0,
             max_model_len=self.max_model_len,
-            scheduler=scheduler,
-            load_format="auto" if any(Path(self.model).glob("*.safetensors")) else "dummy",
+            scheduler_cls=scheduler,
+            load_format="dummy",
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             gpu_memory_utilization=0.3,  # of which only that it is free is asked: the next line says how much
@@ -52,6 +59,7 @@ class Engine:
             enforce_eager=self.eager,
             async_scheduling=self.asynchronous,
         )
+        return LLMEngine.from_engine_args(arguments)
 
     @property
     def vocabulary(self) -> int:
@@ -73,12 +81,51 @@ class Setting:
     output: tuple[int, int]
     turn_prompt: tuple[int, int]  # least and most
     turn_output: tuple[int, int]
+    core: int | None = None  # that is the device
 
 
 class Phase(NamedTuple):
     mode: Mode
     rate: float  # requests a second
     seconds: float
+
+
+def run(setting: Setting, phases: Sequence[Phase]) -> list[dict[str, dict[str, Any]]]:
+    """What both engines, each in a process of its own, tell of each phase."""
+    from libra.lend.backend.lender_token import LenderToken
+
+    context, pipes = multiprocessing.get_context("spawn"), dict[str, Connection]()
+    processes = []
+    try:
+        # The serving engine makes the device's file, and compiles what the other then finds in a cache.
+        for name, role in {"serving": _serve, "rollout": _roll}.items():
+            pipes[name], theirs = context.Pipe()
+            processes.append(context.Process(target=role, args=(theirs, setting), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            try:
+                if not pipes[name].poll(_START):
+                    raise EOFError
+                pipes[name].recv_bytes()
+            except EOFError:
+                raise SystemExit(f"the {name} engine did not start; what it printed says why") from None
+        lender = LenderToken(Path(setting.device))
+        lender.extend(float("inf"))
+        said = []
+        for phase in phases:
+            begin = time.monotonic() + 0.1
+            for pipe in pipes.values():
+                pipe.send_bytes(json.dumps([*phase, begin]).encode())
+            said.append({name: json.loads(pipe.recv_bytes()) for name, pipe in pipes.items()})
+        lender.close()
+        for pipe in pipes.values():
+            pipe.send_bytes(b"null")
+        for process in processes:
+            process.join(20)
+        return said
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @dataclass(slots=True)
@@ -89,15 +136,15 @@ class _Asked:
     times: list[float] = field(default_factory=list)  # of its tokens, from the beginning of the phase
 
 
-def serve(pipe: Connection, setting: Setting) -> None:
+def _serve(pipe: Connection, setting: Setting) -> None:
     """Told a phase, answers what became of its requests and steps; ends with the pipe."""
     from libra.lend.backend.scheduler import DEVICE, AsynchronousLending, SynchronousLending
 
     os.environ[DEVICE] = setting.device
-    engine = setting.serving.make(AsynchronousLending if setting.serving.asynchronous else SynchronousLending)
+    engine = _started(
+        setting, setting.serving, AsynchronousLending if setting.serving.asynchronous else SynchronousLending
+    )
     waits = _watched(engine.engine_core.engine_core.scheduler._token)
-    _warm_up(engine, setting.serving.vocabulary)
-    pipe.send_bytes(b"ready")
     for number, (phase, begin) in enumerate(_phases(pipe)):
         asked, live, steps = _draw(setting, phase), dict[str, _Asked](), []
         to_come = list(enumerate(asked))
@@ -107,7 +154,7 @@ def serve(pipe: Connection, setting: Setting) -> None:
             while to_come and to_come[0][1].arrival <= now:
                 index, it = to_come.pop(0)
                 live[f"{number}-{index}"] = it
-                ask(engine, f"{number}-{index}", it.prompt, it.output)
+                _ask(engine, f"{number}-{index}", it.prompt, it.output)
             if not live:
                 time.sleep(max(0.0, min(0.0003, to_come[0][1].arrival - now)))
                 continue
@@ -116,7 +163,7 @@ def serve(pipe: Connection, setting: Setting) -> None:
             ended = time.monotonic()
             seconds, lent = zip(*waits[waited:], strict=True) if len(waits) > waited else ((), ())
             if outputs:
-                steps.append((ended - began - sum(seconds), any(lent), decoding, len(live)))
+                steps.append((ended - began - sum(seconds), any(lent), decoding))
             for output in outputs:
                 live[output.request_id].times += [ended - begin] * len(output.outputs[0].token_ids)
                 if output.finished:
@@ -128,34 +175,26 @@ def serve(pipe: Connection, setting: Setting) -> None:
         pipe.send_bytes(json.dumps({"requests": requests, "steps": steps, "waits": [it for it, _ in waits]}).encode())
 
 
-def roll(pipe: Connection, setting: Setting) -> None:
+def _roll(pipe: Connection, setting: Setting) -> None:
     """Told a phase, answers what it made in it; ends with the pipe."""
     from libra.lend.backend.borrower import GatedBorrower
     from libra.lend.backend.borrower_token import BorrowerToken
     from libra.lend.backend.device import device_here
     from libra.lend.backend.scheduler import BorrowingScheduler
 
-    engine = _Stepped(setting.rollout.make(BorrowingScheduler))
-    _warm_up(engine.llm, setting.rollout.vocabulary)
+    most = setting.rollout.max_num_batched_tokens
+    engine = _Stepped(_started(setting, setting.rollout, BorrowingScheduler))
     token, device, rule = BorrowerToken(Path(setting.device), setting.pace), device_here(), _ChangingRule()
     # One for all phases: what it learns of steps in one is not lost for the next.
-    borrower = GatedBorrower(
-        token, rule, device, shortest=setting.shortest, most_tokens=setting.rollout.max_num_batched_tokens
-    )
+    borrower = GatedBorrower(token, rule, device, shortest=setting.shortest, most_tokens=most)
     rules: dict[str, SharingRule] = {
-        "alone": NoLending(),
         "serve first": ServeFirst(setting.longest),
         "gate": Gate(setting.longest, setting.shortest),
     }
-    pipe.send_bytes(b"ready")
     for number, (phase, begin) in enumerate(_phases(pipe)):
         random, made, tokens, spent = np.random.default_rng(number), 0, 0, list[float]()
-        rule.rule, before, bounded, over = (
-            rules.get(phase.mode, NoLending()),
-            borrower.tally,
-            borrower.own_steps.bounded,
-            borrower.own_steps.over,
-        )
+        rule.rule, before = rules.get(phase.mode, NoLending()), borrower.tally
+        bounded, over = borrower.own_steps.bounded, borrower.own_steps.over
         while time.monotonic() - begin < phase.seconds:
             if phase.mode == "alone":
                 borrower.watch()
@@ -167,7 +206,7 @@ def roll(pipe: Connection, setting: Setting) -> None:
                 engine.add(f"{number}-{made}", random.integers(4, setting.rollout.vocabulary, prompt).tolist(), output)
             began = time.monotonic()
             if phase.mode == "no gate":
-                new: int | None = engine.bounded_step(setting.rollout.max_num_batched_tokens)
+                new: int | None = engine.bounded_step(most)
                 device.end()
             else:
                 new = borrower.step(engine)
@@ -178,14 +217,13 @@ def roll(pipe: Connection, setting: Setting) -> None:
         if phase.mode == "no gate":
             token.steps()  # of serving disturbed: nothing to learn from
         engine.abort()
-        tally, own = borrower.tally, borrower.own_steps
         said = {
             "tokens": tokens,
             "steps": spent,
-            "lent": tally.lent - before.lent,
-            "overstayed": tally.overstayed - before.overstayed,
-            "bounded": own.bounded - bounded,
-            "over": own.over - over,
+            "lent": borrower.tally.lent - before.lent,
+            "overstayed": borrower.tally.overstayed - before.overstayed,
+            "bounded": borrower.own_steps.bounded - bounded,
+            "over": borrower.own_steps.over - over,
         }
         pipe.send_bytes(json.dumps(said).encode())
 
@@ -215,7 +253,7 @@ class _Stepped:
         return self._scheduler.shape
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:
-        ask(self.llm, name, prompt, tokens)
+        _ask(self.llm, name, prompt, tokens)
         self.turns.add(name)
 
     def bounded_step(self, tokens: int) -> int:
@@ -230,8 +268,30 @@ class _Stepped:
         self.turns.clear()
 
 
-def _phases(pipe: Connection) -> Any:
+def _started(setting: Setting, options: Engine, scheduler: Any) -> Any:
+    """An engine that has made its first steps, which set things up."""
+    if setting.core is not None:
+        os.sched_setaffinity(0, {setting.core})
+    engine, vocabulary = options.make(scheduler), options.vocabulary
+    for number, tokens in enumerate((300, 5, 60)):
+        _ask(engine, f"warm-{number}", [4 + index % (vocabulary - 4) for index in range(tokens)], 8)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return engine
+
+
+def _ask(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
+    """Ask for this number of tokens after the prompt, told as they come."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+
+def _phases(pipe: Connection) -> Iterator[tuple[Phase, float]]:
     """Phases and when they begin, as they are received."""
+    pipe.send_bytes(b"ready")
     while told := json.loads(pipe.recv_bytes()):
         yield Phase(*told[:3]), told[3]
 
@@ -260,14 +320,3 @@ def _watched(token: Any) -> list[tuple[float, bool]]:
 
     token.acquire = watched
     return waits
-
-
-def _warm_up(engine: Any, vocabulary: int) -> None:
-    """Run the first steps of an engine, which set things up."""
-    for number, tokens in enumerate((300, 5, 60)):
-        ask(engine, f"warm-{number}", [4 + index % (vocabulary - 4) for index in range(tokens)], 8)
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
-ROLES: dict[str, Callable[[Connection, Setting], None]] = {"serving": serve, "rollout": roll}
