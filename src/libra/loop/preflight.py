@@ -142,6 +142,7 @@ def _check_model_directory(directory: Path | None) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
+    _model_config(directory)
 
 
 def _check_memory(
