@@ -167,6 +167,17 @@ class VllmEngine:
         """Finish iterations that are in flight: their results are of the version before the next `load`."""
         return drained(self._engine.engine_core.engine_core, self.step)
 
+    def sleep(self) -> None:
+        """Give up the memory of weights and KV. No turn may be under way."""
+        if self._turns or self.busy:
+            raise RuntimeError("turns are under way, which would be lost")
+        self._engine.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take the memory again, which holds nothing: `load` comes next."""
+        self._engine.wake_up()
+        self.version = -1
+
     def load(self, order: LoadWeights) -> None:
         """Take a new version between two iterations, of which none may be in flight. On `WeightUpdateError` the old one
         stays: the check comes before vLLM's reload, which empties the layers as its first act."""
