@@ -99,7 +99,6 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
 	$(VENV)/bin/python -m benchmarks.routing_plans --quick
 	$(VENV)/bin/python -m benchmarks.gateway --quick
-	$(VENV)/bin/python -m benchmarks.lending memory
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.planning
@@ -111,21 +110,16 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.routing_speed
 	$(VENV)/bin/python -m benchmarks.routing_plans
 	$(VENV)/bin/python -m benchmarks.gateway
-	$(VENV)/bin/python -m benchmarks.workloads
 
-bench-lending: setup  ## lending and weights, an hour; with TRAFFIC=FILE what replays recorded requests, too
-	$(VENV)/bin/python -m benchmarks.lending token
-	$(VENV)/bin/python -m benchmarks.lending memory
-	$(VENV)/bin/python -m benchmarks.lending plan
-	$(VENV)/bin/python -m benchmarks.lending run
+bench-lending: setup  ## lending and weights; with TRAFFIC=FILE what replays recorded requests, too
+	$(VENV)/bin/python -m benchmarks.lending --cpu
 	$(VENV)/bin/python -m benchmarks.weights
 	$(VENV)/bin/python -m benchmarks.weights link
-	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending rules --traffic $(TRAFFIC))
-	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending pair --traffic $(TRAFFIC))
-	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending fidelity --traffic $(TRAFFIC))
+	$(if $(TRAFFIC),$(VENV)/bin/python -m benchmarks.lending_rules --traffic $(TRAFFIC))
 
 bench-evaluation: setup  ## whole systems in simulation, hours; what has finished is kept and not run again
 	$(VENV)/bin/python -m benchmarks.evaluation
 
-fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md
-	$(VENV)/bin/python -m benchmarks.fidelity --markdown docs/fidelity.md
+fidelity: setup  ## the simulator's schedules against vLLM's
+	$(VENV)/bin/python -m benchmarks.fidelity
+	$(VENV)/bin/python -m benchmarks.fidelity --graphs

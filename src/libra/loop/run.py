@@ -37,10 +37,15 @@ _MEMORY_SECONDS = 20.0  # between two looks; one costs tens of milliseconds of C
 
 
 async def run(
-    config: RunConfig, environment: Environment | ServedEnvironment, display: Display, resume: bool
+    config: RunConfig,
+    environment: Environment | ServedEnvironment,
+    display: Display,
+    resume: bool,
+    planned: str = "",
 ) -> RunSummary:
-    """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. Returns its
-    summary; also writes it. Raises `ConfigError` where that run has made more steps than the configuration has."""
+    """Make one whole run in `config.run_directory`, which exists; or, with `resume`, the rest of one. `planned` are the
+    words of the plan that it carries out. Returns its summary; also writes it. Raises `ConfigError` where that run has
+    made more steps than the configuration has."""
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
@@ -67,7 +72,7 @@ async def run(
         record_config(config)
         model = await warm_model(config, environment, launcher, choice.precision, progress.warm_up)
         session = Session(
-            config, environment, server, progress, launcher, metrics, memory.peak, choice, model, began, before
+            config, environment, server, progress, launcher, metrics, memory.peak, choice, model, began, before, planned
         )
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
         main = asyncio.create_task(session.run())
@@ -107,7 +112,8 @@ async def _playing(environment: Environment | ServedEnvironment) -> AsyncIterato
 
 def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:
     if cluster.launcher == "local":
-        return LocalLauncher.open(logs, slot_devices(cluster))
+        places = [slot[0] for slot in cluster.placement or ()]
+        return LocalLauncher.open(logs, slot_devices(cluster), places)
     from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
     return open_on_ray(cluster, logs)

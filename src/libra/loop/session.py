@@ -76,6 +76,7 @@ class Session:
     model: Path
     began: float  # when this process started it
     before: Interrupted | None  # what an interrupted run left
+    planned: str = ""  # the plan that the run carries out, in words; empty: none was given
     files: ExitStack = field(default_factory=ExitStack)  # to be closed when nothing of the session is under way
 
     async def run(self) -> RunSummary:
@@ -91,6 +92,8 @@ class Session:
             journal=records.journal,
             progress=self.progress,
         )
+        if self.planned:
+            records.recorder.event("plan", None, self.planned)
         try:
             return await self._run(records, workers)
         finally:

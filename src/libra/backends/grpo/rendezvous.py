@@ -154,11 +154,15 @@ class RendezvousServer:
 
 
 class RendezvousStore(Store):
-    """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` where it cannot be reached."""
+    """One replica's view of the store: its keys begin with `prefix`. Raises `OSError` where it cannot be reached.
+
+    gloo sets a key once in a membership, so a value that this replica has set or seen is not asked for again.
+    """
 
     def __init__(self, host: str, port: int, secret: str, prefix: str, timeout: timedelta) -> None:
         super().__init__()
         self._prefix, self._timeout = prefix, timeout
+        self._known: dict[str, bytes] = {}
         try:
             self._connection = socket.create_connection((host, port), timeout.total_seconds())
         except OSError as error:
@@ -170,23 +174,30 @@ class RendezvousStore(Store):
         self._connection.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        if self._call(key, 0.0, value.encode() if isinstance(value, str) else bytes(value)) is None:
+        sent = value.encode() if isinstance(value, str) else bytes(value)
+        if self._call(key, 0.0, sent) is None:
             raise ConnectionError(f"the rendezvous has no room for {key}")
+        self._known[key] = sent
 
     def get(self, key: str) -> bytes:
-        found = self._call(key, self._timeout.total_seconds())
-        if found is None:
-            raise TimeoutError(f"no replica has said {key} in {self._timeout.total_seconds():.0f} s")
-        return found
+        return self._value(key, self._timeout.total_seconds())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         ends = time.monotonic() + (timeout or self._timeout).total_seconds()
         for key in keys:
-            if self._call(key, ends - time.monotonic()) is None:
-                raise TimeoutError(f"no replica has said {key} in time")
+            self._value(key, ends - time.monotonic())
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._call(key, 0.0) is not None for key in keys)
+        return all(key in self._known or self._call(key, 0.0) is not None for key in keys)
+
+    def _value(self, key: str, seconds: float) -> bytes:
+        """The value, once a replica has set it. Raises `TimeoutError` after `seconds`."""
+        if key not in self._known:
+            found = self._call(key, seconds)
+            if found is None:
+                raise TimeoutError(f"no replica has said {key} in {seconds:.0f} s")
+            self._known[key] = found
+        return self._known[key]
 
     def _call(self, key: str, seconds: float, value: bytes | None = None) -> bytes | None:
         self._connection.settimeout(seconds + self._timeout.total_seconds())
