@@ -314,6 +314,7 @@ def _require_clean() -> None:
 def _import_everything(kind: DeviceKind) -> None:
     """Import what engines and trainers need, so that a fork has it already. vLLM's worker for CPUs replaces streams,
     events and pinned memory of CUDA in all of torch: no process may have both workers."""
+    import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen3
     import vllm.v1.executor.uniproc_executor
     from vllm.model_executor.models import ModelRegistry
@@ -329,6 +330,7 @@ def _import_everything(kind: DeviceKind) -> None:
     # vLLM inspects a model that it knows only by name in a process of its own, once for every engine until one has kept
     # the result: that takes as long as importing vLLM, and the process outlives a worker that is killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
+    ModelRegistry.register_model("LlamaForCausalLM", vllm.model_executor.models.llama.LlamaForCausalLM)
 
 
 def _probe(kind: DeviceKind) -> Bf16Speed:

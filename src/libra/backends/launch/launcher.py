@@ -149,19 +149,21 @@ class AgentLauncher(WorkerLauncher, Protocol):
 class LocalLauncher:
     """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
 
-    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = ()) -> None:
-        """`devices` are those of the slots; none: all are CPU slots."""
-        self._fork_server, self._devices = fork_server, devices
+    def __init__(self, fork_server: ForkServer, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()) -> None:
+        """`devices` are those of the slots; none: all are CPU slots, each at its place, by default its number."""
+        self._fork_server, self._devices, self._places = fork_server, devices, places
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name(bool(devices))
         self.slots_changed: Callable[[], None] = lambda: None  # never called
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, logs: Path, devices: Sequence[SlotDevice] = ()) -> AsyncIterator[LocalLauncher]:
+    async def open(
+        cls, logs: Path, devices: Sequence[SlotDevice] = (), places: Sequence[int] = ()
+    ) -> AsyncIterator[LocalLauncher]:
         """A launcher that is starting; closed on the way out."""
         logs.mkdir(parents=True, exist_ok=True)
-        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices)
+        launcher = cls(ForkServer(logs, kind="cuda" if devices else "cpu"), devices, places)
         try:
             yield launcher
         finally:
@@ -194,7 +196,7 @@ class LocalLauncher:
             ours.close()
             raise
         channel = await ControllerChannel.open(ours)
-        core = self._cores[slot % len(self._cores)]
+        core = self._cores[(self._places[slot] if self._places else slot) % len(self._cores)]
         return WorkerLink(name, pid, channel, self._cores, core, device=device)
 
     def kill(self, link: WorkerLink) -> None:
