@@ -34,9 +34,10 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 test: setup  ## run all tests, two at a time
 	$(VENV)/bin/python -m pytest -q -n 2
 
-test-integrations: $(HOSTS)/verl/.installed $(HOSTS)/trl/.installed  ## the adapters inside verl and TRL, which it installs
+test-integrations: $(foreach host,verl trl verifiers,$(HOSTS)/$(host)/.installed)  ## the adapters of verl, TRL and verifiers, which it installs
 	$(HOSTS)/verl/bin/python -m pytest -q $(wildcard tests/integrations/test_verl_*.py)
 	$(HOSTS)/trl/bin/python -m pytest -q tests/integrations/test_trl.py
+	$(HOSTS)/verifiers/bin/python -m pytest -q tests/integrations/test_verifiers.py
 
 # verl is installed without what it requires, since vLLM, wandb and others are not needed for its tests.
 $(HOSTS)/verl/.installed: $(STAMP)
@@ -46,6 +47,10 @@ $(HOSTS)/verl/.installed: $(STAMP)
 
 $(HOSTS)/trl/.installed: $(STAMP)
 	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/trl 'trl>=1.16,<1.18' requests
+	@touch $@
+
+$(HOSTS)/verifiers/.installed: $(STAMP)
+	$(PYTHON) tools/host.py $(VENV) $(HOSTS)/verifiers 'verifiers>=0.4,<0.5'
 	@touch $@
 
 # It comes to its place when it is complete: meanwhile it would be new sources beside old libraries.

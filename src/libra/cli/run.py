@@ -15,6 +15,7 @@ from libra.cli.errors import bad_input, require
 from libra.config.input_file import read_input
 from libra.config.run import AllocationMode, ConfigError, LauncherKind, LendingRule, RunConfig, load_config
 from libra.environments.protocol import Environment
+from libra.environments.served import EpisodeFailedError, ServedEnvironment
 
 Result = TypeVar("Result")
 
@@ -118,12 +119,13 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     require("cpu")
     # Imported here: planning and reading traces must not need what running needs.
     from libra.environments.registry import load_environment
-    from libra.loop.preflight import check
+    from libra.loop.preflight import check, check_environment
     from libra.loop.run_directory import locked
     from libra.records.files import DiskError
 
     environment = load_environment(settings.environment, beside)
     check(settings, resume, overwrite)
+    check_environment(settings, environment)
     try:
         with locked(settings.run_directory):
             return _run_locked(settings, environment, resume, overwrite, as_json, planned)
@@ -144,7 +146,12 @@ async def _until_terminated(work: Awaitable[Result]) -> Result:
 
 
 def _run_locked(
-    settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool, planned: str
+    settings: RunConfig,
+    environment: Environment | ServedEnvironment,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    planned: str,
 ) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
@@ -179,6 +186,7 @@ def _run_locked(
         LaunchError,
         CoreLostError,
         DivergedError,
+        EpisodeFailedError,
         ExchangeError,
         WorkerFailedError,
         WorkerLostError,

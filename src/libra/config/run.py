@@ -23,7 +23,7 @@ AllocationMode = Literal["adaptive", "static"]
 
 class EnvironmentConfig(Section):
     kind: str  # a built-in name, or `module:Class` found beside the file
-    tools: tuple[str, ...]  # the tools the agent may call; each must be one the environment has
+    tools: tuple[str, ...] = ()  # the tools the agent may call, of those that the environment names
     options: dict[str, Any] = Field(default={})  # passed to the environment
     train_prompts: PositiveInt = 512
     heldout_prompts: PositiveInt = 200

@@ -130,6 +130,7 @@ def memory_columns(
     ranks = table.dp * table.cp
     whole, divided = parameters.total, parameters.dense / ranks + parameters.experts / table.expert_copies
     weights = state.weights * np.where(table.sharding == _ZERO3, divided, whole)
+    copied = np.where(table.sharding == _ZERO3, 0.0, state.copies * whole)  # fully sharded, of what is gathered alone
     gradients = state.gradients * np.where(table.sharding >= _ZERO2, divided, whole)
 
     tokens = np.maximum(table.micro_tokens, longest) / table.cp
@@ -171,7 +172,7 @@ def memory_columns(
 
     # Full sharding gathers one unit ahead and holds a unit's whole gradient until it is reduced.
     unit = np.maximum(parameters.layer, parameters.embedding)
-    gathered = state.weights * (unit + parameters.layer) + state.gradients * unit
+    gathered = state.weights * (unit + parameters.layer) + (state.gradients + state.copies) * unit
     reduced = state.gradients * unit
     workspace = np.where(table.sharding == _ZERO3, gathered, np.where(table.sharding == _ZERO2, reduced, 0.0))
     # The reference is stored like the weights. Offloaded, it comes while there are no gradients, into their room.
@@ -182,7 +183,7 @@ def memory_columns(
         "offloaded": np.maximum(0.0, weights - gradients),
     }[reference]
     return {
-        "weights": weights + towers,
+        "weights": weights + copied + towers,
         "gradients": gradients,
         "optimiser": state.states * divided,
         "activations": np.where(first_is_fuller, first, last),

@@ -24,9 +24,9 @@ from libra.config.run import ConfigError
 from libra.config.sealed_line import opened
 from libra.exec.journal import JournalReplay, read_journal, replay
 from libra.exec.pool import Worker, bucket_limits, current_allocation
+from libra.loop.episode import Episode
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import RECORDS
-from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.records.files import drop_partial_line, whole_lines, write_whole, writing
 from libra.records.manifest import MANIFEST, ManifestError, check_manifest, force_directory, seal

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from libra.config.sealed_line import unsealed
-from libra.loop.rollout import Episode
+from libra.loop.episode import Episode
 from libra.records.files import ChainedFile, LineFile, drop_partial_line, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from libra.backends.chat_format import ChatFormat
 from libra.backends.devices import inventory, slot_devices
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.config.cache import cache_directory
@@ -35,9 +36,12 @@ from libra.config.run import (
 from libra.cost.engine_memory import held_bytes
 from libra.cost.quantization import AS_STORED
 from libra.cost.train_memory import CONTEXT as TRAINER_CONTEXT
+from libra.environments.protocol import Environment
+from libra.environments.served import ServedEnvironment
 from libra.hardware.model_file import load_model
 from libra.loop.run_directory import can_be_written, check_not_running, check_run_directory
 from libra.loop.tracking import check_tracking
+from libra.loop.warmup import no_demonstrations
 from libra.plan.options.slots import longest_context
 from libra.route.custom import load_policy
 
@@ -84,6 +88,18 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_metrics(config.metrics, config.cluster.port)
     _check_cache()
     check_run_directory(config, resume, overwrite)
+
+
+def check_environment(config: RunConfig, environment: Environment | ServedEnvironment) -> None:
+    """Whether an environment that plays its episodes itself has a model that can chat, and enough tasks. Raises
+    `ConfigError`."""
+    if not isinstance(environment, ServedEnvironment):
+        return
+    if config.model.directory is None or config.warm_up.steps > 0:
+        raise ConfigError(no_demonstrations(config.environment.kind))
+    ChatFormat(config.model.directory)
+    environment.prompts("train", config.environment.train_prompts, config.seed)
+    environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
 
 
 def _check_cache() -> None:

@@ -20,9 +20,10 @@ from libra.config.rooms import offered
 from libra.config.sealed_line import sealed
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
+from libra.loop.episode import Episode
 from libra.loop.metrics import Tally
-from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tracking import Tracking
+from libra.loop.turn_maker import TurnReport
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.files import LineFile, writing

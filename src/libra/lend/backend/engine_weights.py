@@ -12,8 +12,8 @@ from pathlib import Path
 
 from libra.backends.transport.engine_messages import LoadWeights, WeightsPlace
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.processes import WeightsFollower, WeightsProcessError
 from libra.exec.background import background
+from libra.lend.weights.processes import WeightsFollower, WeightsProcessError
 from libra.records.files import DiskError
 
 
