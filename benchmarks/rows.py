@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 _NAMED = 5  # of what may not be
+_WIDTH = 160  # of a table that goes to a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def _judged(case: str, metric: str, value: float, unit: str, limit: float | None
 
 def report(rows: Sequence[Row], json_path: Path | None) -> None:
     """Print the rows as a table; also write them to `json_path`, if there is one."""
-    Console().print(make_table(rows))
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH)).print(make_table(rows))
     if json_path is not None:
         write_rows(rows, json_path)
 
