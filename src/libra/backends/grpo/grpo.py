@@ -25,7 +25,7 @@ _EPSILON = 1e-4  # keeps the advantage of a nearly unanimous group finite
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float] | None:
-    """Rewards of one group, centred and scaled; None when they are all equal and teach nothing."""
+    """Rewards of one group, centred and scaled; None if they are all equal and carry no signal."""
     spread = pstdev(rewards)
     if spread == 0:
         return None
