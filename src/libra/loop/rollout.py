@@ -1,8 +1,8 @@
-"""The agent loop: generate a turn, call the tool it asks for, route the next turn by what came back.
+"""The agent loop: generate a turn, call the tool that it requests, route the next turn by the tool's return.
 
 Invariant: tokens in, tokens out. Generated tokens enter the sample as the ids that an engine sampled, with their
-log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that asks for
-it, even where engines are lost.
+log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that requests
+it, even if engines are lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A finished trajectory and the tokens it is made of. The four lists have one entry per token."""
+    """A finished trajectory and its tokens. The four lists have one entry per token."""
 
     trajectory: Trajectory
     tokens: list[int]
@@ -70,7 +70,7 @@ class RolloutObserver(Protocol):
         ...
 
     def tools(self, worker: str, change: int) -> None:
-        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
+        """The number of episodes that wait for a tool, and were last served by this engine, changes."""
         ...
 
 
@@ -110,8 +110,10 @@ class Rollout:
         seed: int | None = None,
         version: int = -1,
     ) -> Episode:
-        """Run one episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
-        generated before; with a `seed` its sampling is drawn from that. It uses no weights older than `version`."""
+        """Run one episode. `due`: the time at which it is needed, in seconds of `now`; `fresh` separates its KV from
+        that of earlier generation; with a `seed` its sampling is drawn from that. It uses no weights older than
+        `version`.
+        """
         draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed, version=version)
         draft.given(self._codec.encode(prompt.text))
         draft.prompt_tokens = len(draft.tokens)
@@ -138,7 +140,7 @@ class Rollout:
             returned = ToolReturn(call.tool, status, len(back))
 
     async def _generate(self, draft: Draft, returned: ToolReturn | None) -> list[int]:
-        """The tokens of the next turn, from one engine or several in turn."""
+        """The tokens of the next turn, from one engine or several in sequence."""
         environment, start = self._environment, len(draft.tokens)
         turn = RunningTurn(draft, environment.name, self._fleet, environment.turn_tokens, self._stop_token, returned)
         while True:
@@ -163,7 +165,7 @@ class Rollout:
                 return draft.tokens[start:]
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
-        """The tool's reply, classified by how the call ended, never by its text."""
+        """The tool's reply, classified by the way the call ended, never by its text."""
         environment = self._environment
         tool = self._tools.get(call.tool)
         if tool is None:
@@ -200,8 +202,9 @@ class Rollout:
 
 
 async def _within(deadline: float, call: Awaitable[T]) -> T:
-    """Result of `call` within `deadline` seconds, else TimeoutError. A call that goes on when it is cancelled is left
-    alone. A call that cancels itself raises an error, and does not end the episode."""
+    """Result of `call` within `deadline` seconds, else TimeoutError. A call that ignores its cancellation is left
+    alone. A call that cancels itself raises an error, and does not end the episode.
+    """
     task = asyncio.ensure_future(call)
     task.add_done_callback(_let_go)
     try:
@@ -217,7 +220,7 @@ async def _within(deadline: float, call: Awaitable[T]) -> T:
 
 
 def _let_go(task: asyncio.Future[T]) -> None:
-    """Retrieve a late exception, so that asyncio does not log it: the caller has stopped waiting."""
+    """Retrieve a late exception after the caller has stopped waiting, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -233,8 +236,8 @@ async def evaluate(
     """Accuracy of the weights after `step` over `prompts`, sampled at `temperature` and greedy; also returns the
     sampled episodes.
 
-    A question is sampled from the same seed in every evaluation, so that two of them differ by their policies rather
-    than by luck (common random numbers).
+    A question has the same seed in every evaluation, so two evaluations differ by their policies rather than by chance
+    (common random numbers).
     """
     under_way = asyncio.Semaphore(_AT_ONCE)
 
